@@ -110,7 +110,8 @@ class TraceSession:
 
     def _attach(self) -> Callable[[], None]:
         engine, optimizer = self._engine, self._engine.optimizer
-        parts = (optimizer.collectives, self._pipeline, optimizer.passes)
+        passes = optimizer.passes
+        parts = (optimizer.collectives, self._pipeline, passes, passes.reducer)
         device = self._pipeline.streams.device
         undo = [
             _follow_layers(engine.layer_of, self.recorder),

@@ -35,6 +35,7 @@ from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.optimizer.state_dict import load_state_dict, state_dict
 from hytrain.optimizer.statistics import StatisticsRecorder, StepStatistics
 from hytrain.placement.manager import PlacementManager
+from hytrain.trace.profiler_spans import span
 from hytrain.zero3.weight_passes import WeightPasses
 
 
@@ -180,6 +181,10 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             raise UnsupportedError(
                 "step(closure) is not supported: call engine.backward, then step"
             )
+        with span("step"):
+            self._step()
+
+    def _step(self) -> None:
         passes, collector = self.passes, self.collector
         passes.check_open()
         passes.refuse_aborted()
@@ -193,17 +198,19 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         passes.adopt_writes()  # since the last forward
         if not passes.open_step.begun:
             passes.begin_update()
-        if not collector.open and collector.has_left:
+        step = passes.open_step
+        if not step.is_open and collector.has_left:
             passes.begin_backward()  # it went past the engine
             passes.end_backward()
-        if not collector.open and not passes.open_step.was_reduced:
+        if not step.is_open and not step.was_reduced:
             # No backward on this rank: it takes part in the others' collectives with zeros. The
             # wait is PassTracker.begin_backward's, in the same place among the collectives.
             self.pipeline.wait_all()
             passes.meet_in_backward()
-            collector.begin(early=False)
+            step.begin_backward(reduces=False)
+            collector.begin()
         collector.complete(consume=True)
-        passes.send_held()
+        passes.reducer.send_held()
         self.collectives.meet("the end of a step", self._hyper.words)
         self.pipeline.launch_outcome()
         self.placement.end_backward(collector.num_firings)
@@ -483,7 +490,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     def destroy(self) -> None:
         """Stops the worker, frees pinned memory, detaches from the model. May be called twice."""
-        if self.passes.is_closed:
+        if self.passes.open_step.is_closed:
             return
         while self.before_close:
             self.before_close.pop()()

@@ -24,8 +24,8 @@ class GradientAccess:
 
     @property
     def unscale(self) -> float:
-        """See :attr:`PassTracker.unscale`."""
-        return self._passes.unscale
+        """See :attr:`GradientReducer.unscale`."""
+        return self._passes.reducer.unscale
 
     @property
     def exist(self) -> bool:
@@ -45,7 +45,7 @@ class GradientAccess:
         """
         self._passes.check_open()
         self._passes.clean_up_aborted()
-        if self._collector.in_backward or self._passes.open_step.by_layer:
+        if self._passes.open_step.in_backward or self._passes.open_step.by_layer:
             raise ConfigError(f"{what} while a backward is running: call it before or after")
         if not any(state.update.sent for state in self._pipeline.layers):
             return
@@ -57,7 +57,7 @@ class GradientAccess:
                 '"gradient_clipping" or "check_grad_overflow"'
             )
         self._passes.timer.invalidate()
-        self._passes.withdraw_all()
+        self._passes.reducer.withdraw_all()
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class GradientAccess:
         gradient = self._collector.layers[state.index]
         local = gradient.whole(self._pipeline.streams.device)
         with self._pipeline.reducing():
-            shard = self._passes.reduce(state, local)
+            shard = self._passes.reducer.reduce(state, local)
             if gradient.held is not None:
                 self._pipeline.add(shard, gradient.held)
         return shard

@@ -23,14 +23,14 @@ order and who may go early are the same in both modes: ranks may differ in their
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from hytrain.errors import GradientOrderError
 from hytrain.kernels.gradient_copy import GradientCopier
-from hytrain.model.layout import LayerLayout
 from hytrain.optimizer.autograd_task import is_limited, will_run
 from hytrain.optimizer.firing_order import (
     ON_SEVERAL_RANKS,
@@ -40,6 +40,7 @@ from hytrain.optimizer.firing_order import (
 )
 from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
 from hytrain.optimizer.layer_hooks import Hook, LayerHooks, with_gradient
+from hytrain.optimizer.step_state import StepPhase, StepState
 from hytrain.zero3.schedule import GatherSchedule
 
 _JOINED = 6 << 20
@@ -75,10 +76,6 @@ class GradientSink(Protocol):
         """Takes a gradient of this backward back into ``held``: more of it has come."""
         ...
 
-    def begin_unannounced(self) -> None:
-        """The first gradient of a backward has come that was not announced."""
-        ...
-
     def agree_on_order(
         self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
     ) -> tuple[list[int], list[bool]] | None:
@@ -89,6 +86,30 @@ class GradientSink(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Arrivals:
+    """What of the current backward's gradients has come.
+
+    Attributes:
+        early: layers are consumed as they become final, not all by ``complete``.
+        by_layer: it is several micro-batches' (as many as ``micro_batches``), layer by layer.
+        takes_first: parameters' first gradients are taken for their last.
+        clock: gradients so far, on this rank.
+        next: position in the record's order.
+        has_parts: parts of gradients have been reduced.
+        has_grown: a layer was taken back: more came than expected.
+    """
+
+    early: bool = False
+    by_layer: bool = False
+    micro_batches: int = 1
+    takes_first: bool = False
+    clock: int = 0
+    next: int = 0
+    has_parts: bool = False
+    has_grown: bool = False
+
+
 class GradientCollector:
     """Hooks on every trained parameter; calls back once a layer's gradient is final.
 
@@ -97,31 +118,30 @@ class GradientCollector:
 
     def __init__(
         self,
-        layouts: Sequence[LayerLayout],
-        gradient_dtypes: Sequence[torch.dtype],
+        gradients: list[LayerGradient],
         device: torch.device,
+        step: StepState,
         sink: GradientSink,
+        begin_backward: Callable[[], None],
         *,
         num_ranks: int,
         direct: bool,
     ) -> None:
         """
         Args:
-            layouts: the layers in forward order.
-            gradient_dtypes: each layer's gradient dtype.
+            gradients: of the layers in forward order, none of which has come.
             device: where gradients are.
+            step: where the passes have got to.
             sink: see :class:`GradientSink`.
+            begin_backward: called at the first gradient of a backward that was not announced.
             num_ranks: ranks that gradients are reduced over.
             direct: updates are committed as gradients come, and cannot be withdrawn.
         """
         is_shared = num_ranks > 1
-        self.layers = [
-            LayerGradient(
-                layout, dtype, None, None, [False] * len(layout.slots), [0] * len(layout.slots)
-            )
-            for layout, dtype in zip(layouts, gradient_dtypes, strict=True)
-        ]
+        self.layers = gradients
+        self._step = step
         self._sink = sink
+        self._begin_backward = begin_backward
         self._direct = direct
         self._can_withdraw = not is_shared and not direct
         """The first backward may consume layers too early: it can take them back.
@@ -138,25 +158,15 @@ class GradientCollector:
                 layer.copier = GradientCopier(places, device)
         self._device = device
         self._is_shared = is_shared  # with other ranks: all of them learn at the same time
-        most = max((layout.size for layout in layouts), default=0)
+        most = max((layer.layout.size for layer in gradients), default=0)
         self._zeros = Zeros(most, device, is_reduced=is_shared)
-        self._early = False
-        self._parts = False  # parts of this backward's gradients have been reduced
-        self._natural = FiringRecord(list(range(len(layouts))), [False] * len(layouts))
+        self._natural = FiringRecord(list(range(len(gradients))), [False] * len(gradients))
         """In place of a record that there is none of: nothing has come."""
         self.record: FiringRecord | None = None
         self._expected: dict[bool, Firings] = {}  # by mode: layer by layer or not
-        self._by_layer = False
-        self._micro_batches = 1
-        self._takes_first = False  # parameters' first gradients are taken for their last
-        self._has_grown = False  # a layer of this backward was taken back: more came than expected
         self._pace: GatherSchedule | None = None
-        self._clock = 0
+        self._now = _Arrivals()
         self._firings = 0
-        self._next = 0  # position in the record's order
-        self.in_backward = False
-        self.open = False
-        """A backward has begun and its gradients have not all been consumed."""
         self._hooks = [LayerHooks(layer, self._hook) for layer in self.layers]
         self._parameters = [p for hooks in self._hooks for p in hooks.parameters]
         self._may_mark = not is_shared
@@ -174,7 +184,7 @@ class GradientCollector:
     @property
     def has_fired(self) -> bool:
         """Whether autograd has given a hook a gradient of this backward."""
-        return self._clock > 0
+        return self._now.clock > 0
 
     def set_pace(self, pace: GatherSchedule) -> None:
         """Layers are consumed when ``pace`` says so; else as soon as they are final, in order."""
@@ -230,29 +240,18 @@ class GradientCollector:
                     kept.mul_(factor)
             layer.copied_whole = False  # its squares are no longer known
 
-    def begin(self, *, early: bool, by_layer: int | None = None) -> None:
-        """A backward begins.
-
-        Args:
-            early: whether layers are consumed as they become final, or all by :meth:`complete`.
-            by_layer: micro-batches that go back through the layers together; None: it is one's.
-        """
-        if by_layer is not None:
+    def begin(self) -> None:
+        """A backward has begun (:meth:`StepState.begin_backward`)."""
+        backward = self._step.backward
+        early, by_layer = backward.reduces, backward.micro_batches is not None
+        if by_layer:
             self._unmark_all()  # their parameters have a gradient for each micro-batch
-        self.in_backward = True
-        self.open = True
-        self._by_layer = by_layer is not None
-        self._micro_batches = max(1, by_layer or 1)
-        self._next = 0
-        self._clock = 0
-        self._early = early
-        self._parts = False
-        expected = self._expected.get(self._by_layer)
-        is_first = early and expected is None and (self._by_layer or self.record is None)
-        self._has_grown = False
+        now = self._now = _Arrivals(early, by_layer, max(1, backward.micro_batches or 1))
+        expected = self._expected.get(by_layer)
+        is_first = early and expected is None and (by_layer or self.record is None)
         # Several ranks have to agree: see reduce_so_far().
         must_send = is_first and not self._is_shared and self.lacks_room
-        self._takes_first = (is_first and self._can_withdraw) or must_send
+        now.takes_first = (is_first and self._can_withdraw) or must_send
         for index, layer in enumerate(self.layers):
             layer.fired = [0] * len(layer.fired)
             layer.last_firing = 0
@@ -264,8 +263,8 @@ class GradientCollector:
                 continue
             if self.record is not None and expected is not None and self.record.early[index]:
                 if all(expected[index]):
-                    layer.remaining = sum(expected[index]) * self._micro_batches
-            elif self._takes_first and not self._by_layer:
+                    layer.remaining = sum(expected[index]) * now.micro_batches
+            elif now.takes_first and not by_layer:
                 layer.remaining = len(layer.fired)
 
     def layer_done(self, index: int) -> None:
@@ -274,7 +273,7 @@ class GradientCollector:
         Counts tell it anyhow, but where none have been learned.
         """
         layer = self.layers[index]
-        if self._takes_first and not layer.closed and all(layer.fired):
+        if self._now.takes_first and not layer.closed and all(layer.fired):
             layer.final = True
             self._close(layer)
 
@@ -283,7 +282,7 @@ class GradientCollector:
         # the host is what they take. So all of the usual case is here, and calls little.
         number, last = layer.layout.index, len(layer.layout.slots) - 1
         # Python does not see what autograd's nodes refer to: a cycle through one is never freed.
-        owner = weakref.ref(self)
+        owner, step = weakref.ref(self), self._step
 
         def hook(_inputs: object, _outputs: object) -> None:
             collector = owner()
@@ -294,8 +293,8 @@ class GradientCollector:
             gradient = parameter.grad
             if gradient is None:
                 return
-            if not collector.in_backward:
-                collector._sink.begin_unannounced()
+            if step.phase is not StepPhase.BACKWARD:
+                collector._begin_backward()
             if layer.final or layer.closed:
                 collector._take_more(layer, index)
             waiting = layer.waiting
@@ -318,7 +317,8 @@ class GradientCollector:
             layer.fired[index] += 1
             layer.last_index = index
             collector._firings += 1
-            layer.last_firing = collector._clock = collector._clock + 1
+            now = collector._now
+            layer.last_firing = now.clock = now.clock + 1
             if collector._pace is not None:
                 layer.uses_before = collector._pace.uses_made
             if collector.record is None and layer.fired[index] > 1:
@@ -333,14 +333,15 @@ class GradientCollector:
         """The one hook of a layer, called when its last gradient has come."""
         last, count = hooks.layer.last_index, len(hooks.layer.layout.slots)
         owner, of_layer = weakref.ref(self), weakref.ref(hooks)  # as in _hook
+        step = self._step
 
         def hook(_inputs: object, _outputs: object) -> None:
             collector, hooks = owner(), of_layer()
             if collector is None or hooks is None:
                 return
             layer = hooks.layer
-            if not collector.in_backward:
-                collector._sink.begin_unannounced()
+            if step.phase is not StepPhase.BACKWARD:
+                collector._begin_backward()
                 collector._unmark_all()  # the next one is to be noticed at its first gradient
                 return
             if layer.final or layer.closed:
@@ -354,7 +355,8 @@ class GradientCollector:
             layer.take_all(whole)
             layer.fired = [1] * count
             collector._firings += count
-            layer.last_firing = collector._clock = collector._clock + count
+            now = collector._now
+            layer.last_firing = now.clock = now.clock + count
             layer.remaining -= count
             if layer.remaining == 0:
                 collector._finish(layer)
@@ -377,6 +379,7 @@ class GradientCollector:
 
     def _take_some(self, layer: LayerGradient, gradients: Sequence[torch.Tensor | None]) -> None:
         """Gradients that autograd has kept of a layer; others may come."""
+        now = self._now
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -384,7 +387,7 @@ class GradientCollector:
                 layer.take(index, gradient, self._device)
             layer.fired[index] += 1
             self._firings += 1
-            layer.last_firing = self._clock = self._clock + 1
+            layer.last_firing = now.clock = now.clock + 1
             layer.remaining -= 1
             if layer.remaining == 0:
                 self._finish(layer)
@@ -398,7 +401,7 @@ class GradientCollector:
         Raises:
             GradientOrderError: one has come after its layer's last.
         """
-        if not self.in_backward or not with_gradient(self._parameters):
+        if not self._step.in_backward or not with_gradient(self._parameters):
             return  # as a rule
         for hooks in self._hooks:
             left = hooks.left()
@@ -428,13 +431,13 @@ class GradientCollector:
     def _take_more(self, layer: LayerGradient, index: int) -> None:
         """A parameter gets a gradient after its layer was taken for complete."""
         if layer.closed and not self._can_withdraw:
-            expected = self._expected.get(self._by_layer)
+            expected = self._expected.get(self._now.by_layer)
             usual = 0 if expected is None else expected[layer.layout.index][index]
             self._refuse_more(
                 layer,
                 f"parameter '{layer.layout.slots[index].name}' received gradient number "
                 f"{layer.fired[index] + 1} of this backward, and the usual number is "
-                f"{usual * self._micro_batches}",
+                f"{usual * self._now.micro_batches}",
             )
         self._withdraw(layer)
 
@@ -444,7 +447,7 @@ class GradientCollector:
         layer.final = False
         layer.closed = False
         layer.remaining = -1
-        self._has_grown = True
+        self._now.has_grown = True
 
     def take_back(self, index: int) -> None:
         """Weights of a layer whose gradient was consumed are used again in this backward.
@@ -462,7 +465,7 @@ class GradientCollector:
         self._withdraw(layer)
 
     def _refuse_more(self, layer: LayerGradient, seen: str) -> None:
-        is_first = self._by_layer not in self._expected
+        is_first = self._now.by_layer not in self._expected
         if is_first:
             seen += (
                 ": each of its parameters had got one in this first backward, and the GPU's memory "
@@ -488,20 +491,21 @@ class GradientCollector:
             return
         record = self.record
         assert record is not None
-        while self._next < len(record.order):
-            index = record.order[self._next]
+        now = self._now
+        while now.next < len(record.order):
+            index = record.order[now.next]
             layer = self.layers[index]
             if not record.early[index]:
-                self._next += 1  # complete() takes it
+                now.next += 1  # complete() takes it
                 continue
             if not layer.final:
                 return  # layers behind it wait: reductions must have one order on all ranks
-            self._next += 1
+            now.next += 1
             self._close(layer)
 
     def close_if_final(self, index: int) -> bool:
         """Consumes a layer's gradient if it is complete; whether it has been consumed."""
-        if not self.open:
+        if not self._step.is_open:
             return False  # in the forward of a pass that goes on to backward; marks are old ones
         layer = self.layers[index]
         if layer.final and not layer.closed:
@@ -519,8 +523,8 @@ class GradientCollector:
 
         A first step layer by layer is a trial, which committed updates would not let begin anew.
         """
-        is_trial = self._by_layer and self._direct
-        return self.in_backward and self._early and not is_trial and self._sink.lacks_room
+        is_trial = self._now.by_layer and self._direct
+        return self._step.in_backward and self._now.early and not is_trial and self._sink.lacks_room
 
     def has_all(self, index: int) -> bool:
         """Whether each of a layer's parameters has got a gradient of this backward."""
@@ -533,12 +537,12 @@ class GradientCollector:
         stays in ``held``, and what comes later is added.
         """
         layer = self.layers[index]
-        if not self.in_backward or not self._early or layer.closed:
+        if not self._step.in_backward or not self._now.early or layer.closed:
             return
         if is_all:
             self._close(layer)
             return
-        self._parts = True
+        self._now.has_parts = True
         layer.fill(self._zeros)
         self._sink.consume_part(layer)
 
@@ -562,9 +566,9 @@ class GradientCollector:
 
     def end_graph(self) -> None:
         """The backward is over; more gradients belong to another one."""
-        if not self.in_backward:
+        if not self._step.in_backward:
             return
-        self.in_backward = False
+        self._step.end_backward()
         for layer in self.layers:
             if layer.waiting:
                 # A layer with unused parameters still waits for theirs. A CUDA graph of the model's
@@ -580,13 +584,14 @@ class GradientCollector:
         """
         self.take_left()
         self.end_graph()
-        if not self.open:
+        if not self._step.is_open:
             return
-        self.open = False
-        is_new = self._by_layer not in self._expected
-        if self._is_shared or self._clock:  # else nothing came, and nothing is learned
+        self._step.complete()
+        now = self._now
+        is_new = now.by_layer not in self._expected
+        if self._is_shared or now.clock:  # else nothing came, and nothing is learned
             self._learn(is_new=is_new)
-        if self._may_mark and not is_new and self._clock and not self._by_layer:
+        if self._may_mark and not is_new and now.clock and not now.by_layer:
             self._mark_all()
         if consume:
             self._consume_rest()
@@ -608,7 +613,7 @@ class GradientCollector:
 
     def _wholly_reduced(self) -> set[int]:
         """Layers of which no rank has anything that has not been reduced; may be a collective."""
-        if not self._parts or self._pace is None:
+        if not self._now.has_parts or self._pace is None:
             return set()
         missing = [layer.local is not None or layer.held is None for layer in self.layers]
         found = self._pace.largest([int(flag) for flag in missing])
@@ -616,10 +621,10 @@ class GradientCollector:
 
     def _learn(self, *, is_new: bool) -> None:
         """What a backward teaches; a collective if it is the first of its mode."""
-        if is_new or self._has_grown:
+        if is_new or self._now.has_grown:
             fired = [self._for_each(layer.fired) for layer in self.layers]
-            before = self._expected.get(self._by_layer, fired)
-            self._expected[self._by_layer] = [
+            before = self._expected.get(self._now.by_layer, fired)
+            self._expected[self._now.by_layer] = [
                 [max(pair) for pair in zip(old, new, strict=True)]
                 for old, new in zip(before, fired, strict=True)
             ]
@@ -628,7 +633,7 @@ class GradientCollector:
         if self._pace is not None and (is_new or self._pace.wants_reduces):
             self._learn_pace(self._pace, is_new=is_new)
         if self.record is None:
-            del self._expected[self._by_layer]  # no rank has seen a gradient
+            del self._expected[self._now.by_layer]  # no rank has seen a gradient
 
     def _learn_order(self) -> None:
         order = sorted(range(len(self.layers)), key=lambda i: self.layers[i].last_firing)
@@ -643,22 +648,20 @@ class GradientCollector:
             return
         if is_new:
             # A rank without a batch now may have one in this step still.
-            expected = self._expected[self._by_layer]
+            by_layer = self._now.by_layer
+            expected = self._expected[by_layer]
             counts = iter(pace.largest([count for fired in expected for count in fired]))
-            self._expected[self._by_layer] = [[next(counts) for _ in fired] for fired in expected]
+            self._expected[by_layer] = [[next(counts) for _ in fired] for fired in expected]
         uses_before = [layer.uses_before for layer in self.layers]
         pace.learn_reduces(record.order, record.early, uses_before)
 
     def _for_each(self, fired: list[int]) -> list[int]:
         """What one micro-batch fired; 0, as for a parameter that is not used, where they differ."""
-        return [
-            0 if count % self._micro_batches else count // self._micro_batches for count in fired
-        ]
+        times = self._now.micro_batches
+        return [0 if count % times else count // times for count in fired]
 
     def discard(self) -> None:
         """Forgets every gradient that has not been consumed."""
-        self.in_backward = False
-        self.open = False
         self._zeros.forget()
         for hooks in self._hooks:
             if hooks.left():

@@ -72,7 +72,7 @@ class KeptState:
         A collective, where some are not yet. That it fails is only warned of.
         """
         # A forked child has none of the threads that updates would be waited for.
-        if self._passes.is_closed or os.getpid() != self._process:
+        if self._passes.open_step.is_closed or os.getpid() != self._process:
             return
         kept = [state for state in self.pipeline.layers if not state.storage.is_sharded]
         if all(state.update.waited and not state.update.sent for state in kept):

@@ -68,8 +68,8 @@ class LayerGradient:
     dtype: torch.dtype
     local: torch.Tensor | None = None
     held: torch.Tensor | None = None
-    written: list[bool] = field(default_factory=list)
-    fired: list[int] = field(default_factory=list)
+    written: list[bool] = field(init=False)
+    fired: list[int] = field(init=False)
     remaining: int = 0
     last_firing: int = 0
     last_index: int = 0
@@ -81,6 +81,10 @@ class LayerGradient:
     parts: list[torch.Tensor] = field(default_factory=list)
     together: bool = False
     waiting: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.written = [False] * len(self.layout.slots)
+        self.fired = [0] * len(self.layout.slots)
 
     def allocate(self, device: torch.device) -> None:
         """Allocates this rank's own gradient."""

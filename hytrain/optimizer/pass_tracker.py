@@ -9,7 +9,7 @@ become final. All micro-batches of a step layer by layer are in
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -32,8 +32,10 @@ from hytrain.optimizer.gradients import GradientCollector
 from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.layer_gradient import LayerGradient
 from hytrain.optimizer.loss_scaling import LossScaling
-from hytrain.optimizer.step_state import StepState
+from hytrain.optimizer.reduction import GradientReducer
+from hytrain.optimizer.step_state import StepPhase, StepState
 from hytrain.placement.manager import PlacementManager
+from hytrain.trace.profiler_spans import span
 from hytrain.trace.recorder import Recorder
 from hytrain.zero3.weight_passes import WeightPasses
 
@@ -92,21 +94,22 @@ class PassTracker:
         self._engine = engine
         self._marks = marks
         self._has_warned_of_moves = False
-        self.is_closed = False
-        """Every pass is refused."""
         self.away: frozenset[str] = frozenset()
         """Kinds of states that are off the device (offload_states): every pass is refused."""
-        self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
-        """Observer of every final reduced gradient shard, for tests and tools."""
         self.trace: Recorder | None = None
         """Is told of the passes; None while no step is recorded."""
         layers = pipeline.layers
         self._writes = WeightWrites(layers)
+        gradients = [LayerGradient(layer.layout, layer.gradient_dtype) for layer in layers]
+        self.reducer = GradientReducer(
+            gradients, pipeline, collectives, settings, placement, scaling, self.open_step
+        )
         self.collector = GradientCollector(
-            [layer.layout for layer in layers],
-            [layer.gradient_dtype for layer in layers],
+            gradients,
             pipeline.streams.device,
-            self,
+            self.open_step,
+            self.reducer,
+            self.begin_unannounced,
             num_ranks=collectives.world_size,
             direct=pipeline.norm.settings.direct,
         )
@@ -125,7 +128,7 @@ class PassTracker:
         self.open_step.begin_batch()
         if not self.is_between_steps and self.settings.unscale != 1.0:
             self.end_micro_batch()
-            self.withdraw_all()
+            self.reducer.withdraw_all()
             reduced = 1.0 if self.settings.divide_first else self.settings.unscale
             self.collector.scale(self.settings.unscale, reduced)
         with self.open_step.summing_over_ranks():
@@ -135,7 +138,8 @@ class PassTracker:
 
     def backward_prologue(self) -> None:
         """The engine's forward output receives its gradient: a backward has begun."""
-        if self.collector.in_backward and self.open_step.graph_task not in (-1, graph_task()):
+        step = self.open_step
+        if step.in_backward and step.backward.graph_task not in (-1, graph_task()):
             self._drop_aborted()
         if self._is_for_inputs:
             self._begin_for_inputs()
@@ -171,7 +175,7 @@ class PassTracker:
         ``torch.autograd.grad`` of an input does not, nor a backward through weights that are frozen
         for the time. Taken for a micro-batch's, its layers would be reduced as zeros.
         """
-        if self.collector.in_backward or graph_task() == -1:
+        if self.open_step.in_backward or graph_task() == -1:
             return False
         return not self.collector.may_come
 
@@ -182,14 +186,14 @@ class PassTracker:
         if self.collectives.world_size > 1:
             self.end_micro_batch()  # the other ranks have reduced what they left out
         # What an earlier backward has sent must not overwrite the weights that this one reads.
-        self.withdraw_all()
+        self.reducer.withdraw_all()
         self.pipeline.wait_all()
-        self.open_step.begin_for_inputs()
+        self.open_step.begin_inputs()
         if self.weights.active is not None:
             self.weights.active.begin("inputs")
 
     def _end_for_inputs(self) -> None:
-        self.open_step.end_for_inputs()
+        self.open_step.end_inputs()
         if self.weights.active is not None:
             self.weights.active.end()
 
@@ -213,11 +217,14 @@ class PassTracker:
             follows: this rank only takes part in the gathers of the other ranks' backward.
         """
         self.check_open()
-        collector = self.collector
-        if collector.in_backward:
+        if self.open_step.in_backward:
             return  # announced twice: by engine.backward and by the output's hook
+        with span("begin_backward"):
+            self._begin_backward(by_layer, follows=follows)
+
+    def _begin_backward(self, by_layer: int | None, *, follows: bool) -> None:
         self.end_micro_batch()
-        self.withdraw_all()
+        self.reducer.withdraw_all()
         # Layers that no forward has waited for: without this wait a gradient could be replaced, and
         # its memory reused, before the worker has copied it. And other ranks gather them now.
         self.pipeline.wait_all()
@@ -229,10 +236,10 @@ class PassTracker:
         if reduces and is_boundary:
             self.begin_update(by_layer=by_layer is not None)
             self._placement.begin_backward()
-        self.open_step.begin_backward(reduces=reduces)
         if reduces:
             self.meet_in_backward()
-        collector.begin(early=reduces, by_layer=by_layer)
+        self.open_step.begin_backward(reduces=reduces, micro_batches=by_layer)
+        self.collector.begin()
         if self.trace is not None:
             self.trace.begin_backward(1 if by_layer is None else max(1, by_layer))
         if self.weights.active is not None and not follows and by_layer is None:
@@ -251,17 +258,11 @@ class PassTracker:
             self._hyper.check()  # in step() it would be too late
         # A first backward may send layers too early; what it sends must overwrite no weights.
         self.pipeline.begin_step(
-            self.unscale,
+            self.reducer.unscale,
             self._hyper.read(),
             hold=self.collector.may_be_early(by_layer=by_layer),
         )
         self.open_step.begin_update()
-
-    @property
-    def unscale(self) -> float:
-        """What step() multiplies a reduced gradient with, beside clipping."""
-        is_mean = self.open_step.sums_over_ranks or self.settings.divide_first
-        return (1.0 if is_mean else self.settings.unscale) / self.scaling.scale
 
     def end_micro_batch(self) -> None:
         """A backward that was not followed by a step is over.
@@ -269,15 +270,16 @@ class PassTracker:
         What it began to reduce it must reduce whole: the other ranks do.
         """
         self.collector.complete(
-            consume=self.open_step.is_reducing and self.collectives.world_size > 1
+            consume=self.open_step.backward.reduces and self.collectives.world_size > 1
         )
 
     def end_backward(self) -> None:
         """The autograd engine has finished; more gradients belong to another backward."""
-        self.collector.take_left()
-        if self.weights.active is not None:
-            self.weights.active.end()  # in which other ranks may reduce layers still
-        self.collector.end_graph()
+        with span("end_backward"):
+            self.collector.take_left()
+            if self.weights.active is not None:
+                self.weights.active.end()  # in which other ranks may reduce layers still
+            self.collector.end_graph()
         self.scaling.end_backward()
         if self.trace is not None:
             self.trace.end_backward()
@@ -293,116 +295,11 @@ class PassTracker:
             return
         self.end_backward()
         # Where nothing has fired, more gradients of this micro-batch may come.
-        may_be_over = self.open_step.is_announced or self.collector.has_fired
+        may_be_over = self.open_step.backward.is_announced or self.collector.has_fired
         # In train_batch nothing comes between, and a rank without samples does it in step().
         is_own_affair = self.collectives.world_size == 1 or self.open_step.sums_over_ranks
-        if self.open_step.is_reducing and may_be_over and not is_own_affair:
+        if self.open_step.backward.reduces and may_be_over and not is_own_affair:
             self.end_micro_batch()
-
-    @property
-    def lacks_room(self) -> bool:
-        """Whether the gradients of a step's last backward need memory that may not be there."""
-        return self.open_step.begun and self.pipeline.room.is_watching
-
-    def consume_part(self, gradient: LayerGradient) -> None:
-        """What there is of a layer's gradient is reduced into ``held``."""
-        with self.pipeline.reducing():
-            self._reduce_part(gradient, self.pipeline.layers[gradient.layout.index])
-
-    def _reduce_part(self, gradient: LayerGradient, state: LayerState) -> None:
-        """Within :meth:`UpdatePipeline.reducing`."""
-        local = gradient.release()
-        assert local is not None
-        shard = self.reduce(state, local)
-        if gradient.held is not None:
-            self.pipeline.add(shard, gradient.held)
-        gradient.held = shard
-
-    def reduce(self, state: LayerState, local: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a layer's gradient; within :meth:`UpdatePipeline.reducing`.
-
-        Args:
-            state: the layer.
-            local: the whole layer's local gradient; nobody else reads it any more.
-
-        Returns:
-            The sum over ranks, of ``local``'s dtype; the mean where the settings divide first.
-        """
-        if self.collectives.world_size == 1:
-            return local
-        if self.settings.divide_first and not self.open_step.sums_over_ranks:
-            local.mul_(self.settings.unscale)
-        dtype = self.settings.communication_dtype
-        if dtype is None or dtype == local.dtype:
-            return self.pipeline.reduce(state, local)
-        sent = local.to(dtype)
-        # The caller drops it: backward must not write its next gradients there before it is read.
-        self.pipeline.streams.used_on_communication(local)
-        shard = self.pipeline.streams.empty_on_communication(
-            state.sizes[self.collectives.rank], local.dtype
-        )
-        return shard.copy_(self.pipeline.reduce(state, sent))
-
-    def consume(self, gradient: LayerGradient) -> None:
-        """A layer's gradient of this backward is complete (called in one order on all ranks)."""
-        state = self.pipeline.layers[gradient.layout.index]
-        if self.trace is not None and self.open_step.begun:
-            self.trace.gradient(state.index)
-        squares = gradient.squares if gradient.held is None else None
-        # One stream for reduction, norm and send: the event that send records covers all of them.
-        with self.pipeline.reducing():
-            if gradient.local is not None:
-                self._reduce_part(gradient, state)
-            shard, gradient.held = gradient.held, None
-            assert shard is not None
-            if self.open_step.begun:
-                self.send(state, shard, squares)
-            else:
-                gradient.held = shard
-        if self.open_step.begun:
-            self._placement.gradient(state.index)
-
-    def send(
-        self, state: LayerState, shard: torch.Tensor, squares: torch.Tensor | None = None
-    ) -> None:
-        """Passes a layer's final reduced gradient to the pipeline; its update may begin."""
-        if self.on_reduced_gradient is not None:
-            self.on_reduced_gradient(state, shard)
-        self.pipeline.send(state, shard, squares)
-
-    def send_held(self) -> None:
-        """Layers whose gradient was reduced by an earlier backward, or withdrawn since."""
-        for gradient in self.collector.layers:
-            state = self.pipeline.layers[gradient.layout.index]
-            if not state.update.sent:
-                held, gradient.held = gradient.held, None
-                assert held is not None
-                with self.pipeline.reducing():
-                    self.send(state, held)
-
-    def agree_on_order(
-        self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
-    ) -> tuple[list[int], list[bool]] | None:
-        """See :meth:`ShardCollectives.agree_on_order`."""
-        device = self.pipeline.streams.device
-        return self.collectives.agree_on_order(order, early, device, has_seen=has_seen)
-
-    def withdraw_gradient(self, gradient: LayerGradient) -> None:
-        """More of a gradient has come that this backward took for complete."""
-        state = self.pipeline.layers[gradient.layout.index]
-        if state.update.sent:
-            self.timer.invalidate()
-            self.withdraw(state)
-
-    def withdraw(self, state: LayerState) -> None:
-        """Takes a layer's update back; its gradient is kept for the step."""
-        self.collector.layers[state.index].held = self.pipeline.withdraw(state)
-
-    def withdraw_all(self) -> None:
-        """Takes back every update that has begun: weights are those of the last step."""
-        for state in self.pipeline.layers:
-            if state.update.sent:
-                self.withdraw(state)
 
     # -- forward -------------------------------------------------------------------------------
 
@@ -412,8 +309,8 @@ class PassTracker:
         update, timer = state.update, self.timer
         if update.sent:
             timer.invalidate()
-            if not self.collector.in_backward:
-                self.withdraw(state)
+            if not self.open_step.in_backward:
+                self.reducer.withdraw(state)
             else:
                 self.collector.take_back(state.index)
         if not timer.in_forward:
@@ -426,7 +323,8 @@ class PassTracker:
     @property
     def is_in_graph(self) -> bool:
         """Whether autograd is running here: a forward now is a recomputation."""
-        is_running = self.collector.in_backward or self.open_step.for_inputs
+        phase = self.open_step.phase  # asked for at every use of weights: no property's call
+        is_running = phase is StepPhase.BACKWARD or phase is StepPhase.INPUTS
         return is_running and graph_task() != -1
 
     def begin_forward(self, *, enters_model: bool = True) -> None:
@@ -472,7 +370,7 @@ class PassTracker:
         found = self._writes.take(self.pipeline.overwrites)
         if not found:
             return
-        self.withdraw_all()
+        self.reducer.withdraw_all()
         # A new copy that is still on its way would overwrite what was written; and the worker
         # commits what is pending to the master weights that are read here.
         self.pipeline.cpu.wait_copies()
@@ -497,7 +395,7 @@ class PassTracker:
     @property
     def is_between_steps(self) -> bool:
         """Nothing is kept for the next step, and none is under way."""
-        idle = not self.collector.open and not any(s.update.sent for s in self.pipeline.layers)
+        idle = not self.open_step.is_open and not any(s.update.sent for s in self.pipeline.layers)
         return idle and self.collector.is_empty
 
     def join_micro_batch(self) -> None:
@@ -523,14 +421,15 @@ class PassTracker:
 
         It never said that it was over; but it is, where no autograd graph is being run.
         """
-        if self.open_step.by_layer:
+        step = self.open_step
+        if step.by_layer:
             return  # between two of the graphs that make one backward
-        if self.open_step.for_inputs and graph_task() == -1:
-            self.open_step.end_for_inputs()
+        if step.phase is StepPhase.INPUTS and graph_task() == -1:
+            step.end_inputs()
             if self.weights.active is not None:
                 self.weights.active.give_up()
             self._marks.clear_backward_marks()
-        is_open = self.collector.in_backward or self._marks.is_backward_marked
+        is_open = step.phase is StepPhase.BACKWARD or self._marks.is_backward_marked
         if is_open and graph_task() == -1:
             self._drop_aborted()
 
@@ -575,9 +474,9 @@ class PassTracker:
             if state.update.sent:
                 self.pipeline.discard(state)
         self.collector.discard()
+        self.open_step.end()  # what is given up below belongs to no backward
         self.weights.forget()
         self._marks.clear_backward_marks()
-        self.open_step.discard()
 
     # -- states that are off the device ----------------------------------------------------------
 
@@ -595,7 +494,7 @@ class PassTracker:
 
     def close(self) -> None:
         """Detaches from the model; every later pass is refused."""
-        self.is_closed = True
+        self.open_step.close()
         self.collector.remove_hooks()
         self.collector.discard()
         self.weights.forget()
@@ -609,7 +508,7 @@ class PassTracker:
             AbortedStepError: its last step failed midway.
             WorkerError: so did its update worker.
         """
-        if self.is_closed:
+        if self.open_step.is_closed:
             raise EngineClosedError(
                 "the engine was used after destroy(): build a new one with hytrain.initialize; for "
                 "another train() with Hugging Face's Trainer, build a new Trainer"

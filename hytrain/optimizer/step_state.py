@@ -1,70 +1,152 @@
-"""The step that is not final yet: all its flags, set and read in one place."""
+"""Where the passes between two optimizer steps have got to: one phase, and what may follow it."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
 
 from hytrain.errors import AbortedBackwardError
 
 
-class StepState:
-    """Where the passes between two optimizer steps have got to.
+class StepPhase(Enum):
+    """What there is of the next optimizer step."""
 
-    Every attribute is assigned here only; each method is one transition.
+    IDLE = "idle"
+    """No gradient since the last step."""
+    BACKWARD = "backward"
+    """Autograd runs a micro-batch's backward, or those of all of them layer by layer."""
+    OPEN = "open"
+    """Autograd has finished; layers of this micro-batch may not have been consumed."""
+    ACCUMULATED = "accumulated"
+    """Gradients of whole micro-batches are kept, or have been sent to their updates."""
+    INPUTS = "inputs"
+    """A backward runs that gives no trained parameter a gradient; the phase before it resumes."""
+    ABORTED = "aborted"
+    """A backward, or the step, ended with an exception and its gradients were discarded."""
+    DROPPED = "dropped"
+    """zero_grad() has discarded the gradients: step() would have nothing to update with."""
+    CLOSED = "closed"
+    """The engine was destroyed."""
+
+
+_NEW = (StepPhase.IDLE, StepPhase.ABORTED, StepPhase.DROPPED)
+"""Phases in which there is no gradient."""
+_FOLLOWS: dict[StepPhase, tuple[StepPhase, ...]] = {
+    StepPhase.IDLE: (*_NEW, StepPhase.BACKWARD, StepPhase.INPUTS),
+    StepPhase.BACKWARD: (StepPhase.OPEN, *_NEW),
+    StepPhase.OPEN: (StepPhase.ACCUMULATED, StepPhase.INPUTS, *_NEW),
+    StepPhase.ACCUMULATED: (StepPhase.BACKWARD, StepPhase.INPUTS, *_NEW),
+    StepPhase.INPUTS: (StepPhase.OPEN, StepPhase.ACCUMULATED, *_NEW),
+    StepPhase.ABORTED: (*_NEW, StepPhase.BACKWARD, StepPhase.INPUTS),
+    StepPhase.DROPPED: (*_NEW, StepPhase.BACKWARD, StepPhase.INPUTS),
+    StepPhase.CLOSED: (),
+}
+"""What a phase may be followed by; any but CLOSED by CLOSED as well."""
+
+
+@dataclass(slots=True)
+class Backward:
+    """What the current backward is, or the last one was.
+
+    Attributes:
+        reduces: it passes layers on as they become final.
+        micro_batches: those that go back through the layers together; None: it is one's.
+        graph_task: of autograd, -1 where it is not known.
+        is_announced: it was begun by engine.backward(), so it is a micro-batch's.
+    """
+
+    reduces: bool = False
+    micro_batches: int | None = None
+    graph_task: int = -1
+    is_announced: bool = False
+
+
+class StepState:
+    """The phase, and what is known of the step that it is part of.
+
+    Every attribute is assigned here only; each method is one transition, or begins or ends a mode.
     """
 
     def __init__(self) -> None:
+        self.phase = StepPhase.IDLE
+        self._resumed = StepPhase.IDLE  # after INPUTS
+        self.backward = Backward()
         self.begun = False
         """The hyper-parameters of this step's updates have been read: updates may begin."""
-        self.is_reducing = False
-        """The current backward passes layers on as they become final."""
         self.was_reduced = False
-        """One of the backward passes since the last step did."""
-        self.has_gradients = False
-        """A backward has begun since the last step, and what it left was not discarded."""
+        """One of the backward passes since the last step has reduced."""
         self.sums_over_ranks = False
-        """Gradients of this step are summed over ranks, not averaged: losses are weighted."""
+        """A mode: gradients are summed over ranks, not averaged; losses are weighted."""
         self.by_layer = False
-        """The micro-batches of this step go through the layers together."""
-        self.was_aborted = False
-        """The last backward did not finish, and no other has begun since."""
-        self.was_dropped = False
-        """zero_grad() has discarded the gradients, and no backward has begun since."""
-        self.graph_task = -1
-        """The autograd graph task of the current backward; -1: not known."""
-        self.for_inputs = False
-        """A backward runs that gives no trained parameter a gradient: it is no part of a step."""
-        self.is_announced = False
-        """The current backward was begun by engine.backward(): it is a micro-batch's."""
+        """A mode: several forwards, or backward passes of several micro-batches, count as one."""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward of the step runs."""
+        return self.phase is StepPhase.BACKWARD
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward has begun and its gradients have not all been consumed."""
+        return self.phase is StepPhase.BACKWARD or self.phase is StepPhase.OPEN
+
+    @property
+    def for_inputs(self) -> bool:
+        """Whether a backward runs that is no part of a step."""
+        return self.phase is StepPhase.INPUTS
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether every pass is refused from now on."""
+        return self.phase is StepPhase.CLOSED
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has begun since the last step, and what it left was not discarded."""
+        phase = self._resumed if self.phase is StepPhase.INPUTS else self.phase
+        return phase not in _NEW
+
+    def _enter(self, phase: StepPhase) -> None:
+        if self.phase is StepPhase.CLOSED:
+            return  # what passes that were cut off still tell changes nothing
+        assert phase in _FOLLOWS[self.phase], f"{phase} after {self.phase}"
+        self.phase = phase
 
     # -- backward --------------------------------------------------------------------------------
 
-    def begin_backward(self, *, reduces: bool) -> None:
-        """A backward begins; ``reduces``: it passes layers on as they become final."""
-        self.graph_task = -1
-        self.is_announced = False
-        self.was_aborted = False
-        self.was_dropped = False
-        self.is_reducing = reduces
+    def begin_backward(self, *, reduces: bool, micro_batches: int | None = None) -> None:
+        """A backward of the step begins; see :class:`Backward`."""
+        self._enter(StepPhase.BACKWARD)
+        self.backward = Backward(reduces, micro_batches)
         self.was_reduced |= reduces
-        self.has_gradients = True
-
-    def begin_for_inputs(self) -> None:
-        """A backward begins that leaves the step as it is."""
-        self.for_inputs = True
-
-    def end_for_inputs(self) -> None:
-        """It is over, or was given up."""
-        self.for_inputs = False
 
     def announce(self) -> None:
         """The backward that has begun is engine.backward()'s."""
-        self.is_announced = True
+        self.backward.is_announced = True
 
     def enter_graph(self, task: int) -> None:
         """The backward that has begun runs in this autograd graph task."""
-        self.graph_task = task
+        self.backward.graph_task = task
+
+    def end_backward(self) -> None:
+        """Autograd has finished; nothing where it had before."""
+        if self.phase is StepPhase.BACKWARD:
+            self._enter(StepPhase.OPEN)
+
+    def complete(self) -> None:
+        """No more gradients of the backward that has ended are waited for."""
+        self._enter(StepPhase.ACCUMULATED)
+
+    def begin_inputs(self) -> None:
+        """A backward begins that leaves the step as it is."""
+        self._resumed = self.phase
+        self._enter(StepPhase.INPUTS)
+
+    def end_inputs(self) -> None:
+        """It is over, or was given up."""
+        self._enter(self._resumed)
 
     # -- the update ------------------------------------------------------------------------------
 
@@ -73,21 +155,16 @@ class StepState:
         self.begun = True
 
     def end(self) -> None:
-        """The step is final, or skipped."""
+        """The step is final, or skipped, or nothing of it is left."""
+        self._enter(StepPhase.IDLE)
         self.begun = False
         self.was_reduced = False
-        self.has_gradients = False
 
     # -- steps that do not come to their end -----------------------------------------------------
 
-    def discard(self) -> None:
-        """Nothing of the step is left."""
-        self.end()
-        self.was_aborted = False
-
     def abort(self) -> None:
         """A backward, or the step, has ended with an exception; what it left is discarded."""
-        self.was_aborted = True
+        self._enter(StepPhase.ABORTED)
 
     def refuse_aborted(self) -> None:
         """There is no step before another backward.
@@ -95,7 +172,7 @@ class StepState:
         Raises:
             AbortedBackwardError: the last backward ended with an exception.
         """
-        if self.was_aborted:
+        if self.phase is StepPhase.ABORTED:
             raise AbortedBackwardError(
                 "the last micro-batch did not finish, so there is no step to take: its gradients, "
                 "and those of the step's earlier ones, were discarded; weights and optimizer "
@@ -105,15 +182,25 @@ class StepState:
 
     def drop(self) -> None:
         """zero_grad() has discarded the gradients."""
-        self.discard()
-        self.was_dropped = True
+        self._enter(StepPhase.DROPPED)
 
     def skip_dropped(self) -> bool:
         """Whether step() has nothing to update with; if so, it is over."""
-        was_dropped, self.was_dropped = self.was_dropped, False
+        was_dropped = self.phase is StepPhase.DROPPED
+        if was_dropped:
+            self._enter(StepPhase.IDLE)
         return was_dropped
 
-    # -- a step over a global batch, and layer by layer ------------------------------------------
+    def begin_batch(self) -> None:
+        """A step over a global batch begins; a rank without samples makes no backward in it."""
+        if self.phase in _NEW:
+            self._enter(StepPhase.IDLE)
+
+    def close(self) -> None:
+        """The engine is destroyed."""
+        self.phase = StepPhase.CLOSED
+
+    # -- modes -----------------------------------------------------------------------------------
 
     @contextmanager
     def summing_over_ranks(self) -> Generator[None]:
@@ -123,10 +210,6 @@ class StepState:
             yield
         finally:
             self.sums_over_ranks = False
-
-    def begin_batch(self) -> None:
-        """A step over a global batch begins; a rank without samples makes no backward."""
-        self.was_aborted = False
 
     def enter_layers(self) -> None:
         """Several forwards, or the backward passes of several micro-batches, count as one."""

@@ -157,8 +157,8 @@ def gradients_are_the_whole_batch(case: Shares) -> None:
     found: dict[int, torch.Tensor] = {}
     with built(make_model("llama"), config) as engine:
         states = engine.optimizer.layer_states
-        engine.optimizer.passes.on_reduced_gradient = lambda state, shard: found.__setitem__(
-            state.index, shard.clone()
+        engine.optimizer.passes.reducer.on_reduced_gradient = lambda state, shard: (
+            found.__setitem__(state.index, shard.clone())
         )
         engine.train_batch(batches(shares, rank, data))
         whole = make_model("llama")
@@ -204,8 +204,8 @@ def what_was_left_by_hand_is_averaged(stage: int, accumulation: str) -> None:
     data = [collate(dataset(12)[2 * number : 2 * number + 2]) for number in range(6)]
     found: dict[int, torch.Tensor] = {}
     with built(make_model("llama"), config) as engine:
-        engine.optimizer.passes.on_reduced_gradient = lambda state, shard: found.__setitem__(
-            state.index, shard.clone()
+        engine.optimizer.passes.reducer.on_reduced_gradient = lambda state, shard: (
+            found.__setitem__(state.index, shard.clone())
         )
         engine.set_gradient_accumulation_boundary(False)
         engine.backward(engine(**data[rank]).loss)

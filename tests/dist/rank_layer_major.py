@@ -39,7 +39,7 @@ def _train(
     gradients: list[dict[int, Any]] = []
     losses: list[float] = []
     with built(model, config) as engine:
-        engine.optimizer.passes.on_reduced_gradient = lambda state, shard: gradients[
+        engine.optimizer.passes.reducer.on_reduced_gradient = lambda state, shard: gradients[
             -1
         ].__setitem__(state.index, shard.detach().clone())
         iterator = batches(shares, rank, dataset(STEPS * shares.global_batch))

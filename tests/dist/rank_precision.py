@@ -92,7 +92,7 @@ def _reduced(config: dict[str, Any]) -> tuple[list[torch.Tensor], set[torch.dtyp
             reduce_scatter(flat, *rest)
 
         collectives.reduce_scatter = watch
-        engine.optimizer.passes.on_reduced_gradient = lambda state, gradient: shards.update(
+        engine.optimizer.passes.reducer.on_reduced_gradient = lambda state, gradient: shards.update(
             {state.index: gradient.clone()}
         )
         for number in range(2):

@@ -272,7 +272,7 @@ class Player:
         for event in self._toggles:
             between.toggle(model, event)
         self._accumulation = self.case.accumulation or self.case.num_micro_batches
-        self.engine.optimizer.passes.on_reduced_gradient = self._observe
+        self.engine.optimizer.passes.reducer.on_reduced_gradient = self._observe
         states: list[LayerState] = self.engine.optimizer.layer_states
         layout = Layout(
             [(state.begin, state.end) for state in states],

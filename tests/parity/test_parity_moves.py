@@ -36,7 +36,7 @@ def random_moves(seed: int, share: float, moved: list[int]) -> Callable[[Any], N
         between = not optimizer.passes.open_step.begun and not any(
             s.update.sent for s in optimizer.layer_states
         )
-        if between and not optimizer.collector.in_backward and rng.random() < share:
+        if between and not optimizer.passes.open_step.in_backward and rng.random() < share:
             before = optimizer.pipeline.num_gpu_layers
             engine.set_gpu_fraction(rng.random())
             moved.append(optimizer.pipeline.num_gpu_layers - before)

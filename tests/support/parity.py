@@ -239,7 +239,7 @@ def train(case: Case, disturb: Callable[[Any], None] | None = None) -> Run:
                 disturb(engine)
             recorded[state.index] = gradient.detach().clone()
 
-        engine.optimizer.passes.on_reduced_gradient = observe
+        engine.optimizer.passes.reducer.on_reduced_gradient = observe
         for step in range(1, case.steps + 1):
             for group in (0, 1):
                 engine.optimizer.param_groups[group]["lr"] = learning_rate(step, group)

@@ -37,7 +37,7 @@ class Shadow:
         """The reduced gradients of the last step."""
         self.coefficient = 1.0
         self._loss_unscale = 1.0
-        engine.optimizer.passes.on_reduced_gradient = self._observe
+        engine.optimizer.passes.reducer.on_reduced_gradient = self._observe
 
     def _observe(self, state: LayerState, gradient: torch.Tensor) -> None:
         self.gradients[state.index] = gradient.detach().cpu().clone()

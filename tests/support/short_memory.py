@@ -11,7 +11,7 @@ import pytest
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.optimizer.autograd_task import graph_task
-from hytrain.optimizer.pass_tracker import PassTracker
+from hytrain.optimizer.reduction import GradientReducer
 
 
 @contextmanager
@@ -30,6 +30,6 @@ def short_of_memory() -> Generator[list[int]]:
         send(pipeline, layer, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PassTracker, "lacks_room", property(lambda passes: passes.open_step.begun))
+        patch.setattr(GradientReducer, "lacks_room", property(lambda reducer: reducer._step.begun))
         patch.setattr(UpdatePipeline, "send", sent)
         yield early

@@ -7,8 +7,7 @@ those of all layers.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,29 +15,16 @@ from hytrain.model.discovery import LayerParameters
 from hytrain.model.layout import lay_out
 from hytrain.optimizer.gradients import GradientCollector
 from hytrain.optimizer.layer_gradient import LayerGradient
+from hytrain.optimizer.step_state import StepState
 
 
 class _Drop:
     """Whom the collector gives gradients to: drops them."""
 
-    def __init__(self) -> None:
-        # Not a cycle: the copy of the model goes when its measurement ends.
-        self._collector: Callable[[], GradientCollector | None] = lambda: None
-
-    def follow(self, collector: GradientCollector) -> None:
-        """Whose passes it begins."""
-        self._collector = weakref.ref(collector)
-
     @property
     def lacks_room(self) -> bool:
         """Nothing stays."""
         return False
-
-    def begin_unannounced(self) -> None:
-        """The first gradient of a pass has come."""
-        collector = self._collector()
-        assert collector is not None
-        collector.begin(early=True)
 
     def consume(self, gradient: LayerGradient) -> None:
         """A layer's gradient is complete; nobody wants it."""
@@ -69,16 +55,19 @@ class GradientSink:
             device: where they are.
         """
         group_of = {id(parameter): 0 for layer in layers for _, parameter in layer.parameters}
-        sink = _Drop()
+        self._step = StepState()
         self._collector = GradientCollector(
-            lay_out(layers, group_of, 1),
-            [layer.parameters[0][1].dtype for layer in layers],
+            [
+                LayerGradient(layout, layer.parameters[0][1].dtype)
+                for layout, layer in zip(lay_out(layers, group_of, 1), layers, strict=True)
+            ],
             device,
-            sink,
+            self._step,
+            _Drop(),
+            self.begin_pass,
             num_ranks=1,
             direct=False,
         )
-        sink.follow(self._collector)
 
     @property
     def sums_squares(self) -> bool:
@@ -89,7 +78,8 @@ class GradientSink:
     def begin_pass(self) -> None:
         """Backward is about to run: announced, as engine.backward() does it, layers whose
         parameters have one gradient each soon have one hook, and not one a parameter."""
-        self._collector.begin(early=True)
+        self._step.begin_backward(reduces=True)
+        self._collector.begin()
 
     def end_pass(self) -> None:
         """Backward is over: gradients of layers with unused parameters go too."""
@@ -98,6 +88,7 @@ class GradientSink:
     def abort_pass(self) -> None:
         """It has failed."""
         self._collector.discard()
+        self._step.end()
 
     def close(self) -> None:
         """Removes the hooks. May be called twice."""

@@ -221,6 +221,7 @@ def test_layer_by_layer_keeps_a_hook_on_each() -> None:
         for number in range(WARM):
             backward(engine, number)
             engine.step()
-        engine.optimizer.collector.begin(early=False, by_layer=2)
+        engine.optimizer.passes.open_step.begin_backward(reduces=False, micro_batches=2)
+        engine.optimizer.collector.begin()
         assert not any(hooks.is_marked for hooks in hooks_of(engine))
         engine.optimizer.passes.discard_gradients()

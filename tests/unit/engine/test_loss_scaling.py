@@ -337,7 +337,7 @@ def _reentrant_past_the_engine(scale: float | None, stage: int) -> list[torch.Te
         for step in range(3):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
             engine.scale(engine.module(x.requires_grad_())).backward()
-            assert engine.optimizer.passes.collector.in_backward is False
+            assert engine.optimizer.passes.open_step.in_backward is False
             engine.step()
         return [state["fp32"] for state in engine.fp32_state_dict().values()]
 

@@ -119,8 +119,8 @@ def test_micro_batches_without_a_valid_token(mode: str, empty: tuple[int, ...]) 
     rest = [batch for number, batch in enumerate(batches) if number not in empty]
     with built(make_model("llama"), _config(mode, clipping=0.0)) as engine:
         found: dict[int, torch.Tensor] = {}
-        engine.optimizer.passes.on_reduced_gradient = lambda state, shard: found.__setitem__(
-            state.index, shard.clone()
+        engine.optimizer.passes.reducer.on_reduced_gradient = lambda state, shard: (
+            found.__setitem__(state.index, shard.clone())
         )
         loss = float(engine.train_batch(iter(batches)))
         if not rest:

@@ -118,7 +118,7 @@ def test_gradients_leave_the_device_during_backward(clipping: float) -> None:
     with built(model, config) as engine:
         shadow = Shadow(engine)
         optimizer = engine.optimizer
-        observe = optimizer.passes.on_reduced_gradient
+        observe = optimizer.passes.reducer.on_reduced_gradient
         gradients: list[weakref.ref[torch.Tensor]] = []
         alive: list[int] = []
 
@@ -128,7 +128,7 @@ def test_gradients_leave_the_device_during_backward(clipping: float) -> None:
             alive.append(sum(reference() is not None for reference in gradients))
             gradients.append(weakref.ref(gradient))
 
-        optimizer.passes.on_reduced_gradient = watch
+        optimizer.passes.reducer.on_reduced_gradient = watch
         for number in range(4):
             gradients.clear()
             alive.clear()

@@ -75,7 +75,7 @@ def train(
     gradients: list[dict[int, torch.Tensor]] = []
     losses: list[float] = []
     with built(model, made, **keywords) as engine:
-        engine.optimizer.passes.on_reduced_gradient = lambda state, shard: gradients[
+        engine.optimizer.passes.reducer.on_reduced_gradient = lambda state, shard: gradients[
             -1
         ].__setitem__(state.index, shard.detach().clone())
         if watch is not None:

@@ -11,7 +11,7 @@ from layer_major_runs import assert_close, assert_same, mlp_batch, train, train_
 from support.models import LENGTH, VOCABULARY, Mlp, make_batch, make_model
 from torch import nn
 
-from hytrain.optimizer.pass_tracker import PassTracker
+from hytrain.optimizer.reduction import GradientReducer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -134,7 +134,7 @@ def test_direct_commit(
 ) -> None:
     """Nothing can be taken back then: the trial sends nothing before its end, however short the
     memory is."""
-    monkeypatch.setattr(PassTracker, "lacks_room", property(lambda _: is_short))
+    monkeypatch.setattr(GradientReducer, "lacks_room", property(lambda _: is_short))
     direct: list[bool] = []
     run = train_both(
         Mlp,

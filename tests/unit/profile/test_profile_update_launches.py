@@ -22,7 +22,7 @@ from hytrain.kernels.grouped_adam import GroupedAdam
 from hytrain.offload.cpu_updater import CpuUpdater
 from hytrain.optimizer.layer_gradient import LayerGradient
 from hytrain.optimizer.pass_guide import PassGuide
-from hytrain.optimizer.pass_tracker import PassTracker
+from hytrain.optimizer.reduction import GradientReducer
 from hytrain.placement.manager import PlacementManager
 from hytrain.tools.planner.cluster import UpdateLaunchTimes
 from hytrain.tools.planner.launching import UpdateLaunchSeconds
@@ -207,7 +207,7 @@ def test_all_that_an_engine_calls_for_a_layer_is_in_a_profiled_step(
 
     trained = a_block(lambda blocks: of_training(blocks, fraction, matrices))
     assert trained == a_block(profiled)
-    assert trained["PassTracker.consume"] == STEPS * (many - few)
+    assert trained["GradientReducer.consume"] == STEPS * (many - few)
     assert trained["PassGuide.enter_forward"] == STEPS * (many - few)
 
 
@@ -321,7 +321,7 @@ def test_what_is_measured_is_where_it_is_spent(
         (CpuUpdater, "send", lambda *_: 5),
         (PlacementManager, "begin_backward", lambda *_: 6),
         (PassGuide, "enter_forward", lambda *_: 3),
-        (PassTracker, "consume", lambda *_: 1),
+        (GradientReducer, "consume", lambda *_: 1),
         # Of the passes that a profile has measured: not once more.
         (LayerGradient, "take_all", lambda *_: 50),
     )

@@ -1,0 +1,171 @@
+"""Layers' gradients, once they are complete: reduced over the ranks, and sent to their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.model.layer_state import LayerState
+from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.optimizer.engine_view import StepSettings
+from hytrain.optimizer.layer_gradient import LayerGradient
+from hytrain.optimizer.loss_scaling import LossScaling
+from hytrain.optimizer.step_state import StepState
+from hytrain.placement.manager import PlacementManager
+from hytrain.trace.profiler_spans import span
+from hytrain.trace.recorder import Recorder
+
+
+class GradientReducer:
+    """Who the collector gives layers' gradients to."""
+
+    def __init__(
+        self,
+        gradients: Sequence[LayerGradient],
+        pipeline: UpdatePipeline,
+        collectives: ShardCollectives,
+        settings: StepSettings,
+        placement: PlacementManager,
+        scaling: LossScaling,
+        step: StepState,
+    ) -> None:
+        """
+        Args:
+            gradients: of the pipeline's layers, in their order.
+            pipeline: the update pipeline over this rank's layers.
+            collectives: the ranks that share the state.
+            settings: see :class:`StepSettings`.
+            placement: measures when gradients come.
+            scaling: of losses.
+            step: where the passes have got to.
+        """
+        self._gradients = gradients
+        self._pipeline = pipeline
+        self._collectives = collectives
+        self._settings = settings
+        self._placement = placement
+        self._scaling = scaling
+        self._step = step
+        self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
+        """Observer of every final reduced gradient shard, for tests and tools."""
+        self.trace: Recorder | None = None
+        """Is told of gradients; None while no step is recorded."""
+
+    @property
+    def unscale(self) -> float:
+        """What step() multiplies a reduced gradient with, beside clipping."""
+        is_mean = self._step.sums_over_ranks or self._settings.divide_first
+        return (1.0 if is_mean else self._settings.unscale) / self._scaling.scale
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether the gradients of a step's last backward need memory that may not be there."""
+        return self._step.begun and self._pipeline.room.is_watching
+
+    # -- from the collector ----------------------------------------------------------------------
+
+    def consume(self, gradient: LayerGradient) -> None:
+        """A layer's gradient of this backward is complete (called in one order on all ranks)."""
+        state, begun = self._pipeline.layers[gradient.layout.index], self._step.begun
+        if self.trace is not None and begun:
+            self.trace.gradient(state.index)
+        squares = gradient.squares if gradient.held is None else None
+        # One stream for reduction, norm and send: the event that send records covers all of them.
+        with span(f"reduce {gradient.layout.name}"), self._pipeline.reducing():
+            if gradient.local is not None:
+                self._reduce_part(gradient, state)
+            shard, gradient.held = gradient.held, None
+            assert shard is not None
+            if begun:
+                self.send(state, shard, squares)
+            else:
+                gradient.held = shard
+        if begun:
+            self._placement.gradient(state.index)
+
+    def consume_part(self, gradient: LayerGradient) -> None:
+        """What there is of a layer's gradient is reduced into ``held``."""
+        with self._pipeline.reducing():
+            self._reduce_part(gradient, self._pipeline.layers[gradient.layout.index])
+
+    def withdraw_gradient(self, gradient: LayerGradient) -> None:
+        """More of a gradient has come that this backward took for complete."""
+        state = self._pipeline.layers[gradient.layout.index]
+        if state.update.sent:
+            self._placement.timer.invalidate()
+            self.withdraw(state)
+
+    def agree_on_order(
+        self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
+    ) -> tuple[list[int], list[bool]] | None:
+        """See :meth:`ShardCollectives.agree_on_order`."""
+        device = self._pipeline.streams.device
+        return self._collectives.agree_on_order(order, early, device, has_seen=has_seen)
+
+    # -- reduction -------------------------------------------------------------------------------
+
+    def _reduce_part(self, gradient: LayerGradient, state: LayerState) -> None:
+        """Within :meth:`UpdatePipeline.reducing`."""
+        local = gradient.release()
+        assert local is not None
+        shard = self.reduce(state, local)
+        if gradient.held is not None:
+            self._pipeline.add(shard, gradient.held)
+        gradient.held = shard
+
+    def reduce(self, state: LayerState, local: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a layer's gradient; within :meth:`UpdatePipeline.reducing`.
+
+        Args:
+            state: the layer.
+            local: the whole layer's local gradient; nobody else reads it any more.
+
+        Returns:
+            The sum over ranks, of ``local``'s dtype; the mean where the settings divide first.
+        """
+        if self._collectives.world_size == 1:
+            return local
+        if self._settings.divide_first and not self._step.sums_over_ranks:
+            local.mul_(self._settings.unscale)
+        dtype = self._settings.communication_dtype
+        if dtype is None or dtype == local.dtype:
+            return self._pipeline.reduce(state, local)
+        sent = local.to(dtype)
+        # The caller drops it: backward must not write its next gradients there before it is read.
+        self._pipeline.streams.used_on_communication(local)
+        shard = self._pipeline.streams.empty_on_communication(
+            state.sizes[self._collectives.rank], local.dtype
+        )
+        return shard.copy_(self._pipeline.reduce(state, sent))
+
+    # -- to the updates, and back ----------------------------------------------------------------
+
+    def send(
+        self, state: LayerState, shard: torch.Tensor, squares: torch.Tensor | None = None
+    ) -> None:
+        """Passes a layer's final reduced gradient to the pipeline; its update may begin."""
+        if self.on_reduced_gradient is not None:
+            self.on_reduced_gradient(state, shard)
+        self._pipeline.send(state, shard, squares)
+
+    def send_held(self) -> None:
+        """Layers whose gradient was reduced by an earlier backward, or withdrawn since."""
+        for gradient in self._gradients:
+            state = self._pipeline.layers[gradient.layout.index]
+            if not state.update.sent:
+                held, gradient.held = gradient.held, None
+                assert held is not None
+                with self._pipeline.reducing():
+                    self.send(state, held)
+
+    def withdraw(self, state: LayerState) -> None:
+        """Takes a layer's update back; its gradient is kept for the step."""
+        self._gradients[state.index].held = self._pipeline.withdraw(state)
+
+    def withdraw_all(self) -> None:
+        """Takes back every update that has begun: weights are those of the last step."""
+        for state in self._pipeline.layers:
+            if state.update.sent:
+                self.withdraw(state)
