@@ -68,11 +68,11 @@ class GradientAccess:
         averaged over ranks, not clipped.
         """
         gradient = self._collector.layers[state.index]
-        shard = gradient.held if gradient.closed else self._reduce(state)
+        shard = gradient.reduced_shard if gradient.grad_reduced else self._reduce(state)
         assert shard is not None
         # Made on the communication stream: without this wait the caller could read half a sum.
         self._pipeline.streams.compute_waits_for_communication()
-        return shard.clone() if gradient.closed else shard
+        return shard.clone() if gradient.grad_reduced else shard
 
     def own_gradient(self, state: LayerState) -> torch.Tensor:
         """This rank's shard of a layer's gradient, to be written into; see :meth:`read_gradient`.
@@ -80,22 +80,22 @@ class GradientAccess:
         A collective, after :meth:`withdraw_updates`.
         """
         gradient = self._collector.layers[state.index]
-        if not gradient.closed:
-            gradient.held = self._reduce(state)
+        if not gradient.grad_reduced:
+            gradient.reduced_shard = self._reduce(state)
             gradient.release()
-        assert gradient.held is not None
+        assert gradient.reduced_shard is not None
         # Without this wait the caller could write to it before the reduction does.
         self._pipeline.streams.compute_waits_for_communication()
-        return gradient.held
+        return gradient.reduced_shard
 
     def _reduce(self, state: LayerState) -> torch.Tensor:
         """What there is of a layer's gradient, reduced; it stays where it is."""
         gradient = self._collector.layers[state.index]
-        local = gradient.whole(self._pipeline.streams.device)
+        unreduced_grad = gradient.whole(self._pipeline.streams.device)
         with self._pipeline.reducing():
-            shard = self._passes.reducer.reduce(state, local)
-            if gradient.held is not None:
-                self._pipeline.add(shard, gradient.held)
+            shard = self._passes.reducer.reduce(state, unreduced_grad)
+            if gradient.reduced_shard is not None:
+                self._pipeline.add(shard, gradient.reduced_shard)
         return shard
 
     def drop(self) -> None:

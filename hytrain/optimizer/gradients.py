@@ -57,14 +57,14 @@ class GradientSink(Protocol):
     """Who takes layers' gradients, and speaks for this rank to the others."""
 
     def consume(self, gradient: LayerGradient) -> None:
-        """Takes ``local`` of a layer whose gradient of this backward is complete.
+        """Takes ``unreduced_grad`` of a layer whose gradient of this backward is complete.
 
-        ``local`` is None where parts are in ``held`` and no rank has more.
+        ``unreduced_grad`` is None where parts are in ``reduced_shard`` and no rank has more.
         """
         ...
 
     def consume_part(self, gradient: LayerGradient) -> None:
-        """Reduces ``local`` into ``held``: more of it may come."""
+        """Reduces ``unreduced_grad`` into ``reduced_shard``: more of it may come."""
         ...
 
     @property
@@ -73,7 +73,7 @@ class GradientSink(Protocol):
         ...
 
     def withdraw_gradient(self, gradient: LayerGradient) -> None:
-        """Takes a gradient of this backward back into ``held``: more of it has come."""
+        """Takes a gradient of this backward back into ``reduced_shard``: more of it has come."""
         ...
 
     def agree_on_order(
@@ -93,7 +93,7 @@ class _Arrivals:
     Attributes:
         early: layers are consumed as they become final, not all by ``complete``.
         by_layer: it is several micro-batches' (as many as ``micro_batches``), layer by layer.
-        takes_first: parameters' first gradients are taken for their last.
+        assume_single_use: parameters' first gradients are taken for their last.
         clock: gradients so far, on this rank.
         next: position in the record's order.
         has_parts: parts of gradients have been reduced.
@@ -103,7 +103,7 @@ class _Arrivals:
     early: bool = False
     by_layer: bool = False
     micro_batches: int = 1
-    takes_first: bool = False
+    assume_single_use: bool = False
     clock: int = 0
     next: int = 0
     has_parts: bool = False
@@ -164,12 +164,12 @@ class GradientCollector:
         """In place of a record that there is none of: nothing has come."""
         self.record: FiringRecord | None = None
         self._expected: dict[bool, Firings] = {}  # by mode: layer by layer or not
-        self._pace: GatherSchedule | None = None
+        self._reduce_schedule: GatherSchedule | None = None
         self._now = _Arrivals()
         self._firings = 0
         self._hooks = [LayerHooks(layer, self._hook) for layer in self.layers]
         self._parameters = [p for hooks in self._hooks for p in hooks.parameters]
-        self._may_mark = not is_shared
+        self._may_use_single_hooks = not is_shared
         """Layers may get one hook each, when the next backward has ended.
 
         With other ranks layers are consumed as the schedule that all follow has it, whichever of
@@ -186,9 +186,9 @@ class GradientCollector:
         """Whether autograd has given a hook a gradient of this backward."""
         return self._now.clock > 0
 
-    def set_pace(self, pace: GatherSchedule) -> None:
-        """Layers are consumed when ``pace`` says so; else as soon as they are final, in order."""
-        self._pace = pace
+    def set_reduce_schedule(self, schedule: GatherSchedule) -> None:
+        """Layers are consumed when it says so; else as soon as they are complete, in order."""
+        self._reduce_schedule = schedule
 
     def remove_hooks(self) -> None:
         """Detaches from the model."""
@@ -229,13 +229,16 @@ class GradientCollector:
     @property
     def is_empty(self) -> bool:
         """Whether no gradient is kept for the next step."""
-        return not any(layer.local is not None or layer.held is not None for layer in self.layers)
+        return not any(
+            layer.unreduced_grad is not None or layer.reduced_shard is not None
+            for layer in self.layers
+        )
 
-    def scale(self, local: float, reduced: float) -> None:
+    def scale(self, unreduced: float, reduced: float) -> None:
         """Multiplies what is kept for the next step: this rank's own, and what was reduced."""
         for layer in self.layers:
             layer.flush()
-            for kept, factor in ((layer.local, local), (layer.held, reduced)):
+            for kept, factor in ((layer.unreduced_grad, unreduced), (layer.reduced_shard, reduced)):
                 if kept is not None:
                     kept.mul_(factor)
             layer.copied_whole = False  # its squares are no longer known
@@ -245,26 +248,26 @@ class GradientCollector:
         backward = self._step.backward
         early, by_layer = backward.reduces, backward.micro_batches is not None
         if by_layer:
-            self._unmark_all()  # their parameters have a gradient for each micro-batch
+            self._drop_single_hooks()  # their parameters have a gradient for each micro-batch
         now = self._now = _Arrivals(early, by_layer, max(1, backward.micro_batches or 1))
         expected = self._expected.get(by_layer)
         is_first = early and expected is None and (by_layer or self.record is None)
         # Several ranks have to agree: see reduce_so_far().
         must_send = is_first and not self._is_shared and self.lacks_room
-        now.takes_first = (is_first and self._can_withdraw) or must_send
+        now.assume_single_use = (is_first and self._can_withdraw) or must_send
         for index, layer in enumerate(self.layers):
             layer.fired = [0] * len(layer.fired)
             layer.last_firing = 0
             layer.uses_before = 0
-            layer.final = False
-            layer.closed = False
+            layer.grad_complete = False
+            layer.grad_reduced = False
             layer.remaining = -1
             if not early:
                 continue
             if self.record is not None and expected is not None and self.record.early[index]:
                 if all(expected[index]):
                     layer.remaining = sum(expected[index]) * now.micro_batches
-            elif now.takes_first and not by_layer:
+            elif now.assume_single_use and not by_layer:
                 layer.remaining = len(layer.fired)
 
     def layer_done(self, index: int) -> None:
@@ -273,8 +276,8 @@ class GradientCollector:
         Counts tell it anyhow, but where none have been learned.
         """
         layer = self.layers[index]
-        if self._now.takes_first and not layer.closed and all(layer.fired):
-            layer.final = True
+        if self._now.assume_single_use and not layer.grad_reduced and all(layer.fired):
+            layer.grad_complete = True
             self._close(layer)
 
     def _hook(self, layer: LayerGradient, index: int) -> Hook:
@@ -295,7 +298,7 @@ class GradientCollector:
                 return
             if step.phase is not StepPhase.BACKWARD:
                 collector._begin_backward()
-            if layer.final or layer.closed:
+            if layer.grad_complete or layer.grad_reduced:
                 collector._take_more(layer, index)
             waiting = layer.waiting
             if torch.is_grad_enabled():  # create_graph
@@ -319,8 +322,8 @@ class GradientCollector:
             collector._firings += 1
             now = collector._now
             layer.last_firing = now.clock = now.clock + 1
-            if collector._pace is not None:
-                layer.uses_before = collector._pace.uses_made
+            if collector._reduce_schedule is not None:
+                layer.uses_before = collector._reduce_schedule.uses_made
             if collector.record is None and layer.fired[index] > 1:
                 layer.remaining = -1  # once more than once: not before the end of this backward
             layer.remaining -= 1
@@ -329,7 +332,7 @@ class GradientCollector:
 
         return hook
 
-    def _marker(self, hooks: LayerHooks) -> Hook:
+    def _single_hook(self, hooks: LayerHooks) -> Hook:
         """The one hook of a layer, called when its last gradient has come."""
         last, count = hooks.layer.last_index, len(hooks.layer.layout.slots)
         owner, of_layer = weakref.ref(self), weakref.ref(hooks)  # as in _hook
@@ -342,14 +345,15 @@ class GradientCollector:
             layer = hooks.layer
             if step.phase is not StepPhase.BACKWARD:
                 collector._begin_backward()
-                collector._unmark_all()  # the next one is to be noticed at its first gradient
+                # The next backward is to be noticed at its first gradient.
+                collector._drop_single_hooks()
                 return
-            if layer.final or layer.closed:
+            if layer.grad_complete or layer.grad_reduced:
                 collector._take_more(layer, last)
             gradients = hooks.take()
             whole = [g for g in gradients if g is not None and not g.is_sparse]
             if len(whole) < count:
-                hooks.unmark()
+                hooks.drop_single_hook()
                 collector._take_some(layer, gradients)
                 return
             layer.take_all(whole)
@@ -363,18 +367,18 @@ class GradientCollector:
 
         return hook
 
-    def _mark_all(self) -> None:
+    def _use_single_hooks(self) -> None:
         """Layers whose parameters get one gradient each have one hook from now on."""
-        self._may_mark = False
+        self._may_use_single_hooks = False
         for hooks in self._hooks:
-            hooks.mark(self._marker(hooks))
+            hooks.use_single_hook(self._single_hook(hooks))
 
-    def _unmark_all(self) -> None:
-        self._may_mark = False
+    def _drop_single_hooks(self) -> None:
+        self._may_use_single_hooks = False
         for hooks in self._hooks:
-            if hooks.is_marked:
+            if hooks.has_single_hook:
                 gradients = hooks.take()
-                hooks.unmark()
+                hooks.drop_single_hook()
                 self._take_some(hooks.layer, gradients)
 
     def _take_some(self, layer: LayerGradient, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -408,10 +412,10 @@ class GradientCollector:
             if not left:
                 continue
             layer = hooks.layer
-            if layer.final or layer.closed:
+            if layer.grad_complete or layer.grad_reduced:
                 self._take_more(layer, left[0])
             gradients = hooks.take()
-            hooks.unmark()
+            hooks.drop_single_hook()
             hooks.hook_each()
             self._take_some(layer, gradients)
 
@@ -422,7 +426,7 @@ class GradientCollector:
 
     def _finish(self, layer: LayerGradient) -> None:
         """A layer has its last gradient, and is consumed with it."""
-        layer.final = True
+        layer.grad_complete = True
         if self.record is None:
             self._close(layer)
         else:
@@ -430,7 +434,7 @@ class GradientCollector:
 
     def _take_more(self, layer: LayerGradient, index: int) -> None:
         """A parameter gets a gradient after its layer was taken for complete."""
-        if layer.closed and not self._can_withdraw:
+        if layer.grad_reduced and not self._can_withdraw:
             expected = self._expected.get(self._now.by_layer)
             usual = 0 if expected is None else expected[layer.layout.index][index]
             self._refuse_more(
@@ -444,8 +448,8 @@ class GradientCollector:
     def _withdraw(self, layer: LayerGradient) -> None:
         """The layer was taken for complete, and it was not: it waits for the end of backward."""
         self._sink.withdraw_gradient(layer)
-        layer.final = False
-        layer.closed = False
+        layer.grad_complete = False
+        layer.grad_reduced = False
         layer.remaining = -1
         self._now.has_grown = True
 
@@ -478,7 +482,7 @@ class GradientCollector:
             self.record = None
             self._expected.clear()
             for hooks in self._hooks:
-                hooks.unmark()
+                hooks.drop_single_hook()
         raise GradientOrderError(
             f"the update of layer '{layer.layout.name}' has begun in a backward that goes on with "
             f"it: {seen}. {ON_SEVERAL_RANKS if self._is_shared else WHERE_COMMITTED}"
@@ -486,8 +490,8 @@ class GradientCollector:
 
     def _advance(self) -> None:
         """Consumes, in the agreed order, what is final."""
-        if self._pace is not None:
-            self._pace.gradient_final()
+        if self._reduce_schedule is not None:
+            self._reduce_schedule.gradient_final()
             return
         record = self.record
         assert record is not None
@@ -498,7 +502,7 @@ class GradientCollector:
             if not record.early[index]:
                 now.next += 1  # complete() takes it
                 continue
-            if not layer.final:
+            if not layer.grad_complete:
                 return  # layers behind it wait: reductions must have one order on all ranks
             now.next += 1
             self._close(layer)
@@ -508,13 +512,13 @@ class GradientCollector:
         if not self._step.is_open:
             return False  # in the forward of a pass that goes on to backward; marks are old ones
         layer = self.layers[index]
-        if layer.final and not layer.closed:
+        if layer.grad_complete and not layer.grad_reduced:
             self._close(layer)
-        return layer.closed
+        return layer.grad_reduced
 
     def close(self, index: int) -> None:
         """Consumes what there is of a layer's gradient, unless it has been consumed."""
-        if not self.layers[index].closed:
+        if not self.layers[index].grad_reduced:
             self._close(self.layers[index])
 
     @property
@@ -534,10 +538,10 @@ class GradientCollector:
         """The first backward goes on from a layer: what there is of its gradient is reduced.
 
         On all ranks, whether they have anything or not. It is consumed if that ``is_all``; else it
-        stays in ``held``, and what comes later is added.
+        stays in ``reduced_shard``, and what comes later is added.
         """
         layer = self.layers[index]
-        if not self._step.in_backward or not self._now.early or layer.closed:
+        if not self._step.in_backward or not self._now.early or layer.grad_reduced:
             return
         if is_all:
             self._close(layer)
@@ -548,7 +552,7 @@ class GradientCollector:
 
     def _close(self, layer: LayerGradient) -> None:
         layer.fill(self._zeros)
-        layer.closed = True
+        layer.grad_reduced = True
         self._sink.consume(layer)  # PassTracker.consume: reduces, then UpdatePipeline.send
 
     def forget_zeros(self) -> None:
@@ -580,7 +584,7 @@ class GradientCollector:
 
         Args:
             consume: whether to consume the rest now (a step, or reduction each micro-batch), or
-                to leave it in ``local`` for the next micro-batch to add to.
+                to leave it in ``unreduced_grad`` for the next micro-batch to add to.
         """
         self.take_left()
         self.end_graph()
@@ -591,32 +595,34 @@ class GradientCollector:
         is_new = now.by_layer not in self._expected
         if self._is_shared or now.clock:  # else nothing came, and nothing is learned
             self._learn(is_new=is_new)
-        if self._may_mark and not is_new and now.clock and not now.by_layer:
-            self._mark_all()
+        if self._may_use_single_hooks and not is_new and now.clock and not now.by_layer:
+            self._use_single_hooks()
         if consume:
             self._consume_rest()
 
     def _consume_rest(self) -> None:
-        if self._pace is not None:
-            self._pace.finish()
+        if self._reduce_schedule is not None:
+            self._reduce_schedule.finish()
         record = self.record or self._natural
         whole = self._wholly_reduced()
         first = [i for i in record.order if record.early[i]]
         for index in [*first, *(i for i in record.order if not record.early[i])]:
             layer = self.layers[index]
-            if index in whole and not layer.closed:
-                layer.closed = True
+            if index in whole and not layer.grad_reduced:
+                layer.grad_reduced = True
                 self._sink.consume(layer)
-            elif not layer.closed:
+            elif not layer.grad_reduced:
                 self._close(layer)
         self._zeros.forget()
 
     def _wholly_reduced(self) -> set[int]:
         """Layers of which no rank has anything that has not been reduced; may be a collective."""
-        if not self._now.has_parts or self._pace is None:
+        if not self._now.has_parts or self._reduce_schedule is None:
             return set()
-        missing = [layer.local is not None or layer.held is None for layer in self.layers]
-        found = self._pace.largest([int(flag) for flag in missing])
+        missing = [
+            layer.unreduced_grad is not None or layer.reduced_shard is None for layer in self.layers
+        ]
+        found = self._reduce_schedule.largest([int(flag) for flag in missing])
         return {index for index, flag in enumerate(found) if not flag}
 
     def _learn(self, *, is_new: bool) -> None:
@@ -630,8 +636,8 @@ class GradientCollector:
             ]
         if self.record is None:
             self._learn_order()
-        if self._pace is not None and (is_new or self._pace.wants_reduces):
-            self._learn_pace(self._pace, is_new=is_new)
+        if self._reduce_schedule is not None and (is_new or self._reduce_schedule.wants_reduces):
+            self._learn_reduces(self._reduce_schedule, is_new=is_new)
         if self.record is None:
             del self._expected[self._now.by_layer]  # no rank has seen a gradient
 
@@ -642,7 +648,7 @@ class GradientCollector:
         agreed = self._sink.agree_on_order(order, early, has_seen=has_seen)
         self.record = None if agreed is None else FiringRecord(*agreed)
 
-    def _learn_pace(self, pace: GatherSchedule, *, is_new: bool) -> None:
+    def _learn_reduces(self, schedule: GatherSchedule, *, is_new: bool) -> None:
         record = self.record
         if record is None:
             return
@@ -650,10 +656,10 @@ class GradientCollector:
             # A rank without a batch now may have one in this step still.
             by_layer = self._now.by_layer
             expected = self._expected[by_layer]
-            counts = iter(pace.largest([count for fired in expected for count in fired]))
+            counts = iter(schedule.largest([count for fired in expected for count in fired]))
             self._expected[by_layer] = [[next(counts) for _ in fired] for fired in expected]
         uses_before = [layer.uses_before for layer in self.layers]
-        pace.learn_reduces(record.order, record.early, uses_before)
+        schedule.learn_reduces(record.order, record.early, uses_before)
 
     def _for_each(self, fired: list[int]) -> list[int]:
         """What one micro-batch fired; 0, as for a parameter that is not used, where they differ."""
@@ -668,6 +674,6 @@ class GradientCollector:
                 hooks.take()  # an aborted backward's: autograd would add the next one's to them
         for layer in self.layers:
             layer.release()
-            layer.held = None
-            layer.closed = False
-            layer.final = False
+            layer.reduced_shard = None
+            layer.grad_reduced = False
+            layer.grad_complete = False

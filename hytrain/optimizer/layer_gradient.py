@@ -49,33 +49,36 @@ class LayerGradient:
     """One layer's gradient on its way.
 
     Attributes:
-        local: this rank's own gradient of the whole layer, flat; None while there is none. What
-            there is of it is there once :meth:`flush` was called.
-        parts: each parameter's part of ``local``, 1-D; empty before one was asked for.
+        unreduced_grad: this rank's own gradient of the whole layer, flat; None while there is none.
+            What there is of it is there once :meth:`flush` was called.
+        parts: each parameter's part of ``unreduced_grad``, 1-D; empty before one was asked for.
         together: gradients wait for each other and are taken over in one launch: by ``copier``, or
             joined where there is none.
-        waiting: gradients by parameter that are not in ``local`` yet.
-        held: this rank's shard of what was reduced before (earlier micro-batches, or a step that
-            was withdrawn).
+        waiting: gradients by parameter that are not in ``unreduced_grad`` yet.
+        reduced_shard: this rank's shard of what was reduced before (earlier micro-batches, or a
+            step that was withdrawn).
         last_index: the parameter that the latest gradient was of.
         uses_before: uses of layers that this backward had made at the last firing.
-        closed: the gradient of the current backward has been reduced.
-        copier: sums the squares of what it copies; None where nobody wants them of ``local``.
-        copied_whole: ``local`` is what the copier copied, each parameter once, and nothing else.
+        grad_complete: the last of it has come, in the current backward.
+        grad_reduced: that of the current backward has been reduced.
+        copier: sums the squares of what it copies; None where nobody wants them before the
+            reduction.
+        copied_whole: ``unreduced_grad`` is what the copier copied, each parameter once, and nothing
+            else.
     """
 
     layout: LayerLayout
     dtype: torch.dtype
-    local: torch.Tensor | None = None
-    held: torch.Tensor | None = None
+    unreduced_grad: torch.Tensor | None = None
+    reduced_shard: torch.Tensor | None = None
     written: list[bool] = field(init=False)
     fired: list[int] = field(init=False)
     remaining: int = 0
     last_firing: int = 0
     last_index: int = 0
     uses_before: int = 0
-    final: bool = False
-    closed: bool = False
+    grad_complete: bool = False
+    grad_reduced: bool = False
     copier: GradientCopier | None = None
     copied_whole: bool = False
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -88,17 +91,17 @@ class LayerGradient:
 
     def allocate(self, device: torch.device) -> None:
         """Allocates this rank's own gradient."""
-        self.local = torch.empty(self.layout.size, dtype=self.dtype, device=device)
+        self.unreduced_grad = torch.empty(self.layout.size, dtype=self.dtype, device=device)
         self.parts = []
         self.written = [False] * len(self.layout.slots)
         self.copied_whole = True
 
     def _part(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """A parameter's part of ``local``, in the gradient's shape."""
+        """A parameter's part of ``unreduced_grad``, in the gradient's shape."""
         if not self.parts:
-            assert self.local is not None
+            assert self.unreduced_grad is not None
             slots = self.layout.slots
-            self.parts = [self.local[s.offset : s.offset + s.numel] for s in slots]
+            self.parts = [self.unreduced_grad[s.offset : s.offset + s.numel] for s in slots]
         return self.parts[index].view(gradient.shape)
 
     def take(self, index: int, gradient: torch.Tensor, device: torch.device) -> None:
@@ -112,7 +115,7 @@ class LayerGradient:
             if len(self.waiting) == len(self.layout.slots):
                 self.flush()  # waiting on, they would take the GPU's memory twice
             return
-        if self.local is None:
+        if self.unreduced_grad is None:
             self.allocate(device)
         part = self._part(index, gradient)
         if self.written[index]:
@@ -132,31 +135,31 @@ class LayerGradient:
             self.flush()
         if torch.is_grad_enabled():  # create_graph
             gradients = [gradient.detach() for gradient in gradients]
-        if self.local is None and self._may_join(gradients):
+        if self.unreduced_grad is None and self._may_join(gradients):
             self._join(gradients)
             return
         self.waiting = dict(enumerate(gradients))
         self.flush()
 
     def _join(self, gradients: Sequence[torch.Tensor]) -> None:
-        """They become ``local``, which there was none of."""
+        """They become ``unreduced_grad``, which there was none of."""
         if self.copier is None:
-            self.local = joined(gradients)
+            self.unreduced_grad = joined(gradients)
             self.parts = []
             self.copied_whole = False
         else:
             self.allocate(gradients[0].device)
-            assert self.local is not None
-            self.copier.copy_all(gradients, self.local)
+            assert self.unreduced_grad is not None
+            self.copier.copy_all(gradients, self.unreduced_grad)
         self.written = [True] * len(gradients)
 
     def flush(self) -> None:
-        """Writes what waits, in the stream that made it: before ``local`` is used."""
+        """Writes what waits, in the stream that made it: before ``unreduced_grad`` is used."""
         if not self.waiting:
             return
         waiting, self.waiting = self.waiting, {}
         self.copied_whole = False
-        if self.local is None:
+        if self.unreduced_grad is None:
             if len(waiting) == len(self.layout.slots):
                 gradients = [waiting[index] for index in range(len(waiting))]
                 if self._may_join(gradients):
@@ -181,14 +184,14 @@ class LayerGradient:
         dtype = self.dtype if self.copier is None else gradients[0].dtype
         return [gradient.dtype for gradient in gradients].count(dtype) == len(gradients)
 
-    def move(self, local: torch.Tensor | None, held: torch.Tensor | None) -> None:
+    def move(self, unreduced_grad: torch.Tensor | None, reduced_shard: torch.Tensor | None) -> None:
         """What there is of the gradient is in other memory from now on; see :meth:`flush`.
 
         Args:
-            local: in place of ``local``, with the same elements, on any device.
-            held: in place of ``held``.
+            unreduced_grad: in place of ``unreduced_grad``, with the same elements, on any device.
+            reduced_shard: in place of ``reduced_shard``.
         """
-        self.local, self.held = local, held
+        self.unreduced_grad, self.reduced_shard = unreduced_grad, reduced_shard
         self.parts = []
 
     def fill(self, zeros: Zeros) -> None:
@@ -198,41 +201,41 @@ class LayerGradient:
         """
         if self.waiting:
             self.flush()
-        local = self.local
-        if local is None:
-            self.local = zeros.take(self.layout.size, self.dtype)
+        unreduced_grad = self.unreduced_grad
+        if unreduced_grad is None:
+            self.unreduced_grad = zeros.take(self.layout.size, self.dtype)
             self.copied_whole = False
             return
         for begin, end in self.layout.gaps:
-            local[begin:end].zero_()
+            unreduced_grad[begin:end].zero_()
         if all(self.written):
             return
         for written, slot in zip(self.written, self.layout.slots, strict=True):
             if not written:
-                local[slot.offset : slot.offset + slot.numel].zero_()
+                unreduced_grad[slot.offset : slot.offset + slot.numel].zero_()
 
     def whole(self, device: torch.device) -> torch.Tensor:
-        """A copy of ``local``; zeros where nothing was written, everywhere if there is none."""
+        """A copy of ``unreduced_grad`` with zeros where nothing was written."""
         copy = torch.zeros(self.layout.size, dtype=self.dtype, device=device)
         self.flush()
-        if self.local is not None:
+        if self.unreduced_grad is not None:
             for written, slot in zip(self.written, self.layout.slots, strict=True):
                 if written:
                     part = slice(slot.offset, slot.offset + slot.numel)
-                    copy[part].copy_(self.local[part])
+                    copy[part].copy_(self.unreduced_grad[part])
         return copy
 
     def release(self) -> torch.Tensor | None:
-        """Returns ``local``; nothing here refers to it any more."""
+        """Returns ``unreduced_grad``; nothing here refers to it any more."""
         if self.waiting:
             self.flush()
-        local, self.local = self.local, None
+        unreduced_grad, self.unreduced_grad = self.unreduced_grad, None
         self.parts = []
-        return local
+        return unreduced_grad
 
     @property
     def squares(self) -> torch.Tensor | None:
-        """Partial sums of the squares of ``local``; None where they are not known."""
+        """Partial sums of the squares of ``unreduced_grad``; None where they are not known."""
         if self.copier is None or not self.copied_whole or not all(self.written):
             return None
         return self.copier.squares

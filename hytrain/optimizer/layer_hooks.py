@@ -34,10 +34,10 @@ class LayerHooks:
         self.accumulators: list[Node] = []
         """Of its parameters, in their order; they live as long as they are here."""
         self._handles: list[RemovableHandle] = []
-        self.is_marked = False
+        self.has_single_hook = False
         """One hook takes all."""
         # What autograd adds up by itself must be what the layer would have added up, in its dtype.
-        self._may_be_marked = layer.together and all(
+        self._may_use_single_hook = layer.together and all(
             parameter.dtype == layer.dtype for parameter in self._parameters
         )
         self.hook_each()
@@ -45,7 +45,7 @@ class LayerHooks:
     def hook_each(self) -> None:
         """Each parameter has its hook, on the node that adds to its gradient now."""
         self.remove()
-        self.is_marked = False
+        self.has_single_hook = False
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             for index, slot in enumerate(self.layer.layout.slots):
                 parameter, is_trained = slot.parameter, slot.parameter.requires_grad
@@ -56,22 +56,22 @@ class LayerHooks:
                 self.accumulators.append(node)
                 self._handles.append(node.register_hook(self._each(self.layer, index)))
 
-    def mark(self, hook: Hook) -> None:
+    def use_single_hook(self, hook: Hook) -> None:
         """From the next backward on the hook is called for the parameter that came last in this.
 
         Nothing where a parameter of the layer came several times, or not at all.
         """
-        if self.is_marked or not self._may_be_marked or set(self.layer.fired) != {1}:
+        if self.has_single_hook or not self._may_use_single_hook or set(self.layer.fired) != {1}:
             return
         self._remove_hooks()
         last = self.accumulators[self.layer.last_index]
         self._handles.append(last.register_hook(hook))
-        self.is_marked = True
+        self.has_single_hook = True
 
-    def unmark(self) -> None:
+    def drop_single_hook(self) -> None:
         """Each parameter has its hook again, for good; also for what is still to come."""
-        self._may_be_marked = False
-        if self.is_marked:
+        self._may_use_single_hook = False
+        if self.has_single_hook:
             self.hook_each()
 
     def take(self) -> list[torch.Tensor | None]:

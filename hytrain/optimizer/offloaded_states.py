@@ -257,13 +257,13 @@ def _part_of_state(layer: LayerState, part: StatePart) -> _Holder:
 
 def _held_gradient(gradient: LayerGradient) -> _Holder:
     gradient.flush()
-    has_local, has_held = gradient.local is not None, gradient.held is not None
+    has_local, has_held = gradient.unreduced_grad is not None, gradient.reduced_shard is not None
 
     def put(tensors: Sequence[torch.Tensor]) -> None:
         given = iter(tensors)
         gradient.move(next(given) if has_local else None, next(given) if has_held else None)
 
-    tensors = [t for t in (gradient.local, gradient.held) if t is not None]
+    tensors = [t for t in (gradient.unreduced_grad, gradient.reduced_shard) if t is not None]
     return _Holder(StateKind.lp_grads, tensors, put)
 
 

@@ -114,7 +114,7 @@ class PassTracker:
             direct=pipeline.norm.settings.direct,
         )
         if collectives.world_size > 1:
-            weights.pace(self.collector, self.collector.set_pace)
+            weights.share_reduces(self.collector, self.collector.set_reduce_schedule)
 
     # -- a step over a global batch --------------------------------------------------------------
 

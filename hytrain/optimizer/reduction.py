@@ -71,22 +71,22 @@ class GradientReducer:
         state, begun = self._pipeline.layers[gradient.layout.index], self._step.begun
         if self.trace is not None and begun:
             self.trace.gradient(state.index)
-        squares = gradient.squares if gradient.held is None else None
+        squares = gradient.squares if gradient.reduced_shard is None else None
         # One stream for reduction, norm and send: the event that send records covers all of them.
         with span(f"reduce {gradient.layout.name}"), self._pipeline.reducing():
-            if gradient.local is not None:
+            if gradient.unreduced_grad is not None:
                 self._reduce_part(gradient, state)
-            shard, gradient.held = gradient.held, None
+            shard, gradient.reduced_shard = gradient.reduced_shard, None
             assert shard is not None
             if begun:
                 self.send(state, shard, squares)
             else:
-                gradient.held = shard
+                gradient.reduced_shard = shard
         if begun:
             self._placement.gradient(state.index)
 
     def consume_part(self, gradient: LayerGradient) -> None:
-        """What there is of a layer's gradient is reduced into ``held``."""
+        """What there is of a layer's gradient is reduced into ``reduced_shard``."""
         with self._pipeline.reducing():
             self._reduce_part(gradient, self._pipeline.layers[gradient.layout.index])
 
@@ -108,35 +108,35 @@ class GradientReducer:
 
     def _reduce_part(self, gradient: LayerGradient, state: LayerState) -> None:
         """Within :meth:`UpdatePipeline.reducing`."""
-        local = gradient.release()
-        assert local is not None
-        shard = self.reduce(state, local)
-        if gradient.held is not None:
-            self._pipeline.add(shard, gradient.held)
-        gradient.held = shard
+        unreduced_grad = gradient.release()
+        assert unreduced_grad is not None
+        shard = self.reduce(state, unreduced_grad)
+        if gradient.reduced_shard is not None:
+            self._pipeline.add(shard, gradient.reduced_shard)
+        gradient.reduced_shard = shard
 
-    def reduce(self, state: LayerState, local: torch.Tensor) -> torch.Tensor:
+    def reduce(self, state: LayerState, unreduced_grad: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a layer's gradient; within :meth:`UpdatePipeline.reducing`.
 
         Args:
             state: the layer.
-            local: the whole layer's local gradient; nobody else reads it any more.
+            unreduced_grad: of the whole layer; nobody else reads it any more.
 
         Returns:
-            The sum over ranks, of ``local``'s dtype; the mean where the settings divide first.
+            The sum over ranks, of the same dtype; the mean where the settings divide first.
         """
         if self._collectives.world_size == 1:
-            return local
+            return unreduced_grad
         if self._settings.divide_first and not self._step.sums_over_ranks:
-            local.mul_(self._settings.unscale)
+            unreduced_grad.mul_(self._settings.unscale)
         dtype = self._settings.communication_dtype
-        if dtype is None or dtype == local.dtype:
-            return self._pipeline.reduce(state, local)
-        sent = local.to(dtype)
+        if dtype is None or dtype == unreduced_grad.dtype:
+            return self._pipeline.reduce(state, unreduced_grad)
+        sent = unreduced_grad.to(dtype)
         # The caller drops it: backward must not write its next gradients there before it is read.
-        self._pipeline.streams.used_on_communication(local)
+        self._pipeline.streams.used_on_communication(unreduced_grad)
         shard = self._pipeline.streams.empty_on_communication(
-            state.sizes[self._collectives.rank], local.dtype
+            state.sizes[self._collectives.rank], unreduced_grad.dtype
         )
         return shard.copy_(self._pipeline.reduce(state, sent))
 
@@ -155,14 +155,14 @@ class GradientReducer:
         for gradient in self._gradients:
             state = self._pipeline.layers[gradient.layout.index]
             if not state.update.sent:
-                held, gradient.held = gradient.held, None
-                assert held is not None
+                reduced_shard, gradient.reduced_shard = gradient.reduced_shard, None
+                assert reduced_shard is not None
                 with self._pipeline.reducing():
-                    self.send(state, held)
+                    self.send(state, reduced_shard)
 
     def withdraw(self, state: LayerState) -> None:
         """Takes a layer's update back; its gradient is kept for the step."""
-        self._gradients[state.index].held = self._pipeline.withdraw(state)
+        self._gradients[state.index].reduced_shard = self._pipeline.withdraw(state)
 
     def withdraw_all(self) -> None:
         """Takes back every update that has begun: weights are those of the last step."""

@@ -64,16 +64,18 @@ class WeightPasses:
         """Gathers layers as passes use them; None where no layer is gathered so."""
         return None if self.is_suspended else self.schedule
 
-    def pace(self, reducer: Reducer, set_pace: Callable[[GatherSchedule], None]) -> None:
+    def share_reduces(
+        self, reducer: Reducer, set_schedule: Callable[[GatherSchedule], None]
+    ) -> None:
         """Reductions of gradients take their places among the gathers.
 
         Args:
             reducer: who reduces.
-            set_pace: called with what says when.
+            set_schedule: called with what says when.
         """
         if self.schedule is not None:
             self.schedule.set_reducer(reducer)
-            set_pace(self.schedule)
+            set_schedule(self.schedule)
 
     def forbid_reads(self) -> None:
         """A pass begins: whatever is there, only modules of its layer may read it unnoticed."""

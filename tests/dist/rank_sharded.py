@@ -258,7 +258,7 @@ def a_gradient_after_its_layer() -> None:
         slot = last.layout.slots[0]
 
         def again(gradient: torch.Tensor) -> None:
-            assert last.closed
+            assert last.grad_reduced
             slot.parameter.grad = torch.ones(slot.parameter.shape, dtype=last.dtype)
             collector._hook(last, 0)(None, None)
 
@@ -277,7 +277,7 @@ def whole_gradients(kind: str) -> int:
 
         def watch(*_arguments: Any) -> None:
             nonlocal most
-            most = max(most, sum(layer.local is not None for layer in layers))
+            most = max(most, sum(layer.unreduced_grad is not None for layer in layers))
 
         for hooks in engine.optimizer.collector._hooks:
             for node in hooks.accumulators:

@@ -29,7 +29,7 @@ class _Drop:
     def consume(self, gradient: LayerGradient) -> None:
         """A layer's gradient is complete; nobody wants it."""
         gradient.release()
-        gradient.held = None
+        gradient.reduced_shard = None
 
     def consume_part(self, gradient: LayerGradient) -> None:
         """A part of it is."""

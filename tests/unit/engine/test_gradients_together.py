@@ -254,8 +254,8 @@ def test_squares_are_those_of_what_was_copied(monkeypatch: pytest.MonkeyPatch, w
         sums = squares(layer)
         found.append(sums is not None)
         if sums is not None:
-            assert layer.local is not None
-            expected = float(layer.local.double().pow(2).sum())
+            assert layer.unreduced_grad is not None
+            expected = float(layer.unreduced_grad.double().pow(2).sum())
             assert float(sums.sum()) == pytest.approx(expected, rel=1e-9)
         return sums
 

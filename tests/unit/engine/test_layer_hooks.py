@@ -73,7 +73,7 @@ def end_of(engine: Any) -> list[torch.Tensor]:
     return states + [p.detach().clone() for p in engine.module.parameters()]
 
 
-def _mark_none(_collector: GradientCollector) -> None:
+def _no_single_hooks(_collector: GradientCollector) -> None:
     """Every parameter keeps a hook."""
 
 
@@ -83,12 +83,12 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, run: Callable[[Any], None], **con
     for marks in (True, False):
         with monkeypatch.context() as patch:
             if not marks:
-                patch.setattr(GradientCollector, "_mark_all", _mark_none)
+                patch.setattr(GradientCollector, "_use_single_hooks", _no_single_hooks)
             with built(Shifting(), make_config(**config)) as engine:
                 for number in range(WARM):
                     backward(engine, number)
                     engine.step()
-                assert all(hooks.is_marked is marks for hooks in hooks_of(engine))
+                assert all(hooks.has_single_hook is marks for hooks in hooks_of(engine))
                 run(engine)
                 for number in range(2):
                     backward(engine, number)
@@ -183,7 +183,7 @@ def test_a_parameter_that_comes_twice_before_its_layers_last_counts_twice() -> N
             backward(engine, number)
             shadow.step()
             twin.assert_were_reduced(shadow, expected)
-        assert all(hooks.is_marked for hooks in hooks_of(engine))
+        assert all(hooks.has_single_hook for hooks in hooks_of(engine))
         shadow.check()
 
 
@@ -213,7 +213,7 @@ def test_another_accumulation_dtype_keeps_a_hook_on_each() -> None:
         for number in range(WARM):
             backward(engine, number)
             engine.step()
-        assert not any(hooks.is_marked for hooks in hooks_of(engine))
+        assert not any(hooks.has_single_hook for hooks in hooks_of(engine))
 
 
 def test_layer_by_layer_keeps_a_hook_on_each() -> None:
@@ -223,5 +223,5 @@ def test_layer_by_layer_keeps_a_hook_on_each() -> None:
             engine.step()
         engine.optimizer.passes.open_step.begin_backward(reduces=False, micro_batches=2)
         engine.optimizer.collector.begin()
-        assert not any(hooks.is_marked for hooks in hooks_of(engine))
+        assert not any(hooks.has_single_hook for hooks in hooks_of(engine))
         engine.optimizer.passes.discard_gradients()

@@ -65,7 +65,7 @@ def _on_device(engine: Any) -> list[weakref.ref[torch.Tensor]]:
         if state.placement == "gpu":
             found.append(state.memory)
     for gradient in optimizer.collector.layers:
-        found += [t for t in (gradient.local, gradient.held) if t is not None]
+        found += [t for t in (gradient.unreduced_grad, gradient.reduced_shard) if t is not None]
     return [weakref.ref(tensor) for tensor in found]
 
 
