@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,15 +142,12 @@ def initialize(
     )
     require_one_job(loaded, section, model, optimizer, mpu)
     if section.plan is not None:
-        loaded = _with_plan(loaded, section, keywords, device)
-        section = HyTrainConfig.from_deepspeed(loaded)
-        assert section is not None, "the plan has added to it"
-        keywords["config"], keywords["config_params"] = loaded, None
+        section = _with_plan(loaded, section, keywords, device)
     if section.batch_sizes is not None:
         keywords["config"] = _with_unequal_batches(loaded, section.batch_sizes)
         keywords["config_params"] = None
     try:
-        with engine_class(HyTrainEngine):
+        with engine_class(partial(HyTrainEngine, section)):
             return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
     except ValidationError as error:  # of DeepSpeed's sections, before anything is built
         raise explain_deepspeeds(error, loaded) from None
@@ -291,8 +289,8 @@ def _with_plan(
     section: HyTrainConfig,
     keywords: Mapping[str, Any],
     device: torch.device,
-) -> dict[str, Any]:
-    """The configuration with what its plan decides; a collective.
+) -> HyTrainConfig:
+    """The section with what its plan decides; a collective.
 
     Raises:
         PlanError: the plan is for another job.

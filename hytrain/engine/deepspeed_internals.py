@@ -136,14 +136,14 @@ def keys_of_section(model: str) -> list[str]:
 
 
 @contextmanager
-def engine_class(cls: type[DeepSpeedEngine]) -> Generator[None]:
-    """``deepspeed.initialize`` builds this class while the block runs.
+def engine_class(build: Callable[..., DeepSpeedEngine]) -> Generator[None]:
+    """``deepspeed.initialize`` builds its engine by this while the block runs.
 
     It looks the class up under the module-global name ``DeepSpeedEngine``; binding that name
     reuses all of its body, whatever the version adds to it.
     """
     original = deepspeed.DeepSpeedEngine
-    deepspeed.DeepSpeedEngine = cls
+    deepspeed.DeepSpeedEngine = cast(Any, build)
     try:
         yield
     finally:

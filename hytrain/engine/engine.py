@@ -79,11 +79,13 @@ class HyTrainEngine(DeepSpeedEngine):
     _tracing: Tracing | None = None
     _in_forward = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes DeepSpeed's arguments; ``config`` must have a "hytrain" section."""
-        section = HyTrainConfig.from_deepspeed(kwargs["config"])
-        if section is None:
-            raise ConfigError('the configuration has no "hytrain" section')
+    def __init__(self, section: HyTrainConfig, *args: Any, **kwargs: Any) -> None:
+        """
+        Args:
+            section: the configuration's "hytrain", with what its plan decides.
+            args: DeepSpeed's.
+            kwargs: DeepSpeed's.
+        """
         make_folder("hytrain.trace.dir", section.trace.dir)
         make_folder("hytrain.checkpoint.sigterm_dir", section.checkpoint.sigterm_dir)
         # nn.Module's __init__ has not run: plain attributes are safe, modules are not.

@@ -88,8 +88,8 @@ def adopt_plan(
     model: nn.Module,
     device: torch.device,
     config_file: Path | None,
-) -> dict[str, Any]:
-    """The configuration with what its plan decides for this rank; a collective.
+) -> HyTrainConfig:
+    """The section with what its plan decides for this rank; a collective.
 
     A plan that counts on activations that are computed again turns checkpointing on in a model
     that has a switch for it; nothing else of the model is touched.
@@ -144,7 +144,7 @@ def adopt_plan(
     _use_activations(model, own, collectives.rank)
     if device.type == "cuda":
         advise_on_plan(own.gpu_bytes, ranks[collectives.rank].rank.memory_bytes)
-    return {**config, SECTION: _section(config[SECTION], section, plan, own, paths[0])}
+    return _section(config[SECTION], section, plan, own, paths[0])
 
 
 def _refuse_decided(config: Mapping[str, Any]) -> None:
@@ -251,7 +251,7 @@ def _section(
     plan: PlanFile,
     own: PlannedRank,
     path: Path,
-) -> dict[str, Any]:
+) -> HyTrainConfig:
     """The "hytrain" section with the plan's decisions."""
     fractions = [max(rank.shard_fraction, _LEAST_SHARD) for rank in plan.ranks]
     decided: dict[str, Any] = {
@@ -265,4 +265,4 @@ def _section(
         decided["solver"] = {**dict(given.get("solver") or {}), "start": start}
     if own.activations in LAYER_MAJOR:
         decided |= {"accumulation": "layer_major", "activations": own.activations}
-    return {**given, **decided}
+    return HyTrainConfig.model_validate({**given, **decided})
