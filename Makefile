@@ -6,7 +6,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TEST_ARGS ?=
-TEST_SECONDS ?= 1800
+TEST_SECONDS ?= 3600
 TEST_WORKERS ?= 2
 
 VENV := .venv

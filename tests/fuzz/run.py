@@ -86,7 +86,7 @@ def _torch_linear() -> Any:
     return torch.nn.functional.linear
 
 
-FIXED = 200
+FIXED = 120
 """Cases of `make test`."""
 
 
