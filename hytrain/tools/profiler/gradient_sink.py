@@ -7,6 +7,7 @@ those of all layers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -56,6 +57,14 @@ class GradientSink:
         """
         group_of = {id(parameter): 0 for layer in layers for _, parameter in layer.parameters}
         self._step = StepState()
+        # Not a cycle: the copy of the model goes when its measurement ends.
+        own = weakref.WeakMethod(self.begin_pass)
+
+        def begin_pass() -> None:
+            begin = own()
+            assert begin is not None
+            begin()
+
         self._collector = GradientCollector(
             [
                 LayerGradient(layout, layer.parameters[0][1].dtype)
@@ -64,7 +73,7 @@ class GradientSink:
             device,
             self._step,
             _Drop(),
-            self.begin_pass,
+            begin_pass,
             num_ranks=1,
             direct=False,
         )

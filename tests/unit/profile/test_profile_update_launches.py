@@ -216,6 +216,7 @@ AROUND = (
     "HyTrainZeroOptimizer.overlapping_partition_gradients_reduce_epilogue",
     "BatchTraining.samples",
     "ShardCollectives.reporting_failures",
+    "ThawedParameters.",
     "Tracing.",
     "engine_view.",
     "refuse_coalescing",
