@@ -197,7 +197,7 @@ def threads() -> None:
     picture.box(40, 56, 210, 56, FORWARD, "training thread\nforward, step()")
     picture.box(40, 136, 210, 56, BACKWARD, "autograd thread\nhooks: record, enqueue")
     picture.box(40, 216, 210, 56, CPU, "update worker (C++)\ncopies, kernel, no Python")
-    picture.box(40, 296, 210, 50, "#888888", "watch and monitor\nother ranks alive?")
+    picture.box(40, 296, 210, 50, "#888888", "watch and store\nother ranks alive?")
     picture.box(330, 136, 160, 56, COPY, "layers whose\ngradient is final", ink=INK)
     picture.box(330, 216, 160, 56, COPY, "pinned slots\na few chunks", ink=INK)
     picture.box(330, 56, 160, 56, "#dfe6ee", "events: a layer's\nnew weights are there", ink=INK)

@@ -8,6 +8,7 @@ needs no padding copies either.
 from __future__ import annotations
 
 import logging
+import secrets
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,10 +22,10 @@ from torch.distributed import distributed_c10d
 
 from hytrain.comm.agreement import differences
 from hytrain.comm.failure_messages import is_connection_error
-from hytrain.comm.failure_watch import SAME_NUMBER, RankWatch, Surveillance
+from hytrain.comm.failure_watch import SAME_NUMBER, RankWatch
+from hytrain.comm.peers import Listener, Peers, address_for_ranks
 from hytrain.comm.process_exit import Ending
-from hytrain.comm.processes import this_process
-from hytrain.comm.rank_status import Store
+from hytrain.comm.processes import are_of_one_host, this_process
 from hytrain.comm.stream_gate import GateStream, StreamGate, open_gate
 from hytrain.errors import ConfigError, OutOfStepError, RankFailedError
 from hytrain.trace.recorder import Recorder
@@ -74,30 +75,52 @@ class ShardCollectives:
         # Its type is too general to say that it can be cloned.
         shared: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
-        def connect() -> Store:
+        def connect() -> Any:
             store = shared.clone()
             store.set_timeout(_STORE_TIMEOUT)
             return store
 
+        token: str | None = None
         try:
-            self.watch = RankWatch(
-                self.rank,
-                self.world_size,
-                connect=connect,
-                abort=self._abort,
-                group=str(self.global_rank(0)),
-                can_interrupt=self.is_nccl,
-                mark=torch.cuda.Event() if self.is_nccl else None,
-                surveillance=Surveillance(
-                    this_process(),
-                    Ending(),
-                    self.global_rank,
-                    str(self._process_group().group_name),
-                ),
-            )
+            connect()
+            token = secrets.token_hex(8)
         except Exception as error:
             # A store of another kind (MPI has none) cannot be shared with a thread.
             logger.warning("a failed rank will be noticed at the timeout only: %s", error)
+        notes = self._gathered((this_process(), token))
+        if any(token is None for _, token in notes):
+            return
+        processes = [process for process, _ in notes]
+        self.watch = RankWatch(
+            self.rank,
+            self.world_size,
+            connect=connect,
+            abort=self._abort,
+            prefix=f"hytrain/watch/{notes[0][1]}",
+            can_interrupt=self.is_nccl,
+            mark=torch.cuda.Event() if self.is_nccl else None,
+            processes=processes,
+            peers=None if are_of_one_host(processes) else self._connect_hosts(),
+            ending=Ending(),
+        )
+
+    def _connect_hosts(self) -> Peers | None:
+        listener: Listener | None = None
+        host = address_for_ranks()
+        try:
+            listener = Listener(host) if host is not None else None
+        except OSError as error:
+            logger.info("this rank cannot listen at %s: %s", host, error)
+        addresses = self._gathered(listener and listener.address)
+        if listener is None:
+            return None
+        return Peers(self.rank, listener, addresses)
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """A value of every rank; before there is a watch."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def start_gate(self, device: torch.device, *, is_wanted: bool = True) -> None:
         """From now on NCCL's kernels start when all ranks of this host have come to them.
@@ -258,46 +281,27 @@ class ShardCollectives:
             parts = list(flat.split(list(sizes)))
             self._run(what, dist.reduce_scatter, shard, parts, layer=name)
 
-    def all_gather(self, flat: torch.Tensor, sizes: Sequence[int], name: str | None = None) -> None:
-        """Fills ``flat`` in place from every rank's own shard of it.
-
-        Args:
-            flat: 1-D, sum(sizes) elements; this rank's shard holds its contribution.
-            sizes: elements of each rank's shard.
-            name: of what is gathered, for messages; the same on all ranks.
-        """
-        if self.world_size == 1:
-            return
-        shards = list(flat.split(list(sizes)))
-        what = f"the all-gather of {_words(flat, name)}"
-        if len(set(sizes)) == 1:
-            self._run(what, _all_gather_even, flat, shards[self.rank], layer=name)
-        elif self.is_nccl:
-            self._run(what, dist.all_gather, shards, shards[self.rank], layer=name)
-        else:
-            for rank, shard in enumerate(shards):
-                if shard.numel():
-                    self._run(what, dist.broadcast, shard, self.global_rank(rank), layer=name)
-
-    def gather_parts(
+    def all_gather(
         self,
         flat: torch.Tensor,
-        part: torch.Tensor,
         sizes: Sequence[int],
         name: str | None = None,
+        *,
+        part: torch.Tensor | None = None,
     ) -> None:
-        """As :meth:`all_gather` with this rank's contribution in a tensor of its own, or in place.
+        """Fills ``flat`` from every rank's own shard of it.
 
         Args:
             flat: 1-D, sum(sizes) elements; overwritten.
-            part: 1-D, this rank's shard; it may be its place in ``flat``.
             sizes: elements of each rank's shard.
             name: of what is gathered, for messages; the same on all ranks.
+            part: 1-D, this rank's shard; None: it is in its place in ``flat``.
         """
         if self.world_size == 1:
             return
         shards = list(flat.split(list(sizes)))
-        what = f"the gather of {_words(flat, name)}"
+        part = shards[self.rank] if part is None else part
+        what = f"the all-gather of {_words(flat, name)}"
         if len(set(sizes)) == 1:
             self._run(what, _all_gather_even, flat, part, layer=name)
         elif self.is_nccl:
@@ -305,7 +309,9 @@ class ShardCollectives:
         else:
             if part.data_ptr() != shards[self.rank].data_ptr():
                 shards[self.rank].copy_(part)
-            self.all_gather(flat, sizes, name)
+            for rank, shard in enumerate(shards):
+                if shard.numel():
+                    self._run(what, dist.broadcast, shard, self.global_rank(rank), layer=name)
 
     def agree_on_use(
         self,

@@ -5,17 +5,19 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 
 class Ended(threading.Event):
     """Set when a submitted task has ended."""
 
+    value: Any = None
     error: BaseException | None = None
 
-    def result(self) -> None:
-        """Raises what it has raised."""
+    def result(self) -> Any:
+        """What it has returned, or raises what it has raised."""
         if self.error is None:
-            return
+            return self.value
         try:
             raise self.error
         finally:
@@ -28,7 +30,14 @@ class DaemonExecutor:
     Not of concurrent.futures: the interpreter would wait for its threads at the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, then: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            name: of the thread, which starts with the first task.
+            then: called behind every task, in that thread.
+        """
+        self._name = name
+        self._then = then
         self._tasks: queue.SimpleQueue[tuple[Callable[[], object], Ended] | None] = (
             queue.SimpleQueue()
         )
@@ -39,7 +48,7 @@ class DaemonExecutor:
         if self._thread is None:
             # A daemon: the interpreter's end would join any other thread, which may stand in a
             # collective whose other ranks are gone.
-            self._thread = threading.Thread(target=self._run, name="hytrain-lane", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         ended = Ended()
         self._tasks.put((task, ended))
@@ -49,7 +58,7 @@ class DaemonExecutor:
         while (item := self._tasks.get()) is not None:
             task, ended = item
             try:
-                task()
+                ended.value = task()
             except BaseException as error:
                 ended.error = error
             # The thread blocks in get() next: what its frame refers to would live until then. And
@@ -57,8 +66,10 @@ class DaemonExecutor:
             del task, item
             ended.set()  # after `error`, which the caller reads without a lock
             del ended
+            self._then()
 
-    def close(self) -> None:
-        """No task follows; one that does not end is left alone: a join could take for ever."""
+    def close(self, seconds: float = 0.0) -> None:
+        """No task follows; one that does not end within seconds is left alone."""
         if self._thread is not None:
             self._tasks.put(None)
+            self._thread.join(seconds)

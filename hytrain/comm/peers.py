@@ -1,56 +1,74 @@
-"""Connections between the ranks' watches: what is said there needs no store, and comes at once.
+"""Connections between the watches of several hosts, which tell whether a process is there.
 
-The store is gone with the process that holds it, rank 0 mostly. So each rank listens at a port of
-its own, whose address and secret are on the store, and the ranks connect to each other as soon as
-they have started: each to all where they are few, else each to those 1, 2, 4, 8, ... ranks away;
-words are passed on. The end of a process closes its connections, and a connection to its port is
-then refused: that tells a process that is gone from one that is stopped (its kernel still accepts)
-and from a network that is slow (there is no answer).
+Of a process on another host the store says nothing. So the ranks make a ring: each connects to the
+next and to the previous one, and holds the connection. One that closes is made again. If that is
+refused, the process is gone: the kernel of one that is stopped still accepts, and a host that is
+down, or behind a network that is, does not answer.
 
-Nothing depends on it: where a firewall is in the way the ranks have the store.
+Ranks of one host need none of it. Others listen at one address. A caller has a few seconds to show
+the secret that only ranks have, which is all that is ever read; few may wait at a time.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import secrets
 import socket
-import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from hytrain.comm.processes import Process
-
-logger = logging.getLogger(__name__)
-
-_ALL_TO_ALL = 32
-"""Ranks of which each is connected to all others."""
-_CONNECT_SECONDS = 2.0
-_ANSWER_SECONDS = 5.0
-_LONGEST_LINE = 1 << 20
-_GREETING_SECONDS = 5.0
-_LONGEST_GREETING = 1 << 10
-_MOST_CALLERS = 64
-"""Connections without a greeting yet: anybody makes them, and each takes a descriptor."""
-_MOST_ACCEPTED = 1024
+GREETING_SECONDS = 5.0
+REDIAL_SECONDS = 1.0
+_CONNECT_SECONDS = 1.0
+_MOST_CALLERS = 8
+"""Connections that have not shown the secret yet: anybody makes them."""
+_MOST_ACCEPTED = 64
 """In a turn."""
-SILENT_SECONDS = 15.0
-"""Ranks send something every two seconds; after this long one is asked whether it is there."""
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 17_000}
+"""The kernels ask each other: a stopped process's answers, a host that is down does not."""
+_LOCAL = ("127.", "::1", "fe80")
 
 
-def neighbours_of(rank: int, world_size: int) -> list[int]:
-    """The ranks that one is connected to; if one has another, that one has it, too."""
-    if world_size <= _ALL_TO_ALL:
-        return [other for other in range(world_size) if other != rank]
-    steps = [1 << power for power in range(world_size.bit_length()) if 1 << power < world_size]
-    both = {(rank + way * step) % world_size for step in steps for way in (1, -1)}
-    return sorted(both - {rank})
+def neighbours_of(rank: int, world_size: int) -> set[int]:
+    """The two ranks that one is connected to; if one has another, that one has it, too."""
+    return {(rank + 1) % world_size, (rank - 1) % world_size} - {rank}
+
+
+def address_for_ranks() -> str | None:
+    """Where ranks of other hosts reach this one; None: nowhere.
+
+    On the interface that the process group is told to use, else where this host reaches the master,
+    else where it reaches anybody.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        interface = os.environ.get(variable, "").partition(",")[0].strip("= ")
+        if interface and not interface.startswith("^"):  # else it names those to leave out
+            return _address_of(interface)
+    for host in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):  # nobody's, by RFC 5737
+        with suppress(OSError):
+            family, kind, _, _, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(where)  # no packet is sent
+                address = str(probe.getsockname()[0])
+            if not address.startswith(_LOCAL):
+                return address
+    return None
+
+
+def _address_of(interface: str) -> str | None:
+    import psutil
+
+    found = [
+        (each.family == socket.AF_INET6, each.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if name.startswith(interface) and each.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    usable = sorted(each for each in found if not each[1].startswith(_LOCAL))
+    return usable[0][1] if usable else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,448 +76,188 @@ class Address:
     """Where a rank listens.
 
     Attributes:
-        hosts: names or numbers of its host, to be tried in turn.
+        host: its address, of IPv4 or IPv6.
         port: its port.
-        secret: shown by a rank that connects; ranks learn it from the store.
+        secret: shown by who connects.
+        answer: shown to them. The ranks tell each other both by a collective.
     """
 
-    hosts: tuple[str, ...]
+    host: str
     port: int
     secret: str
-
-    @staticmethod
-    def unpacked(packed: dict[str, Any]) -> Address:
-        """From its fields, as JSON has them."""
-        return Address(tuple(packed["hosts"]), int(packed["port"]), str(packed["secret"]))
+    answer: str
 
 
-class Wire:
-    """A connection: lines of JSON, never waited for."""
+class Listener:
+    """This rank's port."""
 
-    def __init__(self, connection: socket.socket, longest: int = _LONGEST_LINE) -> None:
+    def __init__(self, host: str) -> None:
         """
         Args:
-            connection: from now on the wire's.
-            longest: bytes of a message; may be changed later.
-        """
-        self.longest = longest
-        connection.setblocking(False)
-        with suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection = connection
-        # Any thread sends: without the lock two messages could be mixed, or one sent twice. One
-        # thread at a time receives.
-        self._lock = threading.Lock()
-        self._received = b""
-        self._to_send = b""
-        self._unread: list[dict[str, Any]] = []
-        self.is_open = True
-        self.heard_at = time.monotonic()
-        _remember(connection)
-
-    @property
-    def peer(self) -> str:
-        """The other side's address."""
-        try:
-            return str(self._connection.getpeername()[0])
-        except OSError:
-            return ""
-
-    def send(self, message: dict[str, Any], *, may_drop: bool = False) -> None:
-        """Sends it now, or as soon as the other side reads again.
-
-        Args:
-            message: of what JSON can write.
-            may_drop: not at all, if that is not now.
-        """
-        with self._lock:
-            if may_drop and self._to_send:
-                return
-            self._to_send += json.dumps(message).encode() + b"\n"
-        self.flush()
-
-    def flush(self) -> None:
-        """Sends what is left of earlier messages."""
-        with self._lock, suppress(BlockingIOError, OSError):  # its end is seen where it is read
-            while self._to_send:
-                sent = self._connection.send(self._to_send)
-                self._to_send = self._to_send[sent:]
-
-    def receive(self) -> list[dict[str, Any]]:
-        """What has come. Closes at the other side's end, and at what is no message."""
-        while self.is_open:
-            try:
-                piece = self._connection.recv(min(65536, self.longest + 1))
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                piece = b""
-            self._received += piece
-            if not piece or len(self._received) > self.longest:
-                self.is_open = False
-                break
-            self.heard_at = time.monotonic()
-        *lines, self._received = self._received.split(b"\n")
-        messages, self._unread = self._unread, []
-        for line in lines:
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                self.is_open = False
-                break
-            if isinstance(message, dict):
-                messages.append(message)
-        return messages
-
-    def first(self) -> dict[str, Any] | None:
-        """The first message that has come, if one has; the others are kept for :meth:`receive`."""
-        messages = self.receive()
-        self._unread = messages[1:]
-        return messages[0] if messages else None
-
-    def close(self) -> None:
-        """Closes it. What was sent still arrives."""
-        self.is_open = False
-        self._connection.close()
-
-
-@dataclass(slots=True)
-class _Peer:
-    """Another rank, as this one knows it."""
-
-    address: Address | None = None
-    wire: Wire | None = None
-    host: str | None = None
-    """Where a connection has been made."""
-    is_probing: bool = False
-    probed_at: float = 0.0
-    refused: bool = False
-    unreachable_since: float | None = None
-    state: Any = None
-    """What it was doing when it was last heard of."""
-
-
-@dataclass(slots=True)
-class _Caller:
-    wire: Wire
-    since: float = field(default_factory=time.monotonic)
-
-
-class Peers:
-    """This rank's connections. :meth:`turn` is one thread's; the rest may be called by any."""
-
-    def __init__(
-        self,
-        rank: int,
-        neighbours: list[int],
-        greeting: Callable[[], list[dict[str, Any]]],
-    ) -> None:
-        """
-        Args:
-            rank: this one.
-            neighbours: ranks to be connected to.
-            greeting: what a rank is told that has just been connected.
-        """
-        self._rank = rank
-        self._greeting = greeting
-        self._secret = secrets.token_hex(16)
-        self._lock = threading.Lock()
-        self._peers = {other: _Peer() for other in neighbours}
-        self._callers: list[_Caller] = []
-        self._listener: socket.socket | None = None
-        self._closed = False
-
-    # -- beginning -----------------------------------------------------------------------------
-
-    def listen(self, *, is_one_host: bool) -> Address:
-        """Opens the port.
-
-        Args:
-            is_one_host: all ranks share a loopback interface, and only that is listened on.
+            host: the address to listen at; at no other one.
 
         Raises:
-            OSError: it cannot be opened, or everything was closed meanwhile.
+            OSError: that cannot be.
         """
-        hosts, listener = _open_port("127.0.0.1" if is_one_host else address_for_ranks())
-        listener.setblocking(False)
-        _remember(listener)
-        # close() comes from another thread: one that ran before this socket was known has not
-        # closed it, and nothing else would; it would listen until the end of the process.
-        with self._lock:
-            is_late = self._closed
-            if not is_late:
-                self._listener = listener
-        if is_late:
-            listener.close()
-            raise OSError("the connections to other ranks are closed")
-        return Address(hosts, int(listener.getsockname()[1]), self._secret)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = _own(socket.create_server((host, 0), family=family))
+        port = int(self._socket.getsockname()[1])
+        self.address = Address(host, port, secrets.token_hex(16), secrets.token_hex(16))
+        self._callers: list[tuple[socket.socket, float]] = []
+        self._ranks: list[socket.socket] = []
 
-    def know(self, rank: int, address: Address) -> None:
-        """A neighbour's address."""
-        self._peers[rank].address = address
+    def turn(self) -> None:
+        """Accepts, and closes what is no rank's, or not any more."""
+        with suppress(OSError):  # no connection is waiting
+            for _ in range(_MOST_ACCEPTED):
+                self._callers.append((_own(self._socket.accept()[0]), time.monotonic()))
+                self._greet()
+        self._greet()
+        for connection in list(self._ranks):
+            if _received(connection) is not None:  # its end: a rank says nothing more
+                self._ranks.remove(connection)
+                connection.close()
 
-    def connect(self, rank: int) -> bool:
-        """Connects to a neighbour, whose address is known; takes seconds where that is difficult.
-
-        Returns:
-            Whether there is a connection now.
-        """
-        peer = self._peers[rank]
-        if peer.address is None:
-            return False
-        for host in peer.address.hosts if peer.host is None else (peer.host,):
-            try:
-                connection = socket.create_connection(
-                    (host, peer.address.port), timeout=_CONNECT_SECONDS
-                )
-            except ConnectionRefusedError:
-                # Of a host that it was on, or of another one that has the same address at home.
-                peer.refused = peer.host is not None
-                continue
-            except OSError:
-                if peer.host is not None and peer.unreachable_since is None:
-                    peer.unreachable_since = time.monotonic()
-                continue
-            peer.unreachable_since = None
-            wire = Wire(connection)
-            wire.send({"hello": peer.address.secret, "rank": self._rank, "mine": self._secret})
-            if self._is_answered(wire, peer.host is not None):
-                self._adopt(rank, wire, host)
-                return True
-            wire.close()
-        return False
-
-    def _is_answered(self, wire: Wire, is_known: bool) -> bool:
-        """Whether the right rank has accepted; one that was there before may be stopped."""
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while wire.is_open and not self._closed:
-            message = wire.first()
-            if message is not None:
-                return message.get("welcome") == self._secret
-            if time.monotonic() > deadline and not is_known:
-                return False
-            time.sleep(0.05)
-        return False
-
-    def _adopt(self, rank: int, wire: Wire, host: str) -> None:
-        # A probe's thread and the turn's may adopt for one rank at once: each must close the wire
-        # that it replaces. And close() must see this wire, or it is closed here.
-        with self._lock:
-            peer = self._peers[rank]
-            if peer.wire is not None:
-                peer.wire.close()
-            peer.wire, peer.host, peer.refused = wire, host, False
-            peer.unreachable_since = None
-            if self._closed:
-                wire.close()
-        for message in self._greeting():
-            wire.send(message)
-
-    # -- one turn ------------------------------------------------------------------------------
-
-    def turn(self, hear: Callable[[int, dict[str, Any]], None]) -> None:
-        """Takes what has come; asks ranks that were lost or are silent whether they are there.
-
-        Args:
-            hear: called with a rank and a message of it.
-        """
-        self._accept()
-        now = time.monotonic()
-        for rank, peer in self._peers.items():
-            wire = peer.wire
-            if wire is None:
-                continue
-            wire.flush()
-            for message in wire.receive():
-                if "state" in message:
-                    peer.state = message["state"]
-                    continue
-                # What one rank says must not cost the words of another.
-                with suppress(Exception):
-                    hear(rank, message)
-            is_silent = now - wire.heard_at > SILENT_SECONDS
-            if (not wire.is_open or is_silent) and not (peer.is_probing or peer.refused):
-                self._ask(rank, peer, now)
-
-    def _ask(self, rank: int, peer: _Peer, now: float) -> None:
-        if now - peer.probed_at < 1.0 or peer.address is None:
-            return
-        peer.probed_at, peer.is_probing = now, True
-
-        def probe() -> None:
-            try:
-                self.connect(rank)
-            finally:
-                peer.is_probing = False
-
-        # Not in the turn: a host that does not answer would hold up the words of all others.
-        threading.Thread(target=probe, name="hytrain-probe", daemon=True).start()
-
-    def _accept(self) -> None:
-        listener = self._listener
-        accepted = 0
-        with suppress(OSError):  # no connection is waiting, or the listener is closed
-            while listener is not None and accepted < _MOST_ACCEPTED:
-                connection, _ = listener.accept()
-                accepted += 1
-                self._callers.append(_Caller(Wire(connection, _LONGEST_GREETING)))
-                if len(self._callers) >= 2 * _MOST_CALLERS:
-                    self._greet_callers()
-        self._greet_callers()
-
-    def _greet_callers(self) -> None:
-        waiting: list[_Caller] = []
-        for caller in self._callers:
-            message = caller.wire.first()
-            is_late = time.monotonic() - caller.since > _GREETING_SECONDS
-            if message is None and caller.wire.is_open and not is_late:
-                waiting.append(caller)
-            elif message is None or not self._welcome(caller.wire, message):
-                caller.wire.close()
-        # A rank greets as it connects: who has waited longest is none.
-        for caller in waiting[:-_MOST_CALLERS]:
-            caller.wire.close()
+    def _greet(self) -> None:
+        waiting: list[tuple[socket.socket, float]] = []
+        for caller, since in self._callers:
+            shown = _received(caller)
+            if shown is None and time.monotonic() - since < GREETING_SECONDS:
+                waiting.append((caller, since))
+            elif secrets.compare_digest(shown or b"", self.address.secret.encode()):
+                with suppress(OSError):
+                    caller.send(self.address.answer.encode())
+                self._ranks.append(caller)
+            else:
+                caller.close()
+        # A rank shows it as it connects: who has waited longest is none.
+        for caller, _ in waiting[:-_MOST_CALLERS]:
+            caller.close()
         self._callers = waiting[-_MOST_CALLERS:]
-
-    def _welcome(self, wire: Wire, message: dict[str, Any]) -> bool:
-        rank, shown, own = message.get("rank"), message.get("hello"), message.get("mine")
-        # Whatever JSON has may be there: lists, which cannot be looked up, and true, which is 1.
-        if type(rank) is not int or rank not in self._peers:
-            return False
-        if not isinstance(shown, str) or not isinstance(own, str):
-            return False
-        if not secrets.compare_digest(shown.encode(errors="replace"), self._secret.encode()):
-            return False
-        wire.longest = _LONGEST_LINE
-        wire.send({"welcome": own})
-        self._adopt(rank, wire, wire.peer)
-        return True
-
-    # -- what is known -------------------------------------------------------------------------
-
-    def send(self, message: dict[str, Any], *, may_drop: bool = False) -> None:
-        """To all neighbours."""
-        for peer in self._peers.values():
-            if peer.wire is not None:
-                peer.wire.send(message, may_drop=may_drop)
-
-    def was_connected(self, rank: int) -> bool:
-        """Whether a neighbour's words come here, or came until it was lost."""
-        return rank in self._peers and self._peers[rank].wire is not None
-
-    def is_at_address_in(self, rank: int, text: str) -> bool:
-        """Whether a text has the address of a neighbour's host, in brackets as gloo writes it."""
-        address = self._peers[rank].address
-        return address is not None and any(f"[{host}]" in text for host in address.hosts)
-
-    def is_refused(self, rank: int) -> bool:
-        """Whether connections to a neighbour that was connected are refused now."""
-        peer = self._peers.get(rank)
-        if peer is None or peer.wire is None or not peer.refused:
-            return False
-        return not peer.wire.is_open or self.silent_for(rank) > SILENT_SECONDS
-
-    def unreachable_for(self, rank: int) -> float:
-        """Seconds for which a lost neighbour's host has not answered."""
-        peer = self._peers.get(rank)
-        if peer is None or peer.unreachable_since is None:
-            return 0.0
-        return time.monotonic() - peer.unreachable_since
-
-    def silent_for(self, rank: int) -> float:
-        """Seconds since a neighbour was heard of."""
-        peer = self._peers.get(rank)
-        return 0.0 if peer is None or peer.wire is None else time.monotonic() - peer.wire.heard_at
-
-    def state_of(self, rank: int) -> Any:
-        """What a neighbour did when it was last heard of; None: it was not."""
-        peer = self._peers.get(rank)
-        return None if peer is None else peer.state
 
     def close(self) -> None:
         """Closes everything."""
-        with self._lock:
-            self._closed = True
-            wires = [peer.wire for peer in self._peers.values() if peer.wire is not None]
-            listener = self._listener
-        for wire in [*wires, *(caller.wire for caller in self._callers)]:
-            wire.flush()
-            wire.close()
-        if listener is not None:
-            listener.close()
+        for each in [self._socket, *self._ranks, *(caller for caller, _ in self._callers)]:
+            each.close()
 
 
-def _open_port(host: str | None) -> tuple[tuple[str, ...], socket.socket]:
-    """A port at that address, or at all; and the addresses to be tried by others."""
-    if host is not None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with suppress(OSError):
-            listener = socket.create_server((host, 0), family=family, backlog=_MOST_ACCEPTED)
-            return (host,), listener
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):
-            return _addresses(), socket.create_server(
-                ("", 0), family=socket.AF_INET6, backlog=_MOST_ACCEPTED, dualstack_ipv6=True
-            )
-    return _addresses(), socket.create_server(("", 0), backlog=_MOST_ACCEPTED)
+class Link:
+    """This rank's connection to another one, made again when it is lost."""
+
+    def __init__(self, other: Address) -> None:
+        self._other = other
+        self._connection: socket.socket | None = None
+        self._dialled_at = -REDIAL_SECONDS
+        self.has_answered = False
+        """Whether the rank has ever done so."""
+        self.is_refused = False
+        """Whether the process was there, and nobody listens at its port any more."""
+        self.unreachable_since: float | None = None
+
+    def turn(self) -> None:
+        """Connects, if that must be, and sees what has become of the connection."""
+        if self._connection is None and not self.is_refused:
+            self._dial()
+        shown = None if self._connection is None else _received(self._connection)
+        if shown == self._other.answer.encode():  # else the port is another service's
+            self.has_answered = True
+        elif shown is not None:
+            self.close()
+
+    def _dial(self) -> None:
+        now = time.monotonic()
+        if now - self._dialled_at < REDIAL_SECONDS:
+            return
+        self._dialled_at = now
+        try:
+            where = (self._other.host, self._other.port)
+            connection = _own(socket.create_connection(where, timeout=_CONNECT_SECONDS))
+        except ConnectionRefusedError:
+            # Of a rank that has never answered it may be a firewall.
+            self.is_refused = self.has_answered
+        except OSError:
+            self.unreachable_since = self.unreachable_since or now
+        else:
+            self._connection, self.unreachable_since = connection, None
+            with suppress(OSError, AttributeError):  # of another system
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in _KEEP_ALIVE.items():
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            with suppress(OSError):
+                connection.send(self._other.secret.encode())
+
+    def close(self) -> None:
+        """Closes it."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
 
-def address_for_ranks() -> str | None:
-    """Where ranks of other hosts reach this one: None where that cannot be told.
+class Peers:
+    """This rank's connections; of the watch's thread."""
 
-    On the interface that the process group is told to use, else where this host reaches the master.
-    """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
-    for _, address in _interface_addresses(interface):
-        return address
-    with suppress(OSError, KeyError):
-        found = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)
-        for family, kind, protocol, _, where in found:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(where)  # no packet is sent
-                address = str(probe.getsockname()[0])
-            return None if address.startswith(_LOCAL) else address
-    return None
+    def __init__(self, rank: int, listener: Listener, addresses: Sequence[Address | None]) -> None:
+        """
+        Args:
+            rank: this one.
+            listener: its port; from now on this object's.
+            addresses: of all ranks; None: it could not listen.
+        """
+        self._listener = listener
+        self._addresses = addresses
+        self._neighbours = neighbours_of(rank, len(addresses))
+        where = {other: addresses[other] for other in self._neighbours}
+        self._links = {other: Link(address) for other, address in where.items() if address}
+
+    def turn(self) -> None:
+        """Twice a second."""
+        for each in (self._listener, *self._links.values()):
+            each.turn()
+
+    def refused(self) -> list[int]:
+        """Neighbours whose processes are gone."""
+        return [rank for rank, link in self._links.items() if link.is_refused]
+
+    def unreachable(self) -> dict[int, float]:
+        """Seconds for which the hosts of neighbours that were there have not answered."""
+        now = time.monotonic()
+        return {
+            rank: now - link.unreachable_since
+            for rank, link in self._links.items()
+            if link.has_answered and link.unreachable_since is not None
+        }
+
+    def unheard(self) -> set[int]:
+        """Neighbours that have never answered."""
+        return self._neighbours - {rank for rank, link in self._links.items() if link.has_answered}
+
+    def ranks_at(self, text: str) -> set[int]:
+        """Ranks whose address is in a text, in brackets as gloo writes it."""
+        return {r for r, where in enumerate(self._addresses) if where and f"[{where.host}]" in text}
+
+    def close(self) -> None:
+        """Closes everything."""
+        for each in (self._listener, *self._links.values()):
+            each.close()
 
 
-_LOCAL = ("127.", "::1", "fe80")
-
-
-def _interface_addresses(only: str | None = None) -> list[tuple[str, str]]:
-    """Interfaces and their addresses that other hosts may reach, those of IPv4 first."""
-    import psutil
-
-    found: list[tuple[bool, str, str]] = []
-    for interface, addresses in psutil.net_if_addrs().items():
-        for address in addresses:
-            is_ip6 = address.family == socket.AF_INET6
-            is_other = address.address.startswith(_LOCAL) or only not in (None, interface)
-            if not is_other and (is_ip6 or address.family == socket.AF_INET):
-                found.append((is_ip6, interface, address.address))
-    return [
-        (interface, address) for _, interface, address in sorted(found, key=lambda each: each[0])
-    ]
-
-
-def _addresses() -> tuple[str, ...]:
-    """This host's, those of the interfaces that NCCL is told to use first."""
-    chosen = os.environ.get("NCCL_SOCKET_IFNAME", "").strip()
-    names = tuple(name.strip("= ") for name in chosen.split(",") if name)
-    wanted = () if chosen.startswith("^") else names  # else it names those to leave out
-    found = sorted(_interface_addresses(), key=lambda each: not each[0].startswith(wanted))
-    return (*dict.fromkeys(address for _, address in found), "127.0.0.1")
-
-
-def can_share_loopback(processes: list[Process]) -> bool:
-    """Whether all of them reach each other at 127.0.0.1."""
-    return len({process.network for process in processes}) == 1 and bool(processes[0].network)
+def _received(connection: socket.socket) -> bytes | None:
+    """What has come, some bytes at most; b"": the end; None: nothing yet."""
+    try:
+        return connection.recv(64)
+    except (BlockingIOError, InterruptedError):
+        return None
+    except OSError:
+        return b""
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def _remember(connection: socket.socket) -> None:
+def _own(connection: socket.socket) -> socket.socket:
+    connection.setblocking(False)
     _sockets.add(connection)
+    return connection
 
 
 def _close_in_child() -> None:

@@ -4,6 +4,9 @@ A rank whose job is lost may stand where no exception reaches it: in a collectiv
 waits for another survivor, in a call of the user's own, or in code that has no collective for an
 hour. And on its way out, what was left behind may hold it: destructors wait for threads that wait
 for a collective, and a thread that comes back from one while the interpreter ends aborts it.
+
+An exception that ends the process is published to the other ranks before the default excepthook
+shows it.
 """
 
 from __future__ import annotations
@@ -11,19 +14,23 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
-import logging
 import os
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
-from hytrain.comm.call_sites import is_in_torch_distributed
-from hytrain.errors import HyTrainError
+from hytrain.comm.call_sites import frame_of, is_in_torch_distributed
+from hytrain.comm.failure_messages import is_connection_error
+from hytrain.errors import HyTrainError, OutOfStepError, RankFailedError
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from hytrain.comm.failure_watch import RankWatch
 
 RAISE_SECONDS = 1.5
 """After that a thread that has met no collective by itself gets the exception where it is."""
@@ -45,9 +52,11 @@ class Ending:
             end: ends the process at once.
         """
         self._thread = threading.get_ident()
-        self._process = os.getpid()
         self._end = end
         self._failure: HyTrainError | None = None
+        self._since: float | None = None
+        self._was_raised = False
+        self._was_told = False
         self._told = threading.Event()
         # Held from the look at _told to the raise: without it told() could clear the exception in
         # between, and the thread would get it once more while the first one unwinds it. A signal's
@@ -62,89 +71,75 @@ class Ending:
                 _raise_in(self._thread, None)  # not once more
 
     def require(self, failure: HyTrainError) -> None:
-        """From now on the process is to end.
+        """From now on the process is to end; :meth:`turn` must be called again and again.
 
         Args:
             failure: what its thread is to raise.
         """
-        if self._failure is not None or os.getpid() != self._process:
-            return
         self._failure = failure
-        _exit_handler()
-        # A thread of its own: the one that trains may stand in a call that never returns.
-        threading.Thread(target=self._run, name="hytrain-end", daemon=True).start()
+        _failures.append(failure)
+        process = os.getpid()
+        with suppress(Exception):  # the interpreter may be ending already
+            # Also where the failure is caught, the end of the process must come.
+            atexit.register(lambda: os.getpid() == process and limit_exit(CAUGHT_SECONDS))
 
-    def _run(self) -> None:
-        begin = time.monotonic()
-        was_raised = False
-        while not self._told.wait(0.25):
-            passed = time.monotonic() - begin
-            if self._thread not in sys._current_frames():  # pyright: ignore[reportPrivateUsage]
-                return
-            if passed > STUCK_SECONDS:
-                self._end_here("it did not come out of where it stood")
-                return
-            if not was_raised and passed > RAISE_SECONDS:
-                was_raised = not is_in_torch_distributed(self._thread)
-                if was_raised:
-                    kind = self._exception()
-                    with self._raising:
-                        if not self._told.is_set():
-                            _raise_in(self._thread, kind)
-        self._see_it_out()
+    def turn(self) -> None:
+        """Raises the failure in the thread, or ends the process, if it is time."""
+        frame = frame_of(self._thread)
+        if self._failure is None or frame is None:
+            return
+        is_told, now = self._told.is_set(), time.monotonic()
+        # Clean-up after the failure must not wait for the others again.
+        is_out = is_told and not _is_held(frame)
+        if is_out or self._since is None or is_told != self._was_told:
+            self._was_told, self._since = is_told, None if is_out else now
+        elif now - self._since > STUCK_SECONDS:
+            stood = "it did not come out of where it stood"
+            self._end_here(frame, "it waits for other ranks on its way out" if is_told else stood)
+        elif is_told or is_in_torch_distributed(frame):
+            return
+        elif now - self._since > RAISE_SECONDS:
+            self._raise()
 
-    def _exception(self) -> type[BaseException]:
+    def _raise(self) -> None:
         """The failure as a class, which is what can be raised in another thread."""
         failure, told = self._failure, self._told
-        assert failure is not None
+        kind = type(failure)
 
         def begin(error: BaseException, *_arguments: object) -> None:
             told.set()
             BaseException.__init__(error, str(failure))
 
-        kind = type(failure)
-        return type(
-            kind.__name__,
-            (kind,),
-            {"__init__": begin, "__module__": kind.__module__, "__qualname__": kind.__qualname__},
-        )
+        same = {"__init__": begin, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        with self._raising:
+            if not self._told.is_set() and not self._was_raised:
+                self._was_raised = True
+                _raise_in(self._thread, type(kind.__name__, (kind,), same))  # pyright: ignore[reportArgumentType]
 
-    def _see_it_out(self) -> None:
-        """Clean-up after the failure must not wait for the others again."""
-        since: float | None = None
-        while True:
-            time.sleep(0.5)
-            if not self._is_held():
-                since = None
-                continue
-            since = since or time.monotonic()
-            if time.monotonic() - since > STUCK_SECONDS:
-                self._end_here("it waits for other ranks on its way out")
-                return
-
-    def _is_held(self) -> bool:
-        frame = sys._current_frames().get(self._thread)  # pyright: ignore[reportPrivateUsage]
-        while frame is not None:
-            if frame.f_code.co_name in ("destroy", "destroy_process_group"):
-                return True
-            frame = frame.f_back
-        return is_in_torch_distributed(self._thread)
-
-    def _end_here(self, why: str) -> None:
-        failure = self._failure
-        frame = sys._current_frames().get(self._thread)  # pyright: ignore[reportPrivateUsage]
+    def _end_here(self, frame: FrameType, why: str) -> None:
+        kind = type(self._failure)
         with suppress(Exception):
-            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-            kind = type(failure)
             _flush()
+            stack = "".join(traceback.format_stack(frame))
             # Clean-up code may have redirected Python's own stream (seen in destroy()).
             text = (
                 f"Traceback (most recent call last):\n{stack}"
-                f"{kind.__module__}.{kind.__qualname__}: {failure}\n"
+                f"{kind.__module__}.{kind.__qualname__}: {self._failure}\n"
                 f"(This process is ended: {why}.)\n"
             )
             os.write(2, text.encode(errors="replace"))
         self._end(1)
+
+
+def _is_held(frame: FrameType) -> bool:
+    if is_in_torch_distributed(frame):
+        return True
+    caller: FrameType | None = frame
+    while caller is not None:
+        if caller.f_code.co_name in ("destroy", "destroy_process_group"):
+            return True
+        caller = caller.f_back
+    return False
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
@@ -194,20 +189,51 @@ def exit_with(code: int) -> None:
     atexit.register(leave)  # the last one is called first
 
 
-_has_handler = False
+_open_watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()
+_failures: list[HyTrainError] = []
+"""What this process has found; the first is the reason of its end."""
+_hooked = False
 
 
-def _exit_handler() -> None:
-    """Also where the failure has been caught, the end of the process must come."""
-    global _has_handler
-    if _has_handler:
-        return
-    _has_handler = True
-    process = os.getpid()
+def follow(watch: RankWatch) -> None:
+    """What ends this process is told to a watch, until :func:`forget`."""
+    global _hooked
+    _open_watches.add(watch)
+    if not _hooked:
+        _hooked = True
+        _hook_exceptions()
 
-    def limit() -> None:
-        if os.getpid() == process:
-            limit_exit(CAUGHT_SECONDS)
 
-    with suppress(Exception):  # the interpreter may be ending already
-        atexit.register(limit)
+def forget(watch: RankWatch) -> None:
+    """Ends :func:`follow`."""
+    _open_watches.discard(watch)
+
+
+def _hook_exceptions() -> None:
+    show, process = sys.excepthook, os.getpid()
+
+    def tell_and_show(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if os.getpid() != process:
+            show(kind, error, trace)
+            return
+        watches = list(_open_watches)
+        is_others = isinstance(error, (RankFailedError, OutOfStepError))
+        is_lost = isinstance(error, Exception) and is_connection_error(error)
+        if isinstance(error, Exception) and is_lost and not is_others:
+            # Another rank's failure may be behind a collective of the script's own.
+            for watch in watches:
+                watch.explain(error)
+            if _failures:
+                _failures[0].__cause__ = error
+                kind, error, trace = type(_failures[0]), _failures[0], _failures[0].__traceback__
+        for watch in watches:
+            watch.tell(error, final=True)
+        show(kind, error, trace)
+        for watch in watches:
+            watch.flush()
+        if isinstance(error, Exception) and (_failures or is_lost):
+            exit_with(1)
+
+    sys.excepthook = tell_and_show

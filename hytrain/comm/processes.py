@@ -1,20 +1,16 @@
-"""Which process a rank is, for the others, and whether that process is still there.
-
-A process number alone says little: it is given to another process when the first one is gone. With
-its start time it is unique as long as the kernel runs, among the processes of one pid namespace.
-"""
+"""Which process a rank is, for the others, and whether one of this host has ended."""
 
 from __future__ import annotations
 
 import os
+import select
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROC = Path("/proc")
-_STATE, _FLAGS, _START = 0, 6, 19
-"""Fields 3, 9 and 22 of /proc/*/stat (proc_pid_stat(5)), counted from behind the name."""
+_FLAGS = 6  # field 9 of /proc/*/stat (proc_pid_stat(5)), counted from behind the name
 _PF_EXITING = 0x4  # Linux, include/linux/sched.h
 
 
@@ -23,81 +19,89 @@ class Process:
     """A rank's process.
 
     Attributes:
-        machine: the same for all processes that see each other in /proc, and for no others.
-        network: the same for all that share a loopback interface.
+        machine: the same for all processes that can watch each other, and for no others; "": none.
         host: the host's name, for people.
         pid: its number there.
-        start: when it was started, in the kernel's ticks.
     """
 
     machine: str
-    network: str
     host: str
     pid: int
-    start: int
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}"
 
 
 def machine_identity() -> str:
-    """The running kernel and the pid namespace; "" where they cannot be told."""
+    """The running kernel and the pid namespace; "" where processes cannot be watched."""
     try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"
-    except OSError:
+        os.close(os.pidfd_open(os.getpid()))  # Linux 5.3; a container may forbid it
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except (OSError, AttributeError):
         return ""
 
 
 def this_process() -> Process:
     """The calling one."""
-    machine, network, start = machine_identity(), "", 0
-    with suppress(OSError):
-        network = f"{machine} {os.readlink(_PROC / 'self/ns/net')}"
-    with suppress(OSError, ValueError, IndexError):
-        start = int(_fields(_PROC / "self/stat")[_START])
-    return Process(machine, network, socket.gethostname(), os.getpid(), start)
+    return Process(machine_identity(), socket.gethostname(), os.getpid())
 
 
-def can_look_at(process: Process, here: Process) -> bool:
-    """Whether :func:`is_gone` can tell: the process is of this machine and seen right now.
-
-    A machine may hide processes of others (hidepid), or have no /proc at all.
-    """
-    if not process.machine or process.machine != here.machine:
-        return False
-    return not is_gone(process)
+def are_of_one_host(processes: Sequence[Process]) -> bool:
+    """Whether all of them can watch each other."""
+    return len({process.machine for process in processes}) == 1 and bool(processes[0].machine)
 
 
-def is_gone(process: Process) -> bool:
-    """Whether a process of this machine has ended, or is about to and will do nothing any more.
+class WatchedProcess:
+    """A process of this host. The kernel's handle is of that one, also if its number is reused."""
 
-    A stopped one, or one that waits for a disk, is there. A killed one may take many seconds to
-    give its memory back, with its connections open: that it is exiting is seen from the beginning.
-    """
-    folder = _PROC / str(process.pid)
-    try:
-        fields = _fields(folder / "stat")
-        if int(fields[_START]) != process.start:
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._handle: int | None = None
+        with suppress(ProcessLookupError):  # it has ended
+            self._handle = os.pidfd_open(pid)
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, or is about to and will do nothing any more.
+
+        A stopped one, or one that waits for a disk, is there.
+        """
+        if self._handle is None:
             return True
-        if fields[_STATE] not in "ZX" and not int(fields[_FLAGS]) & _PF_EXITING:
+        ended = select.poll()
+        ended.register(self._handle, select.POLLIN)
+        if not ended.poll(0) and not self._is_exiting():
             return False
-        # The first thread may have ended alone.
-        return all(_is_exiting(task) for task in (folder / "task").iterdir())
-    except (FileNotFoundError, ProcessLookupError):
+        self.close()
         return True
-    except (OSError, ValueError, IndexError):
-        return False
+
+    def _is_exiting(self) -> bool:
+        # The kernel gives a killed process's memory back before it says that it has ended: with
+        # hundreds of GiB of pinned state that takes longer than others may wait.
+        try:
+            stat = Path(f"/proc/{self._pid}/stat").read_text(errors="replace")
+            fields = stat.rpartition(")")[2].split()  # the name may contain anything
+            return bool(int(fields[_FLAGS]) & _PF_EXITING)
+        except (OSError, ValueError, IndexError):
+            return False  # hidden, or just gone: the handle tells
+
+    def close(self) -> None:
+        """Gives the handle back."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
-def _is_exiting(task: Path) -> bool:
-    try:
-        fields = _fields(task / "stat")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return fields[_STATE] in "ZX" or bool(int(fields[_FLAGS]) & _PF_EXITING)
+def watched_by(rank: int, processes: Sequence[Process]) -> dict[int, WatchedProcess]:
+    """The ranks of one rank's host, without itself.
 
-
-def _fields(path: Path) -> list[str]:
-    # The name is in parentheses and may contain anything.
-    return path.read_text(errors="replace").rpartition(")")[2].split()
+    Args:
+        rank: that one.
+        processes: of all ranks.
+    """
+    watched: dict[int, WatchedProcess] = {}
+    for other, process in enumerate(processes):
+        if other != rank and process.machine and process.machine == processes[rank].machine:
+            with suppress(OSError):  # it may not be watched after all
+                watched[other] = WatchedProcess(process.pid)
+    return watched

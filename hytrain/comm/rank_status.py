@@ -1,49 +1,26 @@
 """What ranks tell each other beside their collectives: notes on the process group's store.
 
-A note is what a rank has said (``words``), or the collectives that it has issued and where it
-stands (``history``); at start each leaves which process it is (``process``) and where it listens
-(``address``). The mark ``trouble`` asks all ranks to look, and to publish their histories.
+Every rank looks at the store twice a second and finds two counters: of the words that ranks have
+said (failure_messages.py), and of requests to publish. A rank that waits for long asks all to
+publish which collectives they have issued and where they stand.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from hytrain.comm.call_sites import Standing
 from hytrain.comm.failure_messages import Word
+from hytrain.comm.peers import neighbours_of
+from hytrain.testing import faults
 
-_HISTORY = 1024
-
-_numbers = itertools.count()
-"""All ranks make their status stores in one order, engine by engine: the numbers are the same."""
-
-
-class Store(Protocol):
-    """What is needed of torch.distributed's stores."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Sets a key."""
-        ...
-
-    def get(self, key: str, /) -> bytes:
-        """A key's value."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all of them are set."""
-        ...
-
-    def delete_key(self, key: str, /) -> bool:
-        """Unsets a key."""
-        ...
+_HISTORY = 256
+_UNWRITTEN_SECONDS = 2.0
+"""After that a word that was announced is not waited for: its rank was killed in between."""
 
 
 class History:
@@ -65,108 +42,120 @@ class History:
         """The last one's number, from 0, and name."""
         return self._recent[-1] if self._recent else (-1, "nothing")
 
-    def packed(self) -> dict[str, Any]:
-        """For the store: every name once."""
-        recent = list(self._recent)
-        names = sorted({what for _, what in recent})
-        number_of = {name: number for number, name in enumerate(names)}
-        return {
-            "first": recent[0][0] if recent else 0,
-            "names": names,
-            "recent": [number_of[what] for _, what in recent],
-        }
+    def recent(self) -> list[tuple[int, str]]:
+        """The last ones."""
+        return list(self._recent)
 
 
-def by_number(packed: dict[str, Any]) -> dict[int, str]:
-    """What a rank's collectives were, by their number."""
-    names = packed["names"]
-    return dict(enumerate((names[number] for number in packed["recent"]), packed["first"]))
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a look at the store has found.
+
+    Attributes:
+        began: when, of time.monotonic(): what was written before is in here.
+        words: those that are new.
+        know_end: ranks that know that the first one ends, or have ended themselves.
+        histories: of this rank's neighbours, if it has asked.
+        standings: of all ranks, if wanted: collectives issued, and the line that they stand at.
+    """
+
+    began: float
+    words: list[Word]
+    know_end: int
+    histories: dict[int, list[tuple[int, str]]]
+    standings: dict[int, tuple[int, str]]
 
 
 class StatusStore:
-    """One rank's view of the ranks' notes; may be used by several threads."""
+    """The notes. Its calls cannot be interrupted and may take for ever: of a thread of its own."""
 
-    def __init__(
-        self, rank: int, world_size: int, connect: Callable[[], Store], *, group: str
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, connect: Callable[[], Any], prefix: str) -> None:
         """
         Args:
             rank: this rank.
             world_size: ranks of the group.
-            connect: makes a connection of the caller's own to the store that the ranks share.
-            group: the same for the ranks of this group, and another for those of others.
+            connect: makes a connection of the thread's own.
+            prefix: of keys; the same for the ranks of this group, another one for every engine.
         """
         self._rank = rank
         self._world_size = world_size
         self._connect = connect
-        self._prefix = f"hytrain/watch/{group}/{next(_numbers)}"
-        # Several threads use it: a check and what follows from it must be one piece, and
-        # reconnect() must not replace the connection in between.
-        self._lock = threading.Lock()
-        self._store = connect()
-        self._trouble_since: float | None = None
-        self._published = 0
+        self._prefix = prefix
+        self._store: Any = None  # torch's, whose type is too general to say what it has
+        self._heard = 0
+        self._missing_since: float | None = None
+        self._asked = 0
+        self._knows_end = False
 
-    def reconnect(self) -> None:
-        """A new connection, where one can be had. May take long: the store may be gone."""
-        with suppress(Exception):
-            store = self._connect()  # without the lock: it may take long, and others must go on
-            with self._lock:
-                self._store = store
-
-    def ask(self) -> None:
-        """Asks all ranks to look and to publish."""
-        with self._lock:
-            self._store.set(f"{self._prefix}/trouble", "1")
-
-    def is_asked(self, *, forget_after: float) -> bool:
-        """Whether a rank has asked.
+    def look(
+        self,
+        say: Sequence[Word],
+        history: History,
+        place: Callable[[], str],
+        *,
+        ask: bool = False,
+        want_standings: bool = False,
+    ) -> News:
+        """Tells and hears everything; to be made again with the same words where it has failed.
 
         Args:
-            forget_after: seconds; a rank that is still in trouble then asks again.
+            say: this rank's new words.
+            history: of this rank.
+            place: says where its thread stands.
+            ask: all ranks to publish; and to read what its neighbours have.
+            want_standings: of all ranks.
         """
-        key = f"{self._prefix}/trouble"
-        with self._lock:
-            if not self._store.check([key]):
-                self._trouble_since = None
-                return False
-            now = time.monotonic()
-            if self._trouble_since is None:
-                self._trouble_since = now
-            elif now - self._trouble_since > forget_after:
-                self._store.delete_key(key)
-        return True
+        began = time.monotonic()
+        try:
+            self._store = self._store or self._connect()
+            for word in say:
+                number = self._add("said", 1)
+                faults.point("watch: a word")
+                self._put("word", number, asdict(word))
+            if self._asked != (asked := self._add("asked", int(ask))):
+                self._put("history", self._rank, history.recent())
+                self._put("standing", self._rank, (history.issued, place()))
+                self._asked = asked
+            words = self._new_words()
+            know_end = self._tell_end([*say, *words])
+            # Two sequences that differ do so between some neighbours: nobody has to read all.
+            around = neighbours_of(self._rank, self._world_size) if ask else ()
+            histories = {r: list(map(tuple, self._find("history", r) or ())) for r in around}
+            everyone = range(self._world_size) if want_standings else ()
+            standings = {r: self._find("standing", r) or (0, "") for r in everyone}
+        except BaseException:
+            self._store = None  # the next look makes a new connection
+            raise
+        return News(began, words, know_end, histories, standings)
 
-    def publish(self, history: History, standing: Standing | None, waited: float) -> None:
-        """Tells what this rank has issued, where its thread stands, and how long it has waited."""
-        stands = None if standing is None else asdict(standing)
-        self._published += 1
-        now = {"serial": self._published, "standing": stands, "waited": waited}
-        self.put("history", {**history.packed(), **now})
+    def _new_words(self) -> list[Word]:
+        words: list[Word] = []
+        while self._heard < self._add("said", 0):
+            note = self._find("word", self._heard + 1)
+            if note is not None:
+                words.append(Word(**note))
+            else:
+                self._missing_since = self._missing_since or time.monotonic()
+                if time.monotonic() - self._missing_since < _UNWRITTEN_SECONDS:
+                    break
+            self._missing_since = None
+            self._heard += 1
+        return words
 
-    def say(self, words: Sequence[Word]) -> None:
-        """Tells of failures here: everything that this rank has said."""
-        self.put("words", [asdict(word) for word in words])
+    def _tell_end(self, words: Sequence[Word]) -> int:
+        # The store ends with the process that holds it, the first rank's mostly: that one stays
+        # until the others know why it goes, or would take it for killed.
+        if any(word.final and word.rank in (0, self._rank) for word in words):
+            self._knows_end, knew_before = True, self._knows_end
+            return self._add("over", int(not knew_before))
+        return self._add("over", 0) if self._knows_end else 0
 
-    def words(self) -> list[Word]:
-        """What all ranks have said."""
-        return [Word(**each) for said in self._read("words").values() for each in said]
+    def _add(self, counter: str, amount: int) -> int:
+        return int(self._store.add(f"{self._prefix}/{counter}", amount))
 
-    def histories(self) -> dict[int, dict[str, Any]]:
-        """What each rank has issued when it published last."""
-        return self._read("history")
+    def _put(self, kind: str, number: int, note: Any) -> None:
+        self._store.set(f"{self._prefix}/{kind}/{number}", json.dumps(note))
 
-    def put(self, kind: str, value: Any) -> None:
-        """This rank's note of a kind."""
-        with self._lock:
-            self._store.set(f"{self._prefix}/{kind}/{self._rank}", json.dumps(value))
-
-    def find(self, kind: str, rank: int) -> Any:
-        """A rank's note of a kind; None: it has left none."""
-        key = f"{self._prefix}/{kind}/{rank}"
-        with self._lock:
-            return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def _read(self, kind: str) -> dict[int, Any]:
-        found = {rank: self.find(kind, rank) for rank in range(self._world_size)}
-        return {rank: note for rank, note in found.items() if note is not None}
+    def _find(self, kind: str, number: int) -> Any:
+        key = f"{self._prefix}/{kind}/{number}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None

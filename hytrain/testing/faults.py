@@ -1,7 +1,7 @@
 """Faults and delays that tests inject through the environment. Inert where it is not set.
 
 ``HYTRAIN_DELAYS=SEED:MAX_US``: the update worker sleeps a random time before each copy and pass,
-and whoever saves beside training before each of its points.
+and whoever saves beside training, or watches other ranks, before each of its points.
 ``HYTRAIN_KILL=POINT[:N[:RANK]]``: the process is killed when it has come to a named point N times
 (1), on that rank of the job only (default: on all).
 """

@@ -158,7 +158,7 @@ class LayerGatherer:
             else:
                 own.copy_(part, non_blocking=True)
             part = own
-        self._collectives.gather_parts(flat, part, sizes, name)
+        self._collectives.all_gather(flat, sizes, name, part=part)
 
     def wait_resident(self, layer: LayerWeights) -> None:
         """Weights of a layer that are on every rank whole are the newest."""

@@ -100,7 +100,7 @@ def rank_main(command: dict[str, Any]) -> None:
         # Told to be on a host of its own: nobody looks at its process.
         processes.machine_identity = lambda: str(command["host"])
     if command["without_peers"]:
-        peers.Peers.connect = lambda *_: False  # type: ignore[method-assign]
+        peers.Link.turn = lambda *_: None  # type: ignore[method-assign]
     torch.set_num_threads(1)
     # DeepSpeed would compile an extension for communication between CPU processes.
     compatible_ops["deepspeed_shm_comm"] = False

@@ -31,7 +31,7 @@ SECONDS = 25.0
 
 def impatient() -> None:
     """This process is not kept for other cases: its collectives hang when a case is over."""
-    watch.PATIENCE_SECONDS = 1.5
+    watch.PATIENCE_SECONDS, watch.ASK_SECONDS = 1.5, 0.3
 
 
 def ends(folder: str, how: str) -> None:
@@ -209,45 +209,6 @@ def one_rank_evaluates(alone: int) -> list[str]:
     return said
 
 
-def one_rank_is_in_a_barrier(alone: int, folder: str) -> None:
-    """One rank uses weights that all gather; the other waits for it in the script's barrier."""
-    impatient()
-    watch.WARN_SECONDS, watch._MOST_POLLS = 4.0, 2
-    with built(make_model("mlp"), config_for(SHARDS)) as engine:
-        backward(engine, 0)
-        engine.step()
-
-        def meet() -> None:
-            if dist.get_rank() == alone:
-                with torch.no_grad():
-                    engine(**make_batch("mlp", 0))
-            dist.barrier()
-
-        begin = time.monotonic()
-        if dist.get_rank() != alone:
-            meet()  # it is ended there: gloo does not let go of it
-            raise AssertionError("a barrier that one rank has not come to")
-        with pytest.raises(OutOfStepError) as raised:
-            meet()
-        assert time.monotonic() - begin < SECONDS
-        Path(folder, "text").write_text(str(raised.value))
-        time.sleep(SECONDS)  # the other one ends before
-
-
-def slow_barrier(alone: int) -> None:
-    """Two of three ranks wait in the script's barrier, long; the third one only computes."""
-    impatient()
-    watch.WARN_SECONDS = 3.0
-    with built(make_model("mlp"), config_for([0.4, 0.3, 0.3])) as engine:
-        for number in range(2):
-            backward(engine, number)
-            engine.step()
-            if dist.get_rank() == alone:
-                time.sleep(6.0)
-            dist.barrier()
-        assert engine.global_steps == 2
-
-
 def data_ends_on_one_rank(short: int) -> str | None:
     section = {"batch_sizes": [2, 1], "micro_batch_sizes": [1, 1]}
     config = config_for(SHARDS)
@@ -309,7 +270,6 @@ def layers_in_another_order_later(failing: int, sizes: tuple[int, ...]) -> str |
 
 def build_fails_on_one_rank(failing: int) -> str | None:
     """One rank cannot take its memory, after all have agreed that there is enough."""
-    impatient()
     impatient()
     from hytrain.engine import build_optimizer as build
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from hytrain.comm import failure_messages as words
 from hytrain.comm.failure_messages import Word, Words, is_connection_error
+from hytrain.errors import OutOfStepError
 
 GLOO = RuntimeError(
     "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:14528"
@@ -22,100 +22,65 @@ class DistBackendError(DistError):
     """As torch.distributed's."""
 
 
-def heard(*said: Word, rank: int = 0) -> Words:
+def cause(
+    *said: Word, gone: dict[int, str] | None = None, number: int | None = None, rank: int = 0
+) -> tuple[int | None, str]:
+    """What a rank that has heard this finds; (-1, "") for nothing."""
     ears = Words(rank)
     for word in said:
-        assert ears.hear(word)
-    return ears
+        ears.hear(word)
+    about, error = ears.cause(gone or {}, number=number) or (-1, "")
+    assert (about is None) is isinstance(error, OutOfStepError)
+    return about, str(error)
 
 
-def error(rank: int, *, final: bool = True, serial: int = 1) -> Word:
-    return Word(rank, serial, "error", f"ValueError: of {rank}", final, rank)
+def error(rank: int, *, final: bool = True) -> Word:
+    return Word(rank, "error", f"ValueError: of {rank}", final)
 
 
-def lost(rank: int, serial: int = 1) -> Word:
-    return Word(rank, serial, "lost", "RuntimeError: gloo", True, rank)
-
-
-def test_a_process_without_a_word_comes_before_those_who_lost_it() -> None:
-    for said in itertools.permutations([lost(2), lost(3)]):
-        number, text = heard(*said).cause({1: "process 7 on host a", 2: ""}, number=5) or (0, "")
-        assert number == 1
-        assert text.startswith("rank 1 was killed or has crashed (process 7 on host a): its")
-        assert "out of memory" in text
-
-
-def test_a_lost_connection_is_no_cause_before_it_has_waited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ears = heard(lost(2))
-    assert ears.cause({}, number=5) is None
-    monkeypatch.setattr(words, "SECOND_HAND_SECONDS", 0.0)
-    number, text = ears.cause({}, number=5) or (0, "")
-    assert number == 2
-    assert "rank 2 has lost its connection" in text
+def test_a_process_without_a_word_was_killed() -> None:
+    number, text = cause(gone={1: "process 7 on host a", 2: "process 9"})
+    assert number == 1
+    assert text.startswith("rank 1 was killed or has crashed (process 7 on host a); so was rank 2")
+    assert "out of memory" in text
 
 
 def test_an_error_of_its_own_comes_before_processes_that_a_launcher_ends_for_it() -> None:
-    assert (heard(error(2)).cause({1: "", 2: ""}, number=None) or (0,))[0] == 2
+    assert cause(error(2), gone={1: "", 2: ""})[0] == 2
 
 
-def test_all_that_went_at_once_are_named() -> None:
-    number, text = heard().cause({1: "process 7", 3: "process 9"}, number=None) or (0, "")
-    assert number == 1
-    assert "so was rank 3 (process 9)" in text
-
-
-def test_what_another_rank_has_found_is_believed() -> None:
-    found = Word(2, 1, "found", "rank 1 was killed", True, 1)
-    assert heard(found).cause({2: ""}, number=None) == (1, "rank 1 was killed")
-    assert heard(found, rank=2).cause({}, number=9) is None, "its own word is no news"
+def test_what_another_rank_has_found_is_believed_before_what_follows_of_it() -> None:
+    found = Word(2, "found", "rank 1 was killed", True, about=1)
+    assert cause(error(3), found, gone={2: ""}) == (1, "rank 1 was killed")
+    assert cause(found, rank=2, number=9)[0] == -1, "its own word is no news"
+    assert cause(Word(2, "apart", "out of step", True)) == (None, "out of step")
 
 
 def test_a_rank_that_was_given_up_ends_when_it_waits() -> None:
-    ears = heard(Word(2, 1, "found", "rank 0 has failed: ...", True, 0))
-    assert ears.cause({2: ""}, number=None) is None
-    assert "because of this rank" in (ears.cause({2: ""}, number=4) or (0, ""))[1]
+    found = Word(2, "found", "rank 0 has failed: ...", True, about=0)
+    assert cause(found, gone={2: ""})[0] == -1
+    assert "because of this rank" in cause(found, gone={2: ""}, number=4)[1]
 
 
-@pytest.mark.parametrize("number", [None, 6, 7])
-def test_a_rank_that_has_closed_its_engine_is_no_failure_but_for_what_it_has_not_begun(
-    number: int | None,
-) -> None:
-    ears = heard(Word(1, 1, "left", "", True, 1, issued=7))
-    cause = ears.cause({1: "process 7"}, number=number)
-    assert (cause is None) is (number != 7)
-    if cause is not None:
-        assert "rank 1 has closed its engine" in cause[1]
-
-
-def test_a_script_that_ends_on_one_rank_is_a_failure_for_those_who_wait_for_it() -> None:
-    ears = heard(Word(1, 1, "left", "its process has ended", True, 1, issued=7))
-    assert ears.cause({1: "process 7"}, number=None) is None, "this one does its own last things"
-    assert ears.cause({1: "process 7"}, number=6) is None
-    assert "rank 1 has failed" in (ears.cause({}, number=7) or (0, ""))[1]
-
-
-def test_words_that_overtake_each_other() -> None:
-    mended = [error(1, final=False, serial=1), Word(1, 2, "back", "", False, 1)]
-    for said in (mended, mended[::-1]):
-        ears = heard(*said)
-        assert ears.cause({}, number=5) is None
-        gone = (ears.cause({1: ""}, number=None) or (0, ""))[1]
-        assert "was killed" in gone, "it would be gone without a word now"
-    assert not heard(*mended).hear(mended[0]), "passed on by another rank"
+@pytest.mark.parametrize("text", ["", "its process has ended"])
+def test_a_rank_that_has_left_is_a_failure_for_those_who_wait_for_it(text: str) -> None:
+    left = Word(1, "left", text, True, issued=7)
+    assert cause(left, gone={1: "process 7"})[0] == -1, "this one does its own last things"
+    assert cause(left, gone={1: "process 7"}, number=6)[0] == -1, "it has begun that"
+    assert cause(left, number=7)[0] == 1
+    assert ("has failed" if text else "has closed its engine") in cause(left, number=7)[1]
 
 
 def test_a_failure_that_could_be_mended_cannot_when_the_process_is_gone() -> None:
-    ears = heard(error(1, final=False))
-    assert ears.cause({}, number=None) is None
-    assert "ValueError: of 1" in (ears.cause({1: ""}, number=None) or (0, ""))[1]
+    mended = Word(1, "back", "", False)
+    assert cause(error(1, final=False))[0] == -1
+    assert "ValueError: of 1" in cause(error(1, final=False), gone={1: ""})[1]
+    assert cause(error(1, final=False), mended, number=5)[0] == -1
+    assert "was killed" in cause(error(1, final=False), mended, gone={1: ""})[1]
 
 
-def test_a_lost_connection_of_its_own_does_not_make_a_rank_patient() -> None:
-    ears = heard(error(1, final=False))
-    ears.say("lost", "RuntimeError: gloo", final=False)
-    assert (ears.cause({}, number=3) or (0,))[0] == 1
+def test_last_words_are_not_written_over() -> None:
+    assert "of 1" in cause(error(1), Word(1, "left", "", True))[1]
 
 
 def chained(*errors: Exception) -> Exception:

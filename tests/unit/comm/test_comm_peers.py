@@ -1,44 +1,62 @@
-"""Connections between watches, here all in one process."""
+"""Connections between the watches of two hosts, here in one process."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hytrain.comm import peers
-from hytrain.comm.peers import Address, Peers, Wire, neighbours_of
+from hytrain.comm.peers import Link, Listener, Peers, address_for_ranks, neighbours_of
 
 pytestmark = pytest.mark.timeout(120)
+HERE = "127.0.0.1"
+MOST_DESCRIPTORS = 200
+"""That strangers may take of a rank at a time."""
 
 
 class Rank:
-    """One end: a thread that makes its turns, and what it has heard."""
+    """One end: a thread that makes its turns."""
 
-    def __init__(self, rank: int, world_size: int = 2, *, is_one_host: bool = True) -> None:
-        self.greetings: list[dict[str, Any]] = []
-        others = neighbours_of(rank, world_size)
-        self.peers = Peers(rank, others, lambda: self.greetings)
-        self.address = self.peers.listen(is_one_host=is_one_host)
-        self.heard: list[tuple[int, dict[str, Any]]] = []
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.listener = Listener(HERE)
+        self.peers: Peers | None = None
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def meet(self, other: Rank) -> None:
+        addresses = [self.listener.address, other.listener.address]
+        if self.rank:
+            addresses.reverse()
+        self.peers = Peers(self.rank, self.listener, addresses)
         self.thread.start()
 
     def run(self) -> None:
+        assert self.peers is not None
         while not self.stopped.wait(0.02):
-            self.peers.turn(lambda rank, message: self.heard.append((rank, message)))
+            self.peers.turn()
+
+    @property
+    def link(self) -> Link:
+        assert self.peers is not None
+        return self.peers._links[1 - self.rank]
+
+    def stop(self) -> None:
+        self.stopped.set()
+        self.thread.join()
 
     def end(self) -> None:
         """As when its process is gone."""
-        self.stopped.set()
-        self.thread.join()
+        self.stop()
+        assert self.peers is not None
         self.peers.close()
 
 
@@ -50,143 +68,104 @@ def within(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Rank, Rank]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, Rank]]:
+    monkeypatch.setattr(peers, "REDIAL_SECONDS", 0.1)
     first, second = Rank(0), Rank(1)
-    first.peers.know(1, second.address)
-    second.peers.know(0, first.address)
-    first.greetings = [{"word": "of before"}]
-    assert second.peers.connect(0)
-    assert within(lambda: first.peers.was_connected(1))
+    first.meet(second)
+    second.meet(first)
+    assert within(lambda: first.link.has_answered and second.link.has_answered)
     yield first, second
     first.end()
     second.end()
 
 
-def test_words_arrive_and_those_of_before_too(pair: tuple[Rank, Rank]) -> None:
-    first, second = pair
-    first.peers.send({"word": 1})
-    second.peers.send({"word": 2})
-    second.peers.send({"state": [7, "the gather"]}, may_drop=True)
-    assert within(lambda: len(second.heard) == 2 and first.peers.state_of(1) is not None)
-    assert second.heard == [(0, {"word": "of before"}), (0, {"word": 1})]
-    assert first.heard == [(1, {"word": 2})]
-    assert first.peers.state_of(1) == [7, "the gather"]
-
-
-def test_the_last_words_arrive_after_the_end(pair: tuple[Rank, Rank]) -> None:
-    first, second = pair
-    for _ in range(100):  # unread at the other side
-        first.peers.send({"word": "unread"})
-    second.stopped.set()
-    second.thread.join()
-    second.peers.send({"word": "the last"})
-    second.end()
-    assert within(lambda: (1, {"word": "the last"}) in first.heard)
-
-
-@pytest.mark.parametrize("is_one_host", [True, False])
-def test_a_port_that_opens_while_all_is_closed_is_closed(
-    monkeypatch: pytest.MonkeyPatch, is_one_host: bool
-) -> None:
-    closing = Peers(0, [1], list)
-    opened: list[socket.socket] = []
-    create = socket.create_server
-
-    def close_first(*arguments: Any, **named: Any) -> socket.socket:
-        closing.close()
-        opened.append(create(*arguments, **named))
-        return opened[-1]
-
-    monkeypatch.setattr(socket, "create_server", close_first)
-    with pytest.raises(OSError, match="closed"):
-        closing.listen(is_one_host=is_one_host)
-    assert [each.fileno() for each in opened] == [-1]
+def lose(rank: Rank) -> None:
+    """The network breaks a connection of the rank's."""
+    connection = rank.link._connection
+    assert connection is not None
+    connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_process_that_is_gone_is_refused(pair: tuple[Rank, Rank]) -> None:
     first, second = pair
-    assert not first.peers.is_refused(1)
+    assert first.peers is not None
+    assert first.peers.refused() == []
     second.end()
-    assert within(lambda: first.peers.is_refused(1))
+    assert within(lambda: first.peers.refused() == [1])
+    assert first.peers.unreachable() == {}
 
 
-def test_a_lost_connection_is_made_again(pair: tuple[Rank, Rank]) -> None:
-    first, second = pair
-    wire = first.peers._peers[1].wire
-    assert wire is not None
-    wire._connection.shutdown(socket.SHUT_RDWR)
-    assert within(lambda: first.peers._peers[1].wire is not wire)
-    first.peers.send({"word": "again"})
-    assert within(lambda: (0, {"word": "again"}) in second.heard)
-    assert not first.peers.is_refused(1)
-
-
-def test_a_stopped_process_is_not_refused(
-    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+def test_a_lost_connection_is_made_again_and_a_stopped_process_is_not_refused(
+    pair: tuple[Rank, Rank],
 ) -> None:
-    monkeypatch.setattr(peers, "SILENT_SECONDS", 0.3)
     first, second = pair
-    second.stopped.set()
-    second.thread.join()
-    assert within(lambda: first.peers._peers[1].is_probing)
-    time.sleep(1.0)
-    assert not first.peers.is_refused(1)
-    assert first.peers.silent_for(1) > 0.3
+    second.stop()
+    before = first.link._connection
+    lose(first)
+    assert within(lambda: first.link._connection not in (None, before)), "its kernel accepts"
+    time.sleep(0.5)
+    assert not first.link.is_refused
     second.end()
-    assert within(lambda: first.peers.is_refused(1))
+    assert within(lambda: first.link.is_refused)
 
 
 def test_a_host_that_does_not_answer_is_known_for_how_long(
     pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = pair
+    first, _ = pair
+    assert first.peers is not None
 
     def no_route(*_arguments: Any, **_keywords: Any) -> socket.socket:
         raise TimeoutError("timed out")
 
     with monkeypatch.context() as patch:
         patch.setattr(peers.socket, "create_connection", no_route)
-        wire = first.peers._peers[1].wire
-        assert wire is not None
-        wire._connection.shutdown(socket.SHUT_RDWR)
-        assert within(lambda: first.peers.unreachable_for(1) > 0.2)
-        assert not first.peers.is_refused(1)
-    assert within(lambda: first.peers.unreachable_for(1) == 0.0)
-    assert second.peers.was_connected(0)
+        lose(first)
+        assert within(lambda: first.peers.unreachable().get(1, 0.0) > 0.2)
+        assert not first.link.is_refused
+    assert within(lambda: first.peers.unreachable() == {})
 
 
-def test_strangers_are_not_listened_to(pair: tuple[Rank, Rank]) -> None:
-    first, _ = pair
-    for line in (
-        b'{"hello": "guessed", "rank": 1, "mine": "x"}\n{"word": "false"}\n',
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"[1, 2]\n",
-        b"\xff" * 10,
-    ):
-        with socket.create_connection(("127.0.0.1", first.address.port)) as stranger:
-            stranger.sendall(line)
-            stranger.settimeout(30)
-            stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(100) == b"", "closed, with nothing said"
-    assert not first.heard
+def test_a_connection_is_asked_for_whether_its_host_is_there(pair: tuple[Rank, Rank]) -> None:
+    connection = pair[0].link._connection
+    assert connection is not None
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 5
 
 
-def test_another_service_at_the_address_is_not_taken_for_the_rank(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("how", ["refuses", "is another service", "does not answer"])
+def test_a_rank_that_has_never_answered_is_not_gone(
+    monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    first, second = Rank(0, is_one_host=False), Rank(1)
-    try:
-        second.peers.know(0, Address(("127.0.0.1",), first.address.port, "an old secret"))
-        assert not second.peers.connect(0)
-        with socket.create_server(("127.0.0.1", 0)) as silent, monkeypatch.context() as patch:
-            patch.setattr(peers, "_ANSWER_SECONDS", 0.3)
-            second.peers.know(0, Address(("127.0.0.1",), silent.getsockname()[1], "s"))
-            assert not second.peers.connect(0)
-        second.peers.know(0, first.address)
-        assert second.peers.connect(0), first.address
-    finally:
-        first.end()
-        second.end()
+    """A firewall may be in between."""
+    monkeypatch.setattr(peers, "REDIAL_SECONDS", 0.0)
+    own, other = Listener(HERE), Listener(HERE)
+    address = other.address
+    if how == "refuses":
+        other.close()
+    if how == "is another service":
+        address = replace(address, secret="an old one", answer="an old one")
+    ring = Peers(0, own, [own.address, address])
+    for _ in range(20):
+        ring.turn()
+        if how != "does not answer":
+            other.turn()
+        time.sleep(0.01)
+    assert ring.unheard() == {1}
+    assert ring.refused() == []
+    assert ring.unreachable() == {}
+    ring.close()
+    other.close()
+
+
+def test_the_ranks_at_an_address_that_gloo_writes() -> None:
+    listener = Listener(HERE)
+    address = listener.address
+    there = [replace(address, host=host) for host in ("10.0.0.1", "10.0.0.2", "10.0.0.2")]
+    ring = Peers(0, listener, [*there, None])
+    assert ring.ranks_at("Connection closed by peer [10.0.0.2]:14528") == {1, 2}
+    assert ring.unheard() == {1, 3}
+    ring.close()
 
 
 def test_a_forked_child_keeps_no_connection_open(pair: tuple[Rank, Rank]) -> None:
@@ -200,40 +179,136 @@ def test_a_forked_child_keeps_no_connection_open(pair: tuple[Rank, Rank]) -> Non
     try:
         os.close(read)
         second.end()
-        assert within(lambda: first.peers.is_refused(1)), "its listener is open in the child"
+        assert within(lambda: first.link.is_refused), "its listener is open in the child"
     finally:
         os.close(write)
         os.waitpid(child, 0)
 
 
-def test_a_peer_that_does_not_read_is_not_waited_for() -> None:
-    ours, theirs = socket.socketpair()
-    wire = Wire(ours)
-    begin = time.monotonic()
-    for number in range(5000):
-        wire.send({"state": [number, "x" * 100]}, may_drop=True)
-    wire.send({"word": "kept"})
-    assert time.monotonic() - begin < 30
-    received = b""
-    while b"kept" not in received:
-        received += theirs.recv(65536)
-        wire.flush()
-    lines = [json.loads(line) for line in received.splitlines()]
-    assert lines[-1] == {"word": "kept"}
-    assert len(lines) < 5000
-    wire.close()
-    theirs.close()
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_any_rank_that_ends_is_seen_by_a_neighbour_however_many_do(world_size: int) -> None:
+    ring = {rank: neighbours_of(rank, world_size) for rank in range(world_size)}
+    assert all(rank in ring[other] for rank, others in ring.items() for other in others)
+    assert all(1 <= len(others) <= 2 for others in ring.values())
+    for number in range(1, 2**world_size - 1):
+        gone = {rank for rank in ring if number >> rank & 1}
+        assert any(ring[rank] & gone for rank in ring.keys() - gone)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 32, 33, 64, 100])
-def test_words_reach_all_when_any_two_are_gone(world_size: int) -> None:
-    graph = {rank: set(neighbours_of(rank, world_size)) for rank in range(world_size)}
-    assert all(rank in graph[other] for rank, others in graph.items() for other in others)
-    assert max(map(len, graph.values())) <= 31
-    for gone in ({0}, {0, 1}, {3 % world_size, 7 % world_size}):
-        alive = set(graph) - gone
-        reached, border = set[int](), {min(alive)} if alive else set[int]()
-        while border:
-            reached |= border
-            border = {o for rank in border for o in graph[rank]} - gone - reached
-        assert reached == alive
+# -- whoever reaches a rank's port ------------------------------------------------------------
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    """Rank 0, which waits for rank 1."""
+    found = Rank(0)
+    other = Listener(HERE)
+    found.meet(_at(other))
+    yield found
+    found.end()
+    other.close()
+
+
+def _at(listener: Listener) -> Rank:
+    found = Rank.__new__(Rank)
+    found.listener = listener
+    return found
+
+
+def stranger(rank: Rank, shown: bytes = b"") -> socket.socket:
+    connection = socket.create_connection((HERE, rank.listener.address.port), timeout=30)
+    connection.sendall(shown)
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """The rank ends the connection and says nothing."""
+    try:
+        return connection.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+def a_rank_is_welcome(rank: Rank) -> None:
+    link = Link(rank.listener.address)
+    assert within(lambda: (link.turn(), link.has_answered)[1])
+    link.close()
+
+
+@pytest.mark.parametrize(
+    "shown", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 32, b"x" * 100_000, b"\0"], ids=len
+)
+def test_who_shows_no_secret_is_told_nothing(rank: Rank, shown: bytes) -> None:
+    with stranger(rank) as caller:
+        try:
+            caller.sendall(shown)
+        except OSError:
+            return  # closed already
+        assert is_closed(caller)
+    a_rank_is_welcome(rank)
+
+
+def test_a_half_secret_and_more_than_it_are_none(rank: Rank) -> None:
+    secret = rank.listener.address.secret.encode()
+    for shown in (secret[:20], secret + b"\n", secret.upper()):
+        with stranger(rank, shown) as caller:
+            assert is_closed(caller)
+
+
+def test_a_rank_says_nothing_more(rank: Rank) -> None:
+    with stranger(rank, rank.listener.address.secret.encode()) as caller:
+        assert caller.recv(100) == rank.listener.address.answer.encode()
+        caller.sendall(b"x")
+        assert is_closed(caller)
+
+
+def test_a_caller_has_its_time(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "GREETING_SECONDS", 0.3)
+    with stranger(rank) as silent:
+        assert is_closed(silent)
+
+
+def test_many_connections_take_few_descriptors(rank: Rank) -> None:
+    number = 700
+    with ExitStack() as stack:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(number):
+            stack.enter_context(stranger(rank))
+        a_rank_is_welcome(rank)  # all have been accepted before
+        assert len(os.listdir("/proc/self/fd")) - before - number < MOST_DESCRIPTORS
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_told"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "lo"}, False),
+        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, False),
+        ({"NCCL_SOCKET_IFNAME": "=own"}, True),
+        ({"MASTER_ADDR": "own"}, True),
+        ({"GLOO_SOCKET_IFNAME": "own", "MASTER_ADDR": "127.0.0.1"}, True),
+    ],
+    ids=str,
+)
+def test_where_ranks_of_several_hosts_listen(
+    variables: dict[str, str], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [
+        (name, each.address)
+        for name, addresses in __import__("psutil").net_if_addrs().items()
+        for each in addresses
+        if each.family == socket.AF_INET and not each.address.startswith("127.")
+    ]
+    if is_told and not own:
+        pytest.skip("this machine has no interface but the loopback")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+        if name in variables:
+            of_interface, address = own[0] if own else ("", "")
+            value = address if name == "MASTER_ADDR" else of_interface
+            monkeypatch.setenv(name, variables[name].replace("own", value))
+    found = address_for_ranks()
+    assert found == (own[0][1] if is_told else None)
+    if found is not None:
+        listener = Listener(found)
+        assert listener._socket.getsockname()[0] == found, "at this one only"
+        listener.close()

@@ -17,13 +17,17 @@ from hytrain.comm import process_exit as ending
 ending.RAISE_SECONDS, ending.STUCK_SECONDS, ending.EXIT_SECONDS = 0.5, 2.0, 2.0
 own = ending.Ending()
 failure = RankFailedError("rank 1 was killed")
-threading.Timer(0.1, lambda: own.require(failure)).start()
+def watch():
+    time.sleep(0.1)
+    own.require(failure)
+    while True: own.turn(); time.sleep(0.05)
+threading.Thread(target=watch, daemon=True).start()
 {}
 """
 TOLD_IN_TIME = """
 limits = ending.RAISE_SECONDS, ending.STUCK_SECONDS
 ending.RAISE_SECONDS = ending.STUCK_SECONDS = 60.0  # on a busy machine too
-own.require(failure)
+while own._failure is None: time.sleep(0.01)
 own.told()
 ending.RAISE_SECONDS, ending.STUCK_SECONDS = limits
 """
@@ -40,8 +44,8 @@ def run(body: str) -> tuple[int, str, float]:
     assert process.stdout is not None
     assert process.stdout.readline() == "begin\n"
     begin = time.monotonic()
-    text, _ = process.communicate(timeout=60)
-    return process.returncode, text, time.monotonic() - begin
+    text = process.stdout.read()  # communicate() would miss what was read beside the line
+    return process.wait(timeout=60), text, time.monotonic() - begin
 
 
 def test_a_thread_that_computes_gets_the_exception_where_it_is() -> None:
@@ -80,12 +84,11 @@ def test_who_has_raised_it_itself_is_left_alone() -> None:
 
 def test_who_raises_it_while_it_is_about_to_be_brought_about_gets_it_once() -> None:
     body = (
-        "about, was_told, over = (threading.Event() for _ in range(3))\n"
-        "def look(thread):\n    about.set(); was_told.wait(); return False\n"
+        "about, was_told = threading.Event(), threading.Event()\n"
+        "def look(frame):\n    about.set(); was_told.wait(); return False\n"
         "ending.is_in_torch_distributed = look\n"
-        "own._see_it_out = over.set\n"
-        "about.wait()\n"  # the ending's thread has seen that nothing was told
-        "try:\n    own.told(); was_told.set(); over.wait(); print('not again')\n"
+        "about.wait()\n"  # the watch has seen that nothing was told
+        "try:\n    own.told(); was_told.set(); time.sleep(1.0); print('not again')\n"
         "except RankFailedError: print('raised again')"
     )
     assert run(body)[:2] == (0, "not again\n")
