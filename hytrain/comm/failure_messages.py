@@ -7,7 +7,7 @@ nothing was killed or has crashed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,6 +77,13 @@ class Words:
         before = self._last.get(word.rank)
         if before is None or not before.final:
             self._last[word.rank] = word
+
+    def silent(self, gone: Iterable[int]) -> set[int]:
+        """Ranks that are gone, as this one or others have found, and have not said why."""
+        given_up = {
+            w.about for w in self._last.values() if w.kind == "found" and w.about is not None
+        }
+        return {*gone, *given_up} - {word.rank for word in self._last.values() if word.final}
 
     def has_anyone_left(self) -> bool:
         """Whether a rank has closed its engine: no rank needs this one for long."""

@@ -283,8 +283,7 @@ class RankWatch:
         if self._store_lost_since is not None or not self._thread.is_alive():
             return True
         is_holder = self._rank == 0 and self._has_ended
-        is_known = self._know_end + len(self._gone_since) >= self._world_size
-        return not self._unsent and (is_known or not is_holder)
+        return not self._unsent and (self._know_end >= self._world_size or not is_holder)
 
     def close(self) -> None:
         """Ends the threads. May be called twice."""
@@ -359,12 +358,15 @@ class RankWatch:
         if self._looking is not None and self._looking.is_set():
             ended, self._looking = self._looking, None
             try:
-                ended.result()(now)
-                self._store_lost_since = None
+                take = ended.result()
             except Exception as error:
                 logger.debug("the store: %s", error)
                 self._store_lost_since = self._store_lost_since or now
+            else:
+                self._store_lost_since = None
+                take(now)
             with self._changed:
+                self._is_flushing = self._is_flushing and not self._is_flushed()
                 self._changed.notify_all()
         if self._looking is not None or self._closed.is_set() or now < self._next_look():
             return
@@ -403,12 +405,13 @@ class RankWatch:
         return self._looked_at + (0.1 if is_urgent else 1.0) * POLL_SECONDS
 
     def _take(self, now: float, news: News, said: int, since: float | None) -> None:
-        self._news_began, self._know_end = news.began, news.know_end
-        with self._changed:
-            del self._unsent[:said]
-            self._is_flushing = self._is_flushing and not self._is_flushed()
+        self._news_began = news.began
         for word in news.words:
             self._words.hear(word)
+        with self._changed:
+            del self._unsent[:said]
+            # Who is gone without a word will not say that it knows.
+            self._know_end = news.know_end + len(self._words.silent(self._gone_since))
         self._decide(now)  # the cause that a rank gives comes before what follows of it
         mine = dict(self._history.recent())
         for rank, other in news.histories.items():

@@ -40,8 +40,11 @@ def test_a_killed_rank_is_named_and_all_end(nursery: Nursery, tmp_path: Path, ki
     assert not nursery.run(kill, tmp_path).faults(kill, most_seconds=MOST_SECONDS)
 
 
-def test_a_stopped_rank_is_not_taken_for_a_killed_one(nursery: Nursery, tmp_path: Path) -> None:
-    kill = Kill("step", 2, 2, victim=1, delay=0.1, signal=signal.SIGSTOP, hosts=APART)
+@pytest.mark.parametrize(("victim", "hosts"), [(1, APART), (0, None)], ids=["apart", "the store"])
+def test_a_stopped_rank_is_not_taken_for_a_killed_one(
+    nursery: Nursery, tmp_path: Path, victim: int, hosts: tuple[str, ...] | None
+) -> None:
+    kill = Kill("step", 2, 2, victim=victim, delay=0.1, signal=signal.SIGSTOP, hosts=hosts)
     ends = nursery.run(kill, tmp_path, seconds=8.0)
     assert ends.codes == [None, None], ends.logs
     assert not any("has failed" in log or "was killed" in log for log in ends.logs), ends.logs

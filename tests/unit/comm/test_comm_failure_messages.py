@@ -83,6 +83,18 @@ def test_last_words_are_not_written_over() -> None:
     assert "of 1" in cause(error(1), Word(1, "left", "", True))[1]
 
 
+def test_who_will_not_say_any_more_that_it_knows_of_an_end() -> None:
+    ears = Words(0)
+    for word in (
+        Word(1, "left", "", True),
+        Word(2, "found", "rank 5 was killed", True, about=5),
+        Word(3, "back", "", False),
+        Word(6, "found", "rank 2 has failed", True, about=2),
+    ):
+        ears.hear(word)
+    assert ears.silent({1, 3, 4}) == {3, 4, 5}
+
+
 def chained(*errors: Exception) -> Exception:
     for outer, inner in itertools.pairwise(errors):
         outer.__cause__ = inner
