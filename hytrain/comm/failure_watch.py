@@ -498,10 +498,11 @@ class RankWatch:
         with self._changed:
             if self._failure is not None or self._closed.is_set():
                 return
-            # Before any thread is woken: it looks for the failure at once.
+            # Before any thread is woken: it looks for the failure at once. And with its word:
+            # that thread may go on to close(), which waits for what was said.
             self._failure = failure
+            self._say(kind, str(failure), final=True, about=about)
         logger.error("%s", failure)
-        self._say(kind, str(failure), final=True, about=about)
         if self._ending is not None:
             self._ending.require(failure)
         if self._can_interrupt:

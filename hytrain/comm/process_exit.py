@@ -20,7 +20,6 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
@@ -45,14 +44,9 @@ CAUGHT_SECONDS = 30.0
 class Ending:
     """The end of this process, once that is certain."""
 
-    def __init__(self, end: Callable[[int], None] = os._exit) -> None:
-        """For the calling thread.
-
-        Args:
-            end: ends the process at once.
-        """
+    def __init__(self) -> None:
+        """For the calling thread."""
         self._thread = threading.get_ident()
-        self._end = end
         self._failure: HyTrainError | None = None
         self._since: float | None = None
         self._was_raised = False
@@ -128,7 +122,7 @@ class Ending:
                 f"(This process is ended: {why}.)\n"
             )
             os.write(2, text.encode(errors="replace"))
-        self._end(1)
+        os._exit(1)
 
 
 def _is_held(frame: FrameType) -> bool:

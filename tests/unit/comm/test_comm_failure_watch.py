@@ -438,6 +438,18 @@ def test_the_end_of_the_data_is_no_failure(job: Job) -> None:
     assert job.finds_nothing(0)
 
 
+def test_what_was_found_is_said_although_the_rank_closes_at_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The watching thread is held in its report while the other one has found the failure already.
+    monkeypatch.setattr(watch.logger, "error", lambda *_: time.sleep(0.3))
+    job.ranks[1].tell(ValueError("the cause"), final=True)
+    assert within(lambda: job.ranks[2]._failure is not None)
+    job.ranks[2].close()
+    news = StatusStore(0, 3, lambda: job.store, "a job").look((), History(), lambda: "")
+    assert ("found", 1) in [(word.kind, word.about) for word in news.words if word.rank == 2]
+
+
 def test_a_forked_childs_failure_is_its_own(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(watch.os, "getpid", lambda: -1)
