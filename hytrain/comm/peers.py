@@ -62,13 +62,13 @@ def _address_of(interface: str) -> str | None:
     import psutil
 
     found = [
-        (each.family == socket.AF_INET6, each.address)
+        (name != interface, each.family == socket.AF_INET6, each.address)
         for name, addresses in psutil.net_if_addrs().items()
         for each in addresses
         if name.startswith(interface) and each.family in (socket.AF_INET, socket.AF_INET6)
     ]
-    usable = sorted(each for each in found if not each[1].startswith(_LOCAL))
-    return usable[0][1] if usable else None
+    usable = sorted(each for each in found if not each[-1].startswith(_LOCAL))
+    return usable[0][-1] if usable else None
 
 
 @dataclass(frozen=True, slots=True)
