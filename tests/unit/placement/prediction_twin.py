@@ -1,4 +1,4 @@
-"""The slow twin of placement/prediction.py: one candidate's step, event by event."""
+"""The slow twin of cost/prediction.py: one candidate's step, event by event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hytrain.placement.costs import StepCosts
 def predict_one(costs: StepCosts, gpu_layers: int) -> float:
     """Seconds of a step with the first ``gpu_layers`` layers on the GPU, event by event.
 
-    The same machine as :func:`~hytrain.placement.prediction.predict`'s, without arrays.
+    The same machine as :func:`~hytrain.cost.prediction.predict`'s, with a list of events.
 
     Args:
         costs: what each layer takes.
@@ -26,22 +26,20 @@ def predict_one(costs: StepCosts, gpu_layers: int) -> float:
 
 
 def _step(costs: StepCosts, gpu_layers: int, *, clipped: bool) -> float:
-    """From the begin of a backward pass, at 0, to the begin of the next."""
+    """From one decision on clipping, at 0, to the next."""
     layers = costs.layers
-    now = 0.0
     final: dict[int, float] = {}
-    for index in reversed(range(len(layers))):
-        now += layers[index].backward
+    now = -costs.tail
+    for index, layer in enumerate(layers):
         final[index] = now
-    now += costs.tail
-    weights = _worker(costs, gpu_layers, final, now if clipped else math.inf)
-    gpu_update = 0.0
+        now -= layer.backward
+    weights = _worker(costs, gpu_layers, final, 0.0 if clipped else math.inf)
+    now = 0.0
     for layer in layers[:gpu_layers]:
-        gpu_update += layer.gpu_update
-    now += gpu_update
+        now += layer.gpu_update
     for index, layer in enumerate(layers):
         now = max(now, weights.get(index, now)) + layer.forward
-    return now + costs.between
+    return now + costs.between + costs.backward_seconds + costs.tail
 
 
 def _worker(
@@ -52,7 +50,7 @@ def _worker(
     waiting = {index: final[index] for index in range(gpu_layers, len(costs.layers))}
     committed: set[int] = set()
     weights: dict[int, float] = {}
-    free = 0.0
+    free = -math.inf
     while waiting:
         ready = [index for index, since in waiting.items() if since <= free]
         # Of several that become ready at one moment, min() takes the lowest.

@@ -1,0 +1,1 @@
+"""What a training step takes, from what its layers take: for training, `explain` and plans."""

@@ -1,0 +1,169 @@
+"""Seconds of every layer on one rank: what a step is predicted from. Plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hytrain.config import CHUNK_ELEMENTS
+from hytrain.errors import PlacementError
+
+_COMMIT_SHARE = 26 / 30
+_PREVIEW_SHARE = 0.8
+
+
+def clipped_passes(update: float) -> tuple[float, float]:
+    """Seconds of the commit and of the preview of a clipped step, where they were not measured.
+
+    The commit as a share of the bytes that both move. A preview moves 16/30 of an update's, but
+    took 0.67 to 0.93 of its time on the host of an H200 (experiments/solve_k: median 0.80 of 14
+    windows with every step clipped); workers of two H200 were busy 1.7 times as long in clipped
+    steps as in others (experiments/unequal_gpus, case half).
+
+    Args:
+        update: seconds of the pass of an unclipped step over the same parameters.
+    """
+    return _COMMIT_SHARE * update, _PREVIEW_SHARE * update
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0.0):
+        raise PlacementError(f"{name} must be finite and not negative seconds, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """One layer, in seconds of work on this rank, waits not counted.
+
+    Attributes:
+        name: the layer's name.
+        parameters: elements of this rank's shard of the layer's state.
+        forward: of the step's first micro-batch, without waits for weights or GPU updates.
+        backward: of the step's last micro-batch, including recomputation and the hand-over of
+            gradients.
+        to_host: copying the shard's gradient to the host.
+        cpu_update: the CPU worker's one pass over the layer (commit_then_preview, or a direct
+            commit) where no second one follows.
+        cpu_commit: the pass that it makes instead in a step that is clipped, over a layer whose
+            turn comes before the clip coefficient is known (mostly commit without output).
+        cpu_preview: the second pass that follows on ``cpu_commit`` once the coefficient is known.
+        to_device: copying the shard's new training copy back.
+        gpu_update: the update on the GPU, with the GPU to itself.
+        write_back: copying the new training copy of a layer that the GPU has updated to the host,
+            where weights are kept there.
+
+    Raises:
+        PlacementError: a time is negative or not finite, or ``parameters`` is negative.
+    """
+
+    name: str
+    parameters: int
+    forward: float
+    backward: float
+    to_host: float
+    cpu_update: float
+    cpu_commit: float
+    cpu_preview: float
+    to_device: float
+    gpu_update: float
+    write_back: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.parameters < 0:
+            raise PlacementError(f"layer '{self.name}': {self.parameters} parameters")
+        times = (
+            ("forward", self.forward),
+            ("backward", self.backward),
+            ("to_host", self.to_host),
+            ("cpu_update", self.cpu_update),
+            ("cpu_commit", self.cpu_commit),
+            ("cpu_preview", self.cpu_preview),
+            ("to_device", self.to_device),
+            ("gpu_update", self.gpu_update),
+            ("write_back", self.write_back),
+        )
+        for name, value in times:
+            _check_seconds(f"layer '{self.name}': {name}", value)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """A step on one rank: its layers in forward order, and what belongs to none of them.
+
+    Micro-batches that go through the layers together count as one.
+
+    Attributes:
+        layers: the layers in forward order.
+        between: seconds from the end of the first micro-batch's forward to the begin of the last
+            micro-batch's backward: the loss, and all other micro-batches.
+        tail: seconds from the end of the last backward to the begin of the next forward, without
+            updates: the decision on clipping, the user's own code.
+        clipped_share: share of the steps whose gradient was clipped, in [0, 1].
+        chunk_elements: elements of a chunk, the unit of copies; a layer's update begins when its
+            first chunk is on the host, and its last chunk's copy back follows the update.
+        update_threads: threads of the CPU's updates while this was measured; None where it was not
+            (a plan, an estimate) or is not known (records before 26 November 2026).
+
+    Raises:
+        PlacementError: there is no layer, or a value is out of its range.
+    """
+
+    layers: tuple[LayerCosts, ...]
+    between: float = 0.0
+    tail: float = 0.0
+    clipped_share: float = 0.0
+    chunk_elements: int = CHUNK_ELEMENTS
+    update_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PlacementError("costs of a step without layers")
+        _check_seconds("between", self.between)
+        _check_seconds("tail", self.tail)
+        if not 0.0 <= self.clipped_share <= 1.0:
+            raise PlacementError(f"clipped_share must be in [0, 1], got {self.clipped_share}")
+        if self.chunk_elements < 1:
+            raise PlacementError(f"chunk_elements must be at least 1, got {self.chunk_elements}")
+
+    @property
+    def backward_seconds(self) -> float:
+        """t_B: the last micro-batch's backward."""
+        return sum(layer.backward for layer in self.layers)
+
+    @property
+    def forward_seconds(self) -> float:
+        """The first micro-batch's forward."""
+        return sum(layer.forward for layer in self.layers)
+
+    @property
+    def compute_seconds(self) -> float:
+        """What a step without any update takes."""
+        return self.forward_seconds + self.between + self.backward_seconds + self.tail
+
+    @property
+    def cpu_seconds(self) -> float:
+        """t_U: the CPU's work for a step if it updated every layer."""
+        unclipped = sum(layer.cpu_update for layer in self.layers)
+        clipped = sum(layer.cpu_commit + layer.cpu_preview for layer in self.layers)
+        return (1.0 - self.clipped_share) * unclipped + self.clipped_share * clipped
+
+    @property
+    def alpha(self) -> float:
+        """GPU over CPU update time, of all layers together; 0 where the CPU needs no time."""
+        cpu = self.cpu_seconds
+        return sum(layer.gpu_update for layer in self.layers) / cpu if cpu > 0.0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        record = asdict(self)
+        record["layers"] = list(record["layers"])
+        return record
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> StepCosts:
+        """The inverse of :meth:`to_json`."""
+        fields: dict[str, Any] = dict(record)
+        fields["layers"] = tuple(LayerCosts(**layer) for layer in record["layers"])
+        return StepCosts(**fields)
