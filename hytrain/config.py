@@ -159,15 +159,15 @@ class SolverConfig(_Section):
     host_memory_reserve_bytes: Count | None = Field(default=None, ge=0)
     """Host memory that the placement leaves free; null: 3 % of it, at least 1 GiB."""
 
-    start: tuple[Number, ...] | None = None
-    """k of the first steps, before anything is measured, one number a rank; null: the fewest layers
-    that fit."""
+    start: tuple[Count, ...] | None = None
+    """Layers on the GPU in the first steps, before anything is measured, one number a rank; null:
+    the fewest that fit."""
 
     @field_validator("start")
     @classmethod
-    def _shares(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if value is not None and not all(0.0 <= share <= 1.0 for share in value):
-            raise ValueError(f"every number must be in [0, 1], got {list(value)}")
+    def _numbers(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and min(value, default=0) < 0:
+            raise ValueError(f"every number of layers must be 0 or more, got {list(value)}")
         return value
 
 

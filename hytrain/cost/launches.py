@@ -28,7 +28,7 @@ class Launches:
             GPU: hooks, gradients that are handed over, waits for weights; empty for nothing.
         device_share: what the device needs of the time that passes take on it, by themselves; the
             rest of it waits for launches.
-        startup: from a decision to the first kernel of the next forward.
+        after_decision: from a decision to the first kernel of the next forward.
     """
 
     passes: float = 0.0
@@ -36,7 +36,7 @@ class Launches:
     on_gpu: tuple[float, ...] = ()
     in_passes: tuple[float, ...] = ()
     device_share: float = 1.0
-    startup: float = 0.0
+    after_decision: float = 0.0
 
     def passes_beside(self, busy: float, gpu_layers: int = 0) -> float:
         """The passes' launches, updates on the CPU going on for so many seconds of them.

@@ -232,7 +232,7 @@ class Rank:
         needs = launches.device_share
         pace = launched / compute if compute > 0.0 else 0.0
         late = launches.update_seconds(self.num_gpu_layers, needs * compute - launched)
-        device, host = max(self.gpu_update_seconds, late), late + launches.startup
+        device, host = max(self.gpu_update_seconds, late), late + launches.after_decision
         exposed = host_waits = 0.0
         if self.has_samples:
             for seconds, ready, on_cpu in zip(self._forward, weights, self._is_on_cpu, strict=True):

@@ -261,7 +261,7 @@ def _section(
         "shard_fractions": [fraction / sum(fractions) for fraction in fractions],
     }
     if section.gpu_fraction == "solve":
-        start = [rank.gpu_layers / plan.layers for rank in plan.ranks]
+        start = [rank.gpu_layers for rank in plan.ranks]
         decided["solver"] = {**dict(given.get("solver") or {}), "start": start}
     if own.activations in LAYER_MAJOR:
         decided |= {"accumulation": "layer_major", "activations": own.activations}

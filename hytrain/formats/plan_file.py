@@ -1,6 +1,7 @@
 """plan.json: what was decided, for which ranks, model and batch, and what it is predicted to take.
 
-    {"version": 1, "model": {name, num_layers, parameters, frozen, dtype, seq_len, moments},
+    {"version": 1,
+     "model": {name, num_layers, num_updates, parameters, frozen, dtype, seq_len, moments},
      "global_batch", "stage", "offload_param",
      "predicted": {"step_seconds", "unclipped_seconds", "clipped_seconds", "lower_bound", "gap"},
      "ranks": [{"host", "device", "multiprocessors", "memory_bytes", "batch_size",
@@ -39,10 +40,15 @@ _GIB = 1024**3
 
 
 class PlannedModel(Record):
-    """The model that a plan is for."""
+    """The model that a plan is for.
+
+    ``num_updates`` are the layers that training updates: ``num_layers``, and one for the parameters
+    before and one for those behind them. Files of before do not have it, and count ``num_layers``.
+    """
 
     name: str
     num_layers: int = Field(ge=1)
+    num_updates: int | None = Field(default=None, ge=1)
     parameters: int = Field(ge=1)
     frozen: int = Field(default=0, ge=0)
     dtype: Dtype | None = None
@@ -133,8 +139,8 @@ class PlanFile(Record):
 
     @property
     def layers(self) -> int:
-        """L of the model."""
-        return self.model.num_layers
+        """Of which ``gpu_layers`` are some: those that training updates."""
+        return self.model.num_updates or self.model.num_layers
 
 
 def write_plan(path: Path, plan: PlanFile) -> None:

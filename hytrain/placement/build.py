@@ -245,9 +245,9 @@ def _first_number(
             f'"hytrain.solver.start" has {len(start)} numbers but the job has '
             f"{collectives.world_size} ranks: give one number a rank"
         )
-    number = allowed.clamp(round(start[collectives.rank] * allowed.num_layers))
+    number = allowed.clamp(start[collectives.rank])
     return number, (
-        f"before the first step: solver.start is {start[collectives.rank]:.3g}, which is "
+        f"before the first step: solver.start is {start[collectives.rank]}, which is "
         f"{number} of {allowed.num_layers} layers within the bounds of memory"
     )
 

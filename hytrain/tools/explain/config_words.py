@@ -83,8 +83,8 @@ def _start_words(config: HyTrainConfig) -> str:
     if config.plan is not None:
         return "The first step runs with as many layers on the GPU as the plan says."
     if config.solver.start is not None:
-        shares = ", ".join(f"{share:g}" for share in config.solver.start)
-        return f"The first step runs with these shares of the layers on the ranks' GPUs: {shares}."
+        numbers = ", ".join(map(str, config.solver.start))
+        return f"The first step runs with these numbers of layers on the ranks' GPUs: {numbers}."
     return (
         "The first step runs with the fewest layers on the GPU that memory allows, since times and "
         "activations are not known before it."

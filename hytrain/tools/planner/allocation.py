@@ -81,8 +81,7 @@ def _on_host(
         if room[0] < 0.0:
             return None
         rooms.append(np.minimum(room / whole, most))
-    layers = np.arange(problem.model.num_layers + 1)
-    on_host = 1.0 - layers / problem.model.num_layers
+    on_host = 1.0 - problem.model.gpu_parts
     # What a shard takes of each, by the number of its GPU layers: 1 with none.
     takes = [1.0 - one.relief + one.relief * on_host for one in budgets]
     # Of the numbers of GPU layers with the most room, the one that takes the least of the host.

@@ -35,7 +35,7 @@ its shard is, is copied from there before each gather: AG becomes AG + fetch, in
 backward, and the first layer's fetch of every forward is waited for (passes.py). The copies to the
 host have the new copies of GPU-placed parameters, too; those of CPU-placed ones are written there.
 
-These are the limits of a step (docs/internals.md); step_simulator.py is finer, it walks through
+These are the limits of a step (docs/internals.md); planned_step.py is finer, it walks through
 the steps of all ranks together. Memory of the GPU, where an element of the training copy has 2 B: 2
 B a parameter (4 B a parameter of the shard in stage 3, with its gradient) + 12 B a GPU-placed
 parameter + the larger of what there is in the passes and at the end of backward:
@@ -54,6 +54,7 @@ times all of the model's parameters over the trained ones.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -214,14 +215,14 @@ def shard_that_fits(problem: PlanProblem, work: Load, gpu_part: float) -> float:
 
 def gpu_layers_that_fit(problem: PlanProblem, work: Load, shard: float) -> int:
     """Layers of a shard of so many parameters that have room on the GPU."""
-    layers = problem.model.num_layers
-    each = problem.gpu_state_bytes * shard / layers
+    model = problem.model
+    each = problem.gpu_state_bytes * shard
     if each <= 0.0:
-        return layers
+        return model.num_updates
     sharded = problem.sharded_bytes * shard
-    at_end = each + problem.waiting_bytes * shard / layers
+    at_end = each + problem.waiting_bytes * shard
     fitting = min((work.room - sharded) / each, (work.end_room - sharded) / at_end)
-    return min(layers, math.floor(fitting))
+    return bisect.bisect_right(range(model.num_updates + 1), fitting, key=model.gpu_part) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,14 +305,13 @@ def largest_shards(
     The number is that of the layers that the GPU updates; the host's own limits are left apart.
     Negative in all columns where a load itself takes longer than the step.
     """
-    num_layers = problem.model.num_layers
-    gpu_part = np.arange(num_layers + 1) / num_layers
+    gpu_part = problem.model.gpu_parts
     on_gpu = (step - columns.compute)[:, None] * gpu.update_rate
     on_cpu = cpu_capacity(problem, host, gpu, columns, step)[:, None]
     each = problem.gpu_state_bytes * gpu_part + problem.sharded_bytes
     at_end = each + problem.waiting_bytes * gpu_part
     room, end_room = columns.room[:, None], columns.end_room[:, None]
-    unlimited = np.full((len(columns.room), num_layers + 1), np.inf)
+    unlimited = np.full((len(columns.room), len(gpu_part)), np.inf)
     shards = np.divide(room, each, out=unlimited.copy(), where=each > 0.0)
     shards = np.minimum(
         shards, np.divide(end_room, at_end, out=unlimited.copy(), where=at_end > 0.0)

@@ -1,4 +1,4 @@
-"""A plan made better by the finer model of step_simulator.py: state, layers and samples moved.
+"""A plan made better by the finer model of planned_step.py: state, layers and samples moved.
 
 The search (plan.py) goes by lines: a rank's CPU has the whole step but for an edge, whenever its
 gradients come. Many plans are equally good so, which are not when their steps are walked through:
@@ -27,10 +27,10 @@ from hytrain.tools.planner.cost_model import (
     host_bytes,
     load,
 )
+from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.rebalance_samples import FastestLoads
 from hytrain.tools.planner.result import Found, line_step, parts
-from hytrain.tools.planner.step_simulator import StepSimulator
 
 _MOVED = (0.16, 0.04, 0.01)
 """Of the model's state, from one kind of ranks to another."""
@@ -120,7 +120,7 @@ class _Refinement:
                 return None
         self._tries += 1
         least = line_step(problem, loads, shares)
-        walked = StepSimulator(problem, loads, shares, even=self._even).seconds()
+        walked = PlannedStep(problem, loads, shares, even=self._even).seconds()
         return _Work(tuple(loads), tuple(shares), max(least, walked))
 
     def _changes(self, now: _Work) -> Iterator[tuple[list[Load], list[Share]]]:

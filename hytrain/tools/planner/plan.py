@@ -3,7 +3,7 @@
 search.py finds the shortest step by the lines of cost_model.py for even shards, whose collectives
 are faster, and for unequal ones, and proves that no plan is faster than ``lower_bound``. So a plan
 comes with a gap: it is at most that share longer than the best. Then rebalance_samples.py moves
-single samples. The step that the plan promises is that of step_simulator.py; where it is not close
+single samples. The step that the plan promises is that of planned_step.py; where it is not close
 to the bound, plans of fewer policies are searched as well, local_search.py makes the best of each
 choice better, and the shortest promise is taken. Where all ranks have to make as many micro-batches
 (stage 3), rounds.py finds how many.

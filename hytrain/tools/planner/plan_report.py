@@ -93,7 +93,7 @@ def _ranks(problem: PlanProblem, plan: Plan) -> str:
             f"{rank.batch_size} by {size}" if size else "none",
             rank.activations if size else "-",
             f"{rank.shard_fraction:.1%}",
-            f"{rank.gpu_layers} of {problem.model.num_layers}",
+            f"{rank.gpu_layers} of {problem.model.num_updates}",
             f"{1e3 * rank.step_seconds:.1f}",
             f"{rank.gpu_bytes / _GIB:.1f}",
             f"{rank.host_bytes / _GIB:.1f}",

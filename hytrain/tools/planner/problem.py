@@ -12,6 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from hytrain.errors import PlanError
 from hytrain.formats.dtypes import Dtype
 from hytrain.formats.moment_kinds import FP32, MomentsName
@@ -61,11 +64,34 @@ class Model:
             raise PlanError(f"model {self.name}: frozen must not be negative, got {self.frozen}")
 
     @property
-    def updated_sizes(self) -> list[int]:
+    def block_size(self) -> float:
+        """Parameters of each of the L layers."""
+        return (self.parameters - sum(self.outside)) / self.num_layers
+
+    @property
+    def update_sizes(self) -> list[float]:
         """Parameters of each layer that training updates, in their order."""
         before, after = self.outside
-        each = (self.parameters - before - after) // self.num_layers
-        return [size for size in (before, *[each] * self.num_layers, after) if size]
+        return [size for size in (before, *[self.block_size] * self.num_layers, after) if size]
+
+    @property
+    def num_updates(self) -> int:
+        """Layers that training updates: L, and what is before the first and behind the last."""
+        return self.num_layers + sum(size > 0 for size in self.outside)
+
+    def gpu_part(self, gpu_layers: int) -> float:
+        """The part of the state that the first so many of :attr:`update_sizes` have."""
+        if gpu_layers == self.num_updates:
+            return 1.0
+        blocks, before = gpu_layers, self.outside[0]
+        if before and gpu_layers:
+            blocks -= 1
+        return (before * (gpu_layers > 0) + blocks * self.block_size) / self.parameters
+
+    @property
+    def gpu_parts(self) -> npt.NDArray[np.float64]:
+        """:meth:`gpu_part` of 0, 1, ... layers."""
+        return np.array([self.gpu_part(number) for number in range(self.num_updates + 1)])
 
     @property
     def layer_bytes(self) -> float:

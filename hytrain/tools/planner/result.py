@@ -18,8 +18,8 @@ from hytrain.tools.planner.cost_model import (
     lines,
     traffic,
 )
+from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.step_simulator import StepSimulator
 
 TOLERANCE = 1e-4
 """Bisection ends where the step is known to this share."""
@@ -83,7 +83,7 @@ class Plan:
         shortest_step: by these lines, of all plans that were compared. Less than ``step_seconds``
             where the finer model finds this plan faster.
         even: whether all shards are equal.
-        unclipped_seconds: a step that is not clipped, by the finer model of step_simulator.py.
+        unclipped_seconds: a step that is not clipped, by the finer model of planned_step.py.
         clipped_seconds: one that is.
         clipped_share: that was planned for.
         other_mode: what it was chosen over; None where there was no choice, or each rank has its
@@ -172,7 +172,7 @@ def parts(problem: PlanProblem, share: Share) -> tuple[float, float]:
     """Parameters of state on the GPU and on the host."""
     model = problem.model
     shard = share.fraction * model.parameters
-    on_gpu = shard * share.gpu_layers / model.num_layers
+    on_gpu = shard * model.gpu_part(share.gpu_layers)
     return on_gpu, shard - on_gpu
 
 
@@ -203,7 +203,7 @@ def line_step(problem: PlanProblem, loads: Sequence[Load], shares: Sequence[Shar
     return max(own, *_host_seconds(problem, loads, shares))
 
 
-def _more_gpu_layers(problem: PlanProblem, found: Found, steps: StepSimulator) -> tuple[Share, ...]:
+def _more_gpu_layers(problem: PlanProblem, found: Found, steps: PlannedStep) -> tuple[Share, ...]:
     """The shares with as many more GPU layers as gain by the finer model and have room."""
     most: list[int] = []
     for work, share in zip(found.loads, found.shares, strict=True):
@@ -227,9 +227,9 @@ def _limit(seconds: dict[str, float], fetching: float) -> str:
 
 def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
     """What was found, predicted by the finer model, and with the GPU layers that this asks for."""
-    steps = StepSimulator(problem, found.loads, found.shares, even=found.even)
+    steps = PlannedStep(problem, found.loads, found.shares, even=found.even)
     shares = _more_gpu_layers(problem, found, steps)
-    steps = StepSimulator(problem, found.loads, shares, even=found.even)
+    steps = PlannedStep(problem, found.loads, shares, even=found.even)
     own, shared = _lines(problem, found.loads, shares), _host_seconds(problem, found.loads, shares)
     ranks: list[RankPlan] = []
     rows = zip(problem.cluster.ranks, found.loads, shares, own, shared, strict=True)

@@ -220,11 +220,13 @@ class StepProgram:
         place = np.concatenate([np.arange(len(one.loads)) for one in chains])
         # Between the loads of a chain other limits bind: these have rows of their own.
         alone = np.array([len(chains[number].loads) == 1 for number in chain])
-        rows, layers = self._even(shards, alone) if self.even else _bends(shards, alone)
+        rows, layers = (
+            self._even(shards, alone) if self.even else _bends(shards, alone, model.gpu_parts)
+        )
         several = np.flatnonzero(~alone)
         rows = np.concatenate([rows, several])
         layers = np.concatenate([layers, np.full(len(several), -1)])
-        on_cpu = 1.0 - np.maximum(layers, 0) / model.num_layers
+        on_cpu = 1.0 - model.gpu_parts[np.maximum(layers, 0)]
         shard = np.where(layers < 0, 0.0, shards[rows, layers])
         if self.even:
             shard = np.where(alone[rows], 1.0 / self.problem.cluster.num_ranks, 0.0)
@@ -345,7 +347,7 @@ def _most_nodes(program: MixedIntegerProgram) -> int:
     return _MOST_NODES * _COLUMNS // max(_COLUMNS, program.num_columns)
 
 
-def _bends(shards: Floats, alone: Bools) -> tuple[Ints, Ints]:
+def _bends(shards: Floats, alone: Bools, gpu_parts: Floats) -> tuple[Ints, Ints]:
     """(load, GPU layers) of the corners of what a load that is a chain may hold, -1 for no state.
 
     From the number of layers with the largest shard on, shards become smaller and so does their
@@ -354,7 +356,7 @@ def _bends(shards: Floats, alone: Bools) -> tuple[Ints, Ints]:
     possible = (shards[:, 0] >= 0.0) & alone
     num_layers = shards.shape[1] - 1
     numbers = np.arange(num_layers + 1)
-    on_cpu = shards * (1.0 - numbers / num_layers)
+    on_cpu = shards * (1.0 - gpu_parts)
     # The last of those with the most: it takes the least of the host.
     most = num_layers - shards[:, ::-1].argmax(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):

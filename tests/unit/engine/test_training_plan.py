@@ -89,9 +89,8 @@ def test_the_plan_says_where_k_begins_and_a_number_wins(tmp_path: Path) -> None:
     config = _config(path, gpu_fraction="solve")
     with built(make_model("llama"), config) as engine:
         first = engine.placement_decisions()[0]
-        # 2 of 4 blocks are 3 of the 6 layers that training counts.
-        assert (first.gpu_layers_target, first.num_layers) == (3, 6)
-        assert "solver.start is 0.5" in first.reason
+        assert (first.gpu_layers_target, first.num_layers) == (2, 6)
+        assert "solver.start is 2, which is 2 of 6" in first.reason
     with built(make_model("llama"), _config(path, gpu_fraction=1.0)) as engine:
         assert engine.placement_decisions()[0].gpu_layers_target == 6
 
@@ -126,7 +125,7 @@ def _initialize(config: Any) -> str:
     [
         ({"batch_sizes": [4]}, "hytrain.batch_sizes"),
         ({"shard_fractions": [1.0]}, "hytrain.shard_fractions"),
-        ({"solver": {"start": [0.5]}}, "hytrain.solver.start"),
+        ({"solver": {"start": [3]}}, "hytrain.solver.start"),
     ],
 )
 def test_keys_that_the_plan_decides_are_refused_beside_it(

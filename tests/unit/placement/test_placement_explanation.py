@@ -271,9 +271,7 @@ def test_words_tell_what_a_plan_decides() -> None:
     planned = _words({"plan": "plan.json"})
     assert "as planned in plan.json" in planned
     assert "as many layers on the GPU as the plan says" in planned
-    assert "shares of the layers on the ranks' GPUs: 0.5, 0" in _words(
-        {"solver": {"start": [0.5, 0]}}
-    )
+    assert "numbers of layers on the ranks' GPUs: 5, 0" in _words({"solver": {"start": [5, 0]}})
 
 
 def test_words_tell_whether_clipping_is_direct() -> None:

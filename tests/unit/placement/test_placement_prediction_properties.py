@@ -16,10 +16,10 @@ from placement_cases import (
     step,
     whole_seconds,
 )
-from prediction_twin import predict_one
 
 from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.prediction import predict
+from tests.support.step_twins import predict_one
 
 ROUNDING = 1e-9
 

@@ -35,9 +35,9 @@ from hytrain.tools.planner.passes import (
 )
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
+from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
-from hytrain.tools.planner.step_simulator import StepSimulator
 
 GB = 10**9
 LAYERS = 10
@@ -262,7 +262,7 @@ def test_all_ranks_wait_for_the_longest_fetch() -> None:
 
     def step(*fractions: float) -> float:
         shares = [Share(fraction, 0) for fraction in fractions]
-        return StepSimulator(two, works, shares, even=False).seconds()
+        return PlannedStep(two, works, shares, even=False).seconds()
 
     # As by hand above: half the layer, and all of it, which the other rank waits for. The last
     # gradient leaves for the host, and the next forward waits for its update.
@@ -279,7 +279,7 @@ def test_the_walk_of_one_rank_has_the_same_fetches(policy: Activations) -> None:
     given_problem = problem(rounds=4 if policy == "recompute" else None)
     for batch in (4, 8):
         work = load(given_problem, GPU, FREE, batch, batch // 4, policy)
-        step = StepSimulator(given_problem, [work], [Share(1.0, 0)], even=True).seconds()
+        step = PlannedStep(given_problem, [work], [Share(1.0, 0)], even=True).seconds()
         # The last gradient's way to the host, all of it and its first chunk.
         assert step == pytest.approx(seconds(given_problem, work, 2 * GB) + 0.020 + CHUNK)
 
@@ -290,7 +290,7 @@ def test_gpu_updates_are_on_the_host_before_they_are_fetched() -> None:
     work = load(given_problem, GPU, FREE, 1, 1, "keep")
 
     def step(gpu_layers: int, whole: PlanProblem) -> float:
-        return StepSimulator(whole, [work], [Share(1.0, gpu_layers)], even=True).seconds()
+        return PlannedStep(whole, [work], [Share(1.0, gpu_layers)], even=True).seconds()
 
     resident = replace(given_problem, offload_param=False)
     update = 0.2e9 / 1e11

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from hytrain.cost.launches import Launches
 from hytrain.formats.policies import Activations
 from hytrain.formats.profile_file import (
     CopyRates,
@@ -33,14 +34,12 @@ from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import UpdateLaunchTimes
 from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.launching import StepLaunches, UpdateLaunchSeconds
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
+from hytrain.tools.planner.planned_step import PlannedStep, step_launches
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
-from hytrain.tools.planner.rank_walk import RankWalk
 from hytrain.tools.planner.result import Plan
-from hytrain.tools.planner.step_simulator import StepSimulator
 
 RECORD = Path(__file__).resolve().parents[3] / "experiments/solve_k/regimes.json"
 CELLS: dict[str, Any] = {
@@ -148,8 +147,8 @@ def problem_of(name: str) -> PlanProblem:
 def predicted(problem: PlanProblem, on_gpu: float) -> float:
     gpu = problem.cluster.ranks[0][1]
     work = load(problem, gpu, Collectives.of(problem, even=True), 1, 1, "store")
-    share = Share(1.0, round(on_gpu * problem.model.num_layers))
-    return StepSimulator(problem, [work], [share], even=True).seconds()
+    share = Share(1.0, round(on_gpu * problem.model.num_updates))
+    return PlannedStep(problem, [work], [share], even=True).seconds()
 
 
 def _by_own_costs(cell: dict[str, Any], number: str) -> float:
@@ -190,7 +189,7 @@ def test_a_plan_puts_all_on_the_gpu_where_steps_are_launch_bound(name: str) -> N
     found = make_plan(problem)
     assert isinstance(found, Plan)
     (rank,) = found.ranks
-    assert rank.gpu_layers == problem.model.num_layers
+    assert rank.gpu_layers == problem.model.num_updates
     assert "launches by the host" in plan_text(problem, found, ())
     gpu = problem.cluster.ranks[0][1]
     assert not replace(gpu, launches=None).is_launch_bound(1)
@@ -231,7 +230,7 @@ def test_launches_count_as_far_as_the_gpu_waits_for_them() -> None:
         )
     assert step(1.0) == step(1.0, slowdown=1.0)
     # All launches of updates come behind backward; what the GPU needs for them runs beside.
-    layers = problem.model.num_layers + 2  # of the run time
+    layers = problem.model.num_updates
     once, some, none = (UpdateLaunchTimes(gpu_layer_ms=ms) for ms in (1.0, 0.5, 0.0))
     longer = step(1.0, updates=once) - step(1.0, updates=some)
     assert longer == pytest.approx(5e-4 * layers)
@@ -288,78 +287,58 @@ def test_updates_on_the_gpu_hide_behind_launches_as_far_as_it_has_time() -> None
 
 
 def test_the_second_passes_of_clipped_steps_slow_launching_down_too() -> None:
-    """Half of the layers' first passes are over before backward is; previews slow forward down."""
+    """Most of the layers' first passes are over before backward is; previews slow forward down."""
     problem = problem_of("0.37B/4x512/16")
     assert problem.clipped_share == 1.0
-    clipped = _step(problem, 0.5) - _step(problem, 0.5, slowdown=1.0)
+    clipped = _step(problem, 0.75) - _step(problem, 0.75, slowdown=1.0)
     problem = replace(problem, clipped_share=0.0)
-    unclipped = _step(problem, 0.5) - _step(problem, 0.5, slowdown=1.0)
+    unclipped = _step(problem, 0.75) - _step(problem, 0.75, slowdown=1.0)
     assert clipped > 1.2 * unclipped > 0.0
 
 
-def test_while_the_host_waits_for_the_worker_nothing_is_slowed_down() -> None:
-    launches = StepLaunches(passes=2.0, slowdown=2.0)
-    rank = RankWalk(
-        first=0.5, middle=0.0, last=0.5, layers=2, gpu_layers=0, gpu_update=0.0, gpu_written=0.0,
-        cpu_update=0.6, cpu_preview=0.4, chunk=0.0, back=0.0, launches=launches,
-    )  # fmt: skip
-    assert rank.busy_seconds(0.0, clipped=False) == pytest.approx(1.2)
-    assert rank.busy_seconds(0.0, clipped=True) == pytest.approx(2.0)
-    assert rank.busy_seconds(0.7, clipped=True) == pytest.approx(1.3)
-    assert rank.busy_seconds(9.0, clipped=True) == 0.0
-    # The first layer's weights are late by 3 s, the second's are there when it is launched.
-    passes = rank.passes([3.0, 3.1], busy=0.0)
-    assert passes.waited == pytest.approx(3.0)
-    assert passes.final == pytest.approx([4.5, 5.0])
-    assert replace(rank, gpu_layers=2).passes([3.0, 3.1], busy=0.0).waited == 0.0
-
-
-def test_what_launching_takes_beside_updates() -> None:
-    updates = UpdateLaunchSeconds((0.0, 0.3, 1.0), (0.2, 0.1, 0.0))
-    launches = StepLaunches(passes=2.0, slowdown=2.0, updates=updates, end=0.0)
-    assert launches.passes_beside(0.0, 0) == 2.2
-    assert launches.passes_beside(1.0, 1) == 2.6
-    launches = replace(launches, updates=replace(updates, in_passes=(0.0, 0.0, 0.0)))
-    assert launches.passes_beside(0.0) == 2.0
-    assert launches.passes_beside(1.0) == 2.5  # for one second half of it is launched
-    assert launches.passes_beside(9.0) == 4.0  # all of it beside updates
-    assert launches.update_seconds(2, idle=-1.0) == pytest.approx(1.0)
-    assert launches.update_seconds(2, idle=0.4) == pytest.approx(0.6)
-    assert launches.update_seconds(2, idle=3.0) == 0.0
-    assert StepLaunches().update_seconds(2, idle=0.0) == 0.0
+def launches_of(problem: PlanProblem, number: int, how: Activations) -> Launches:
+    gpu = problem.cluster.ranks[0][1]
+    work = load(problem, gpu, Collectives.of(problem, even=True), number, 1, how)
+    return step_launches(problem, gpu, work, 1.0)
 
 
 def test_recomputed_forwards_are_launched_again() -> None:
     problem = problem_of("0.37B/4x512/16")
-    gpu, model = problem.cluster.ranks[0][1], problem.model
-
-    def launches(number: int, how: Activations) -> StepLaunches:
-        return StepLaunches.of(gpu, model, [(number, 1)], how, 1.0)
-
-    stored, again = launches(1, "store"), launches(1, "recompute")
-    forward = gpu.forward_ms.at(1) * 24 / 1e3
-    assert again.passes - stored.passes == pytest.approx(forward)
-    assert launches(3, "store").passes == pytest.approx(3 * stored.passes)
-    unmeasured = replace(gpu, launches=None)
-    assert StepLaunches.of(unmeasured, model, [(1, 1)], "store", 1.0) == StepLaunches()
+    host, gpu = problem.cluster.ranks[0]
+    stored, again = (launches_of(problem, 1, how) for how in ("store", "recompute"))
+    assert again.passes - stored.passes == pytest.approx(gpu.forward_ms.at(1) * 24 / 1e3)
+    assert launches_of(problem, 3, "store").passes == pytest.approx(3 * stored.passes)
+    unmeasured = replace(host, gpus=(replace(gpu, launches=None),))
+    problem = replace(problem, cluster=replace(problem.cluster, hosts=(unmeasured,)))
+    assert launches_of(problem, 1, "store") == Launches()
 
 
 def test_launches_of_updates_are_counted_as_training_groups_layers() -> None:
+    problem = problem_of("0.37B/4x512/16")
+    host, gpu = problem.cluster.ranks[0]
+    assert gpu.launches is not None
+
+    def found(times: UpdateLaunchTimes, parameters: int, fraction: float = 1.0) -> Launches:
+        """Of a first layer of three quarters of them, and four equal ones."""
+        model = Model("m", 4, parameters, outside=(parameters * 3 // 4, 0))
+        own = replace(gpu, launches=replace(gpu.launches, updates=times))
+        cluster = replace(problem.cluster, hosts=(replace(host, gpus=(own,)),))
+        given = replace(problem, model=model, cluster=cluster)
+        work = load(given, own, Collectives.of(given, even=True), 1, 1, "store")
+        return step_launches(given, own, work, fraction)
+
     times = UpdateLaunchTimes(gpu_step_ms=100.0, launch_ms=10.0, gpu_layer_ms=1.0, cpu_layer_ms=2.0)
-    model = Model("m", 4, 8 << 20, outside=(6 << 20, 0))  # 6 Mi, then four of half a Mi
-    found = UpdateLaunchSeconds.of(times, model, 1.0)
-    assert found.on_gpu == pytest.approx((0.0, 0.111, 0.112, 0.114, 0.115))
-    assert found.in_passes == pytest.approx((0.010, 0.008, 0.006, 0.002, 0.0))
-    hooks = replace(times, passes_ms=50.0, gpu_layer_passes_ms=1.0)
-    found = UpdateLaunchSeconds.of(hooks, model, 1.0)
-    assert found.in_passes == pytest.approx((0.060, 0.059, 0.058, 0.056, 0.055))
-    assert found.on_gpu[-1] == pytest.approx(0.115)
-    alone = UpdateLaunchSeconds.of(replace(times, shares=False), model, 1.0)
-    assert alone.on_gpu == pytest.approx((0.0, 0.111, 0.122, 0.144, 0.155))
+    small = found(times, 8 << 20)
+    assert small.on_gpu == pytest.approx((0.0, 0.111, 0.112, 0.113, 0.114, 0.115))
+    assert small.in_passes == pytest.approx((0.010, 0.008, 0.006, 0.004, 0.002, 0.0))
+    hooks = found(replace(times, passes_ms=50.0, gpu_layer_passes_ms=1.0), 8 << 20)
+    assert hooks.in_passes == pytest.approx((0.060, 0.059, 0.058, 0.057, 0.056, 0.055))
+    assert hooks.on_gpu[-1] == pytest.approx(0.115)
+    alone = found(replace(times, shares=False), 8 << 20)
+    assert alone.on_gpu == pytest.approx((0.0, 0.111, 0.122, 0.133, 0.144, 0.155))
     # Of 24 Mi in all the first two layers are too many for the first launch, unless ranks share.
-    large = Model("m", 4, 24 << 20, outside=(16 << 20, 0))
-    assert UpdateLaunchSeconds.of(times, large, 1.0).on_gpu[-1] == pytest.approx(0.125)
-    assert UpdateLaunchSeconds.of(times, large, 0.5).on_gpu[-1] == pytest.approx(0.115)
+    assert found(times, 24 << 20).on_gpu[-1] == pytest.approx(0.125)
+    assert found(times, 24 << 20, 0.5).on_gpu[-1] == pytest.approx(0.115)
 
 
 def test_an_older_profile_counts_a_launch_for_each_layer() -> None:

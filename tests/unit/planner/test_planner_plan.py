@@ -19,9 +19,9 @@ from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
 from hytrain.tools.planner.plan_report import plan_text
+from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
-from hytrain.tools.planner.step_simulator import StepSimulator
 
 
 def host(*gpus: GpuProfile, gigabytes: int = 256, **changes: Any) -> Host:
@@ -370,7 +370,7 @@ def test_layer_by_layer_nobody_waits_for_who_makes_more_micro_batches() -> None:
             load(given_problem, one, Collectives(0.0, 0.0), batch, size, "keep")
             for (_, one), batch, size in rows
         ]
-        return StepSimulator(given_problem, works, [share, share], even=True).seconds()
+        return PlannedStep(given_problem, works, [share, share], even=True).seconds()
 
     together = step((16, 8), 4, 2)
     assert step((16, 8), 16, 2) == pytest.approx(together)
@@ -392,7 +392,7 @@ def test_stage_3_with_other_numbers_of_micro_batches_waits() -> None:
             load(given_problem, one, Collectives(0.0, 0.0), batch, size, "recompute")
             for (_, one), batch, size in rows
         ]
-        return StepSimulator(given_problem, works, [share, share], even=True).seconds()
+        return PlannedStep(given_problem, works, [share, share], even=True).seconds()
 
     together = step(4, 2)
     assert step(8, 4) == pytest.approx(together)

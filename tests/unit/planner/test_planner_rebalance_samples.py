@@ -15,10 +15,10 @@ from hytrain.tools.planner.cost_model import Collectives, load
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.local_search import local_search
 from hytrain.tools.planner.plan import make_plan
+from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.rebalance_samples import rebalance_samples
 from hytrain.tools.planner.result import Found, Plan, to_plan
-from hytrain.tools.planner.step_simulator import StepSimulator
 
 PARAMETERS = 3 * 10**9
 FREE = Table(((1.0, 0.0),))
@@ -139,5 +139,5 @@ def test_refined_plans_are_faster_and_keep_to_all_limits(random_problem: PlanPro
             assert by_host[host.name] <= host.memory_bytes * (1.0 + 1e-9) + 1.0
 
 
-def _walked(problem: PlanProblem, found: Found) -> StepSimulator:
-    return StepSimulator(problem, found.loads, found.shares, even=found.even)
+def _walked(problem: PlanProblem, found: Found) -> PlannedStep:
+    return PlannedStep(problem, found.loads, found.shares, even=found.even)

@@ -7,8 +7,9 @@ from recorded_h200 import RECORDED, Recorded, profile_of
 
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cost_model import Collectives, load
+from hytrain.tools.planner.planned_step import PlannedStep
+from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
-from hytrain.tools.planner.step_simulator import StepSimulator
 
 
 def predicted(recorded: Recorded) -> float:
@@ -30,8 +31,17 @@ def predicted(recorded: Recorded) -> float:
         )
     ]
     fractions = recorded.fractions or (0.5, 0.5)
-    shares = [Share(*pair) for pair in zip(fractions, recorded.gpu_layers, strict=True)]
-    return StepSimulator(problem, loads, shares, even=even).seconds()
+    shares = [
+        Share(fraction, _updates(problem, number))
+        for fraction, number in zip(fractions, recorded.gpu_layers, strict=True)
+    ]
+    return PlannedStep(problem, loads, shares, even=even).seconds()
+
+
+def _updates(problem: PlanProblem, blocks: int) -> int:
+    """The fewest layers that hold as much state as so many of the L equal ones of those plans."""
+    part = blocks / problem.model.num_layers
+    return next(k for k, own in enumerate(problem.model.gpu_parts.tolist()) if own >= part)
 
 
 @pytest.mark.parametrize("case", RECORDED)

@@ -25,7 +25,6 @@ from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.reduction import GradientReducer
 from hytrain.placement.manager import PlacementManager
 from hytrain.tools.planner.cluster import UpdateLaunchTimes
-from hytrain.tools.planner.launching import UpdateLaunchSeconds
 from hytrain.tools.planner.problem import Model
 from hytrain.tools.profiler import update_launches
 from hytrain.tools.profiler.update_launches import (
@@ -241,21 +240,22 @@ def test_a_plan_counts_the_launches_of_a_training_step(fraction: float) -> None:
     blocks = 17
     parameters = blocks * WIDTH**2 + WIDTH * HEAD
     model = Model("m", blocks, parameters, outside=(0, WIDTH * HEAD))
-    k = round(fraction * blocks)
-    found = of_training(blocks, k / blocks)  # as training is told of a plan's choice
+    layers = model.num_updates
+    k = round(fraction * layers)
+    found = of_training(blocks, k / layers)
+    sizes = [round(size) for size in model.update_sizes]
 
-    def seconds(**one: float) -> UpdateLaunchSeconds:
-        return UpdateLaunchSeconds.of(UpdateLaunchTimes(**one), model, 1.0)
+    def on_gpu(**one: float) -> float:
+        return UpdateLaunchTimes(**one).on_gpu(sizes)[k]
 
     def each_step(name: str) -> float:
         return found[name] / STEPS
 
-    assert 1e3 * seconds(launch_ms=1.0).on_gpu[k] == pytest.approx(each_step("GroupedAdam.launch"))
-    assert 1e3 * seconds(gpu_layer_ms=1.0).on_gpu[k] == pytest.approx(each_step(UPDATED))
-    assert 1e3 * seconds(cpu_layer_ms=1.0).in_passes[k] == pytest.approx(
-        each_step("CpuUpdater.send")
-    )
-    assert 1e3 * seconds(gpu_step_ms=1.0).on_gpu[k] == pytest.approx(each_step("DeviceUpdate.run"))
+    assert on_gpu(launch_ms=1.0) == pytest.approx(each_step("GroupedAdam.launch"))
+    assert on_gpu(gpu_layer_ms=1.0) == pytest.approx(each_step(UPDATED))
+    assert on_gpu(gpu_step_ms=1.0) == pytest.approx(each_step("DeviceUpdate.run"))
+    passes = UpdateLaunchTimes(cpu_layer_ms=1.0).in_passes(k, layers - k)
+    assert passes == pytest.approx(each_step("CpuUpdater.send"))
 
 
 TERMS = UpdateLaunches(

@@ -1,0 +1,235 @@
+"""The slow twins of hytrain.cost: one rank's step, and several ranks' steps, event by event."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hytrain.cost.simulate import Collectives, Place, Rank
+from hytrain.cost.step import StepCosts
+
+
+def predict_one(costs: StepCosts, gpu_layers: int) -> float:
+    """Seconds of a step with the first ``gpu_layers`` layers on the GPU, event by event.
+
+    The same machine as :func:`~hytrain.cost.prediction.predict`'s, with a list of events.
+
+    Args:
+        costs: what each layer takes.
+        gpu_layers: of 0..L.
+    """
+    share = costs.clipped_share
+    seconds = 0.0
+    if share < 1.0:
+        seconds += (1.0 - share) * _step(costs, gpu_layers, clipped=False)
+    if share > 0.0:
+        seconds += share * _step(costs, gpu_layers, clipped=True)
+    return seconds
+
+
+def _step(costs: StepCosts, gpu_layers: int, *, clipped: bool) -> float:
+    """From one decision on clipping, at 0, to the next."""
+    layers = costs.layers
+    final: dict[int, float] = {}
+    now = -costs.tail
+    for index, layer in enumerate(layers):
+        final[index] = now
+        now -= layer.backward
+    weights = _worker(costs, gpu_layers, final, 0.0 if clipped else math.inf)
+    now = 0.0
+    for layer in layers[:gpu_layers]:
+        now += layer.gpu_update
+    for index, layer in enumerate(layers):
+        now = max(now, weights.get(index, now)) + layer.forward
+    return now + costs.between + costs.backward_seconds + costs.tail
+
+
+def _worker(
+    costs: StepCosts, gpu_layers: int, final: dict[int, float], decision: float
+) -> dict[int, float]:
+    """When the weights of each CPU-placed layer are back; ``decision``: infinite if not clipped."""
+    is_clipped = math.isfinite(decision)
+    waiting = {index: final[index] for index in range(gpu_layers, len(costs.layers))}
+    committed: set[int] = set()
+    weights: dict[int, float] = {}
+    free = -math.inf
+    while waiting:
+        ready = [index for index, since in waiting.items() if since <= free]
+        # Of several that become ready at one moment, min() takes the lowest.
+        index = min(ready) if ready else min(sorted(waiting), key=lambda i: waiting[i])
+        since = waiting.pop(index)
+        layer = costs.layers[index]
+        chunk = min(1.0, costs.chunk_elements / max(layer.parameters, 1))
+        if index in committed:
+            free = max(free, since) + max(layer.cpu_preview, layer.to_device)
+        else:
+            begin = max(free, since + layer.to_host * chunk)
+            if is_clipped and begin < decision:
+                free = begin + max(layer.cpu_commit, layer.to_host)
+                committed.add(index)
+                waiting[index] = decision
+                continue
+            free = begin + max(layer.cpu_update, layer.to_host, layer.to_device)
+        weights[index] = free + layer.to_device * chunk
+    return weights
+
+
+# -- several ranks -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TwinStep:
+    """From one decision to the next.
+
+    Attributes:
+        seconds: its length.
+        weights: of each rank, when each layer's were updated, counted from the step's begin.
+    """
+
+    seconds: float
+    weights: list[list[float]]
+
+
+def train(
+    ranks: Sequence[Rank],
+    places: Sequence[Sequence[Place]],
+    collectives: Collectives,
+    clipped: Sequence[bool],
+) -> list[TwinStep]:
+    """Steps one after another; before the first one all weights are there.
+
+    Of the ranks only their costs and launches are asked; nothing may slow launching down.
+
+    Args:
+        ranks: that train together.
+        places: of each rank's layers.
+        collectives: of each layer.
+        clipped: for each step, whether the decision that it begins with was to clip.
+    """
+    num_layers = len(places[0])
+    steps: list[TwinStep] = []
+    begin = 0.0
+    final: list[float] | None = None
+    for is_clipped in clipped:
+        weights: list[list[float]] = []
+        for rank, own in zip(ranks, places, strict=True):
+            found, now = [begin] * num_layers, begin
+            if final is not None:
+                for layer, place in enumerate(own):
+                    if place is Place.GPU:
+                        now += rank.costs.layers[layer].gpu_update
+                        found[layer] = now
+                for layer, time in _events(rank.costs, own, final, begin, is_clipped).items():
+                    found[layer] = time
+            weights.append(found)
+        final, end = _gradients(ranks, places, collectives, begin, weights)
+        told = [[time - begin for time in times] for times in weights]
+        steps.append(TwinStep(end - begin, told))
+        begin = end
+    return steps
+
+
+def _events(
+    costs: StepCosts,
+    places: Sequence[Place],
+    final: Sequence[float],
+    decision: float,
+    clipped: bool,
+) -> dict[int, float]:
+    """When each CPU-placed layer's weights are back on the GPU; times are of the job."""
+    layers = [index for index, place in enumerate(places) if place is Place.CPU]
+    events = [(final[layer], f"gradient {layer}") for layer in layers]
+    events.append((decision, "decision"))
+    ready: set[int] = set()
+    committed: set[int] = set()
+    weights: dict[int, float] = {}
+    busy_until = -math.inf
+    while len(weights) < len(layers):
+        now = min(time for time, _ in events)
+        happening = [what for time, what in events if time == now]
+        events = [event for event in events if event[0] > now]
+        for what in happening:
+            if what.startswith("gradient"):
+                ready.add(int(what.split()[1]))
+            elif what == "decision":
+                ready |= committed
+        if not ready or now < busy_until:
+            continue
+        layer = min(ready)
+        ready.remove(layer)
+        one = costs.layers[layer]
+        chunk = min(1.0, costs.chunk_elements / max(one.parameters, 1))
+        if layer in committed:
+            busy_until = now + max(one.cpu_preview, one.to_device)
+            weights[layer] = busy_until + chunk * one.to_device
+        else:
+            begin = max(now, final[layer] + chunk * one.to_host)
+            if clipped and begin < decision:
+                busy_until = begin + max(one.cpu_commit, one.to_host)
+                committed.add(layer)
+            else:
+                busy_until = begin + max(one.cpu_update, one.to_host, one.to_device)
+                weights[layer] = busy_until + chunk * one.to_device
+        events.append((busy_until, "free"))
+    return weights
+
+
+def _gradients(
+    ranks: Sequence[Rank],
+    places: Sequence[Sequence[Place]],
+    collectives: Collectives,
+    begin: float,
+    weights: Sequence[Sequence[float]],
+) -> tuple[list[float], float]:
+    """When each layer's gradient is reduced in a step with these weights to come, and its end."""
+    num_layers = len(places[0])
+    gathered: list[float] = []
+    network = begin
+    for layer in range(num_layers):
+        network = max(network, *(times[layer] for times in weights)) + collectives.gather[layer]
+        gathered.append(network)
+    all_through = [
+        _through(rank, own, begin, gathered) for rank, own in zip(ranks, places, strict=True)
+    ]
+    final = [0.0] * num_layers
+    network = begin
+    for layer in reversed(range(num_layers)):
+        network = max(network, *(through[layer] for through in all_through))
+        network += collectives.scatter[layer]
+        final[layer] = network
+    return final, network + max(rank.costs.tail for rank in ranks)
+
+
+def _through(
+    rank: Rank, places: Sequence[Place], begin: float, gathered: Sequence[float]
+) -> list[float]:
+    """When its GPU has been through each layer's backward."""
+    costs, launches = rank.costs, rank.launches
+    on_gpu = [place is Place.GPU for place in places]
+    work = [
+        (layer.forward, gathered[index], not on_gpu[index])
+        for index, layer in enumerate(costs.layers)
+    ]
+    if not rank.has_samples:
+        work = [(0.0, begin, False)] * len(places)
+    work += [(costs.between, begin, False)]
+    work += [(layer.backward, begin, False) for layer in reversed(costs.layers)]
+    measured = costs.compute_seconds - costs.tail
+    updates = sum(x.gpu_update for x, own in zip(costs.layers, on_gpu, strict=True) if own)
+    number = sum(on_gpu)
+    passes = launches.passes + (launches.in_passes[number] if launches.in_passes else 0.0)
+    launched = launches.on_gpu[number] if launches.on_gpu else 0.0
+    share, pace = launches.device_share, passes / measured if measured > 0.0 else 0.0
+    late = max(0.0, launched - max(0.0, share * measured - passes))
+    host = begin + late + launches.after_decision
+    device = begin + max(late, updates)
+    ends: list[float] = []
+    for seconds, weights, is_by_worker in work:
+        if is_by_worker:
+            host = max(host, weights)
+        started = host
+        host = started + pace * seconds
+        device = max(max(device, started, weights) + share * seconds, host)
+        ends.append(device)
+    return ends[: -len(places) - 1 : -1]
