@@ -379,3 +379,21 @@ def host_budgets(problem: PlanProblem, host: Host, step: float) -> tuple[HostBud
         HostBudget(memory, problem.host_state_bytes, problem.host_weight_bytes, 1.0),
         HostBudget(moved, problem.state_traffic, problem.shard_traffic, 2.0),
     )
+
+
+def longest_step(problem: PlanProblem, host: Host, gpu: GpuProfile, loads: Sequence[Load]) -> float:
+    """Seconds after which no further time would let a rank do or hold more.
+
+    Args:
+        problem: what is planned.
+        host: the rank's.
+        gpu: the rank's.
+        loads: its workloads; some.
+    """
+    whole = problem.model.parameters
+    slopes = (line.slope for work in loads for line in work.fetches)
+    copied = problem.model.itemsize * whole + max(work.offloaded for work in loads)
+    copies = copied / gpu.copy_rate + whole * max(slopes, default=0.0)
+    updates = whole / gpu.update_rate + whole / host.rank_update_rate
+    moved = (problem.state_traffic + problem.shard_traffic) * whole / host.bandwidth
+    return 2.0 * max(work.compute for work in loads) + copies + updates + moved

@@ -24,7 +24,7 @@ def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
     """
     cluster = problem.cluster
     program = StepProgram(problem, even=False)
-    extremes = [kind.extremes for kind in program.catalogues]
+    extremes = [kind.extremes for kind in program.ranks]
     for rank, ((_, gpu), works) in enumerate(zip(cluster.ranks, extremes, strict=True)):
         if not works:
             return _rank_is_missing(problem, rank, gpu, 0 if problem.allow_idle else 1)
@@ -43,7 +43,7 @@ def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
     if short:
         words = "; ".join(text for text, _ in short)
         return Infeasible(words, sum(lacking for _, lacking in short))
-    held = program.held(program.longest())
+    held = program.held(program.longest)
     total = problem.model.parameters * (problem.host_state_bytes + problem.host_weight_bytes)
     what = "weights and optimizer state" if problem.offload_param else "optimizer state"
     lacking = (1.0 - held) * total / _GIB
@@ -62,7 +62,7 @@ def _gpus_are_missing(problem: PlanProblem, program: StepProgram) -> list[tuple[
     """
     ranks = problem.cluster.ranks
     least = float(problem.sharded_bytes * problem.model.parameters)
-    for (_, gpu), rank in zip(ranks, program.catalogues, strict=True):
+    for (_, gpu), rank in zip(ranks, program.ranks, strict=True):
         works = rank.extremes
         if len(ranks) == 1:  # which has to compute the whole batch
             works = [work for work in works if work.batch == problem.batch] or works

@@ -29,8 +29,8 @@ from hytrain.tools.planner.cost_model import (
 )
 from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.rebalance_samples import FastestLoads
 from hytrain.tools.planner.result import Found, line_step, parts
+from hytrain.tools.planner.search import Dealer
 
 _MOVED = (0.16, 0.04, 0.01)
 """Of the model's state, from one kind of ranks to another."""
@@ -76,7 +76,7 @@ class _Refinement:
     def __init__(self, problem: PlanProblem, found: Found) -> None:
         self._problem = problem
         self._even = found.even
-        self._fastest = FastestLoads(problem, even=found.even)
+        self._dealer = Dealer(problem, even=found.even)
         self._gpus = [gpu for _, gpu in problem.cluster.ranks]
         self._hosts = [replace(host, name="") for host, _ in problem.cluster.ranks]
         self._tries = 0
@@ -173,7 +173,7 @@ class _Refinement:
         if not work.batch:
             return
         others = [
-            self._fastest.of(gpu, work.batch, policy)
+            self._dealer.fastest(gpu, work.batch, policy)
             for policy in self._problem.activations
             if policy != work.activations
         ]
@@ -181,7 +181,7 @@ class _Refinement:
         smaller = [size for size in sizes if size < work.microbatch][-_SIZES:]
         larger = [size for size in sizes if size > work.microbatch][:_SIZES]
         others += [
-            self._fastest.of_size(gpu, work.batch, size, work.activations)
+            self._dealer.of_size(gpu, work.batch, size, work.activations)
             for size in (*smaller, *larger)
         ]
         for other in others:
@@ -216,8 +216,8 @@ class _Refinement:
         given, taken = now.loads[giver], now.loads[taker]
         if given.batch <= (0 if self._problem.allow_idle else 1):
             return
-        fewer = self._fastest.of(self._gpus[giver], given.batch - 1, given.activations)
-        more = self._fastest.of(self._gpus[taker], taken.batch + 1, taken.activations)
+        fewer = self._dealer.fastest(self._gpus[giver], given.batch - 1, given.activations)
+        more = self._dealer.fastest(self._gpus[taker], taken.batch + 1, taken.activations)
         if fewer is None or more is None:
             return
         loads = list(now.loads)

@@ -1,12 +1,11 @@
-"""The plan for unequal GPUs with offloaded state: found by bisection, with a bound on the best.
+"""The plan for unequal GPUs with offloaded state: a bound and plans near it, then local search.
 
-search.py finds the shortest step by the lines of cost_model.py for even shards, whose collectives
-are faster, and for unequal ones, and proves that no plan is faster than ``lower_bound``. So a plan
-comes with a gap: it is at most that share longer than the best. Then rebalance_samples.py moves
-single samples. The step that the plan promises is that of planned_step.py; where it is not close
-to the bound, plans of fewer policies are searched as well, local_search.py makes the best of each
-choice better, and the shortest promise is taken. Where all ranks have to make as many micro-batches
-(stage 3), rounds.py finds how many.
+search.py finds the shortest step by the roofline bounds of cost_model.py for even shards, whose
+collectives are faster, and for unequal ones, and proves that no plan is faster than
+``lower_bound``. So a plan comes with a gap: it is at most that share longer than the best. The step
+that it promises is simulated (planned_step.py); where that is not close to the bound, plans of
+fewer policies are searched as well, and local_search.py makes the best of each choice better. Where
+all ranks have to make as many micro-batches (stage 3), rounds.py finds how many.
 """
 
 from __future__ import annotations
@@ -21,16 +20,13 @@ from hytrain.tools.planner.baselines import samples_by_speed
 from hytrain.tools.planner.infeasibility import missing
 from hytrain.tools.planner.local_search import local_search, unevenly
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.rebalance_samples import rebalance_samples
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, to_plan
 from hytrain.tools.planner.rounds import best_rounds
-from hytrain.tools.planner.search import CLOSE, Search
+from hytrain.tools.planner.search import CLOSE, Search, search
 
-# A plan that is not close to the bound by the finer model is compared with plans of a step up to so
-# many times as long by the lines, and no more than these.
+# A plan that is not that close is compared with plans of a step up to so many times as long by the
+# roofline bounds; so many of them are refined.
 _NEARBY = 1.25
-_MOST_OTHERS = 24
-# Of those, so many are refined.
 _MOST_REFINED = 6
 
 
@@ -72,7 +68,7 @@ def make_plan_without_spare(problem: PlanProblem) -> tuple[PlanProblem, Plan | I
 def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeasible:
     """Where each rank may have its own, or where it is decided on.
 
-    What cannot be as fast as a rival is not searched for as long.
+    What cannot be as fast as a rival is not refined.
     """
     cluster = problem.cluster
     if not problem.allow_idle and problem.batch < cluster.num_ranks:
@@ -87,51 +83,43 @@ def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeas
         simple = None
     # Rounded up: it may be the best plan there is.
     worst = math.inf if simple is None else simple.step_seconds * (1.0 + TOLERANCE)
-    search = Search(problem, worst, rival)
+    found = search(problem, worst)
     plans = [] if simple is None else [simple]
-    for found in search.shortest:
-        better = rebalance_samples(problem, found)
-        plans.append(to_plan(problem, better, better.step))
+    plans += [to_plan(problem, one, one.step) for one in found.shortest]
     if not plans:
-        return missing(problem, is_bounded=math.isfinite(search.bound))
-    best = min(plans, key=lambda plan: plan.step_seconds)
-    # One of many numbers of rounds is one of many plans already, and a slower one is none.
-    is_one_of_many = problem.rounds is not None or search.bound > rival
-    if not is_one_of_many and best.predicted_seconds > CLOSE * search.bound:
-        plans += _others(problem, search, best)
+        return missing(problem, is_bounded=math.isfinite(found.bound))
     best = min(plans, key=lambda plan: plan.predicted_seconds)
+    # One of many numbers of rounds is one of many plans already.
+    is_one_of_many = problem.rounds is not None or found.bound > rival
+    if not is_one_of_many and best.predicted_seconds > CLOSE * found.bound:
+        plans += _refined(problem, found, min(plan.step_seconds for plan in plans))
+        best = min(plans, key=lambda plan: plan.predicted_seconds)
     shortest = min(plan.step_seconds for plan in plans)
-    return replace(best, lower_bound=min(search.bound, shortest), shortest_step=shortest)
+    return replace(best, lower_bound=min(found.bound, shortest), shortest_step=shortest)
 
 
-def _others(problem: PlanProblem, search: Search, best: Plan) -> list[Plan]:
-    """Plans whose steps the finer model may find shorter than that of the best by the lines.
+def _refined(problem: PlanProblem, found: Search, step: float) -> list[Plan]:
+    """Plans whose simulated steps may be shorter than that of the best by the roofline bounds.
 
-    Those that the search has come by, and the best ones of fewer policies: the lines do not know
-    when in a step a rank's gradients come, by which the policies differ.
+    These do not know when in a step a rank's gradients come, by which the policies differ. Small
+    changes lead from one choice of policies to another seldom: the best of each is refined.
+
+    Args:
+        problem: what is planned.
+        found: what the search has come by.
+        step: of the best by the roofline bounds, seconds.
     """
-    most = _NEARBY * best.step_seconds
-    trail = [*search.trail, *search.longer(best.step_seconds)]
+    trail = list(found.trail)
     for policies in _choices(problem.activations):
-        own = replace(problem, activations=policies)
-        found = Search(own, most)
-        trail += found.trail
-        trail += [rebalance_samples(own, one) for one in found.shortest]
-    distinct = {(one.loads, one.shares): one for one in trail if one.step <= most}
-    nearest = sorted(distinct.values(), key=lambda one: one.step)[:_MOST_OTHERS]
-    plans = [(to_plan(problem, one, one.step), one) for one in nearest]
-    plans.sort(key=lambda pair: pair[0].predicted_seconds)
-    # Small changes lead from one choice of policies to another seldom: the best of each is refined.
+        trail += search(replace(problem, activations=policies), _NEARBY * step).trail
     starts: dict[tuple[Activations, ...], Found] = {}
-    for plan, one in plans:
-        starts.setdefault(tuple(rank.activations for rank in plan.ranks), one)
+    for one in sorted(trail, key=lambda one: one.step):
+        if one.step <= _NEARBY * step:
+            starts.setdefault(tuple(work.activations for work in one.loads), one)
     first = list(starts.values())[:_MOST_REFINED]
     first += [unevenly(problem, one) for one in first if one.even and len(one.loads) > 1]
     refined = [local_search(problem, one) for one in first]
-    return [
-        *(plan for plan, _ in plans),
-        *(to_plan(problem, found, found.step) for found in refined),
-    ]
+    return [to_plan(problem, one, one.step) for one in (*starts.values(), *refined)]
 
 
 def _choices(activations: tuple[Activations, ...]) -> list[tuple[Activations, ...]]:

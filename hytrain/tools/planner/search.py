@@ -1,75 +1,44 @@
-"""The search for the shortest step by the lines of cost_model.py, and a bound on it.
+"""The first stage of planning: the shortest step by the roofline bounds, and plans that come near.
 
 Whether a step of some length is possible is asked of step_program.py. No is certain, so the longest
-step of which that is known is a bound. What it says to a longer one is dealt in whole samples and
-whole layers (deal_samples.py, allocation.py) at once, which may take a little longer. Lengths are
-bisected between the bound and the best plan.
+step of which that is known is a bound: mostly that in which the ranks can just compute the batch,
+whatever the state. What it says to a longer one is dealt in whole samples (here) and whole layers
+(allocation.py) at once, which may take a little longer. Lengths are bisected.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from hytrain.tools.planner.deal_samples import deals
+from hytrain.formats.policies import Activations
+from hytrain.tools.planner.cluster import GpuProfile
+from hytrain.tools.planner.cost_model import Collectives, Load, fits_rounds, load, sizes_to_choose
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, settle
-from hytrain.tools.planner.step_program import Choice, StepProgram
+from hytrain.tools.planner.step_program import Choice, StepProgram, whole_parts
 
 CLOSE = 1.02
-"""A plan that takes at most so many times the bound by the finer model is as good as the best."""
+"""A plan that takes at most so many times the bound is as good as the best."""
 PRECISION = 4e-3
 """Between a plan and a bound that differ by no more than this share nothing is searched for."""
-# The same where a rival is faster.
-_COARSE = 0.05
-# Programs of so few columns are solved in no time: there more is known.
-_SMALL = 400
-_FINE = 5e-4
-# Where no step may be longer than so much more than what is proven, that one is asked for first.
-_NEAR = 0.02
-# Plans of longer steps take so many times the shortest; they come of no larger programs.
-_LONGER = (1.01, 1.03, 1.1)
-_MOST_COLUMNS = 20_000
-# Lengths of a step between the bound and the plan, more than the bound, are tried up to here.
+# Where whole ranks and layers leave plans longer than the bound, longer steps are tried up to here.
 _FARTHEST = 1.0
+_MOST_MOVES = 64
 
 
+@dataclass(slots=True)
 class Search:
-    """The search for the shortest step by the lines.
+    """What is known of the shortest step.
 
     Attributes:
-        bound: no step is shorter; infinite where none is possible.
-        trail: the plans that it has come by.
+        bound: no step by the roofline bounds is shorter; infinite where none is possible.
+        trail: the plans that the search has come by.
     """
 
-    def __init__(self, problem: PlanProblem, worst: float, rival: float = math.inf) -> None:
-        """
-        Args:
-            problem: what is to be dealt to whom.
-            worst: seconds of a step; longer ones are of no interest.
-            rival: of longer ones than this it is enough to know about how long they are.
-        """
-        self._problem = problem
-        self.bound = math.inf
-        self.trail: list[Found] = []
-        # Unequal shards first: they may allow much shorter steps.
-        for even in (True, False)[: problem.cluster.num_ranks][::-1]:
-            program = StepProgram(problem, even=even, worst=worst)
-            bound, trail = search_program(program, worst, rival)
-            self.bound = min(self.bound, math.inf if bound is None else bound)
-            self.trail += trail
-            # Where both are as good, even shards have the faster collectives.
-            worst = min([worst, *(one.step * (1.0 + PRECISION) for one in trail)])
-
-    def longer(self, step: float) -> list[Found]:
-        """Plans of longer steps than so many seconds, in which the CPU has more time."""
-        found: list[Found] = []
-        for even in (True, False)[: self._problem.cluster.num_ranks]:
-            program = StepProgram(self._problem, even=even, worst=_LONGER[-1] * step)
-            for factor in _LONGER:
-                choices = program.choose(factor * step, most_columns=_MOST_COLUMNS)
-                found += dealt(program, choices, factor * step)
-        return found
+    bound: float = math.inf
+    trail: list[Found] = field(default_factory=list[Found])
 
     @property
     def shortest(self) -> list[Found]:
@@ -79,109 +48,175 @@ class Search:
         return sorted(best, key=lambda one: one.step)
 
 
-def search_program(
-    program: StepProgram, worst: float, rival: float = math.inf
-) -> tuple[float | None, list[Found]]:
-    """A bound on a program's steps, and plans of steps up to ``worst`` seconds or a little longer.
+def search(problem: PlanProblem, worst: float) -> Search:
+    """Searches with even and with unequal shards.
 
-    None and no plan where no step of up to ``worst`` seconds is possible. The rival is that of
-    :class:`Search`.
+    Args:
+        problem: what is to be dealt to whom.
+        worst: seconds of a step; longer ones are of no interest.
     """
-    longest = min(program.longest(), worst)
-    if not program.covers(longest):
-        return None, []
-    low, _ = _bisect(program.covers, 0.0, longest, TOLERANCE)
-    # Ranks in parts take less time, and tell most.
-    bound = _relaxed_bound(program, low, longest)
-    if bound is None:
-        return None, []
-    if longest < bound * (1.0 + _NEAR) and program.choose(longest) is None:
-        return None, []
-    return _search_above(program, bound, longest, rival)
+    found = Search()
+    # Unequal shards first: they may allow much shorter steps.
+    for even in (False, True)[problem.cluster.num_ranks == 1 :]:
+        own = search_program(StepProgram(problem, even=even, worst=worst), worst)
+        found = Search(min(found.bound, own.bound), found.trail + own.trail)
+        # Where both are as good, even shards have the faster collectives.
+        worst = min([worst, *(one.step * (1.0 + PRECISION) for one in own.trail)])
+    return found
 
 
-def _relaxed_bound(program: StepProgram, low: float, longest: float) -> float | None:
-    """What ranks that need not be whole prove; None where nothing up to ``longest`` is possible."""
+def search_program(program: StepProgram, worst: float) -> Search:
+    """A bound on a program's steps, and plans of steps up to ``worst`` seconds or little longer."""
+    longest = min(program.longest, worst)
+    if program.spare_samples(longest) < 0:
+        return Search()
+    low = _bisect(lambda step: program.spare_samples(step) >= 0, 0.0, longest, TOLERANCE)
+    trail: list[Found] = []
+    deal = Dealer(program.problem, even=program.even)
 
     def able(step: float) -> bool:
-        return program.choose(step, whole=False) is not None
-
-    if able(low * (1.0 + TOLERANCE)):
-        return low
-    if not able(longest):
-        return None
-    growth = PRECISION
-    high = min(low * (1.0 + growth), longest)
-    while not able(high):
-        growth *= 2.0
-        low, high = high, min(high * (1.0 + growth), longest)
-    return _bisect(able, low, high, PRECISION / 4.0)[0]
-
-
-def _search_above(
-    program: StepProgram, bound: float, longest: float, rival: float
-) -> tuple[float | None, list[Found]]:
-    """The bound raised, and plans, until both are close or neither can be had better.
-
-    First the shortest step that is not denied is searched for; whatever is possible on the way is
-    dealt. Where that leaves plans longer than it, some longer steps are tried.
-    """
-    trail: list[Found] = []
-    low, high, step = bound, math.inf, bound
-    growth = precision = PRECISION
-    if bound > rival:
-        growth = precision = _COARSE
-        step = min(bound * (1.0 + precision), longest)
-
-    def is_open() -> bool:
-        is_small = precision == PRECISION and program.num_columns <= _SMALL
-        return high > low * (1.0 + (_FINE if is_small else precision))
-
-    while is_open():
         choices = program.choose(step)
-        if choices is None:
-            if step >= longest:
-                return None, []
-            low = step
-        else:
-            trail += dealt(program, choices, low)
-            high = min([step, *(one.step for one in trail)])
-        if math.isfinite(high):
-            step = (low + high) / 2.0
-        else:
-            step = min(low * (1.0 + growth), longest)
-            growth *= 2.0
-    more = _FINE
-    while more <= _FARTHEST:
-        step = min(high * (1.0 + more), longest)
-        if trail and step >= min(one.step for one in trail) * (1.0 - TOLERANCE):
+        trail.extend(deal.plans(choices, low))
+        return choices is not None
+
+    growth, high = PRECISION, min(low * (1.0 + TOLERANCE), longest)
+    while not able(high):
+        if high >= longest:
+            return Search()
+        low, high = high, min(high * (1.0 + growth), longest)
+        growth *= 2.0
+    low = _bisect(able, low, high, PRECISION / 4.0)
+    more = PRECISION
+    while more <= _FARTHEST and low < longest:
+        step = min(low * (1.0 + more), longest)
+        if min((one.step for one in trail), default=math.inf) <= step:
             break
-        trail += dealt(program, program.choose(step), low)
-        if not trail:  # whole layers may fit into what leaves more room
-            trail += dealt(program, program.choose(step, roomy=True), low)
-        if step >= longest:
-            break
+        able(step)
         more *= 2.0
-    return low, trail
+    return Search(low, trail)
 
 
-def dealt(program: StepProgram, choices: list[Choice] | None, least: float) -> list[Found]:
-    """Plans for what was chosen, each with its own shortest step, from ``least`` seconds on."""
-    if not choices:
-        return []
-    settled = (
-        settle(program.problem, loads, least, even=program.even)
-        for loads in deals(program.problem, choices, even=program.even)
-        if min(work.room for work in loads) >= 0.0
-    )
-    return [found for found in settled if found is not None]
-
-
-def _bisect(
-    able: Callable[[float], bool], low: float, high: float, precision: float
-) -> tuple[float, float]:
-    """Where it becomes able, to the precision; it is at ``high``."""
+def _bisect(able: Callable[[float], bool], low: float, high: float, precision: float) -> float:
+    """The longest that is known not to be able, to the precision; ``high`` is."""
     while high - low > precision * high:
         middle = (low + high) / 2.0
         low, high = (low, middle) if able(middle) else (middle, high)
-    return low, high
+    return low
+
+
+class Dealer:
+    """Workloads of whole samples, each worked out once."""
+
+    def __init__(self, problem: PlanProblem, *, even: bool) -> None:
+        """
+        Args:
+            problem: what is dealt.
+            even: whether all shards are equal.
+        """
+        self._problem = problem
+        self._even = even
+        self._collectives = Collectives.of(problem, even=even)
+        self._gpus = [gpu for _, gpu in problem.cluster.ranks]
+        # By the profile's identity: to compare profiles takes long.
+        self._known: dict[tuple[int, int, int, Activations], Load | None] = {}
+
+    def of_size(self, gpu: GpuProfile, batch: int, size: int, policy: Activations) -> Load | None:
+        """With these micro-batches; None where they leave no room or do not make the rounds."""
+        key = id(gpu), batch, size, policy
+        if key not in self._known:
+            self._known[key] = None
+            if fits_rounds(self._problem, batch, size):
+                work = load(self._problem, gpu, self._collectives, batch, size, policy)
+                self._known[key] = work if work.room >= 0.0 else None
+        return self._known[key]
+
+    def fastest(
+        self, gpu: GpuProfile, batch: int, policy: Activations, most: int | None = None
+    ) -> Load | None:
+        """With the fastest micro-batches, of up to ``most`` samples; None where none will do."""
+        sizes = sizes_to_choose(self._problem, gpu, batch) if batch else (0,)
+        allowed = [size for size in sizes if most is None or size <= most]
+        made = (self.of_size(gpu, batch, size, policy) for size in allowed)
+        roomy = (work for work in made if work is not None)
+        return min(roomy, key=lambda work: work.compute, default=None)
+
+    def plans(self, choices: Sequence[Choice] | None, least: float) -> list[Found]:
+        """What was chosen, as a plan with its own shortest step, from ``least`` seconds on."""
+        dealt = self._whole(choices) if choices else None
+        if dealt is None:
+            return []
+        found = settle(self._problem, dealt, least, even=self._even)
+        if found is None:
+            return []
+        balanced = self._balanced(found)
+        return [found] if balanced is found else [found, balanced]
+
+    def _whole(self, choices: Sequence[Choice]) -> list[Load] | None:
+        """Whole samples that are the batch, in micro-batches of the sizes that were chosen."""
+        least = 0 if self._problem.allow_idle else 1
+        batches = whole_parts([choice.samples for choice in choices], self._problem.batch)
+        dealt: list[Load] = []
+        for gpu, choice, batch in zip(self._gpus, choices, batches, strict=True):
+            size, batch = choice.size, max(batch, least)
+            work = self.of_size(gpu, batch, min(size, batch), choice.activations)
+            work = work or self.fastest(gpu, batch, choice.activations, size)
+            if work is None:
+                return None
+            dealt.append(work)
+        # Those who must compute a sample may have got one more.
+        for _ in range(sum(work.batch for work in dealt) - self._problem.batch):
+            able = [rank for rank, work in enumerate(dealt) if work.batch > least]
+            if not able:
+                return None
+            rank = max(able, key=lambda rank: dealt[rank].compute)
+            work = dealt[rank]
+            fewer = self.fastest(
+                self._gpus[rank], work.batch - 1, work.activations, work.microbatch
+            )
+            if fewer is None:
+                return None
+            dealt[rank] = fewer
+        return dealt
+
+    def _balanced(self, found: Found) -> Found:
+        """The slowest rank gives samples, each to who is fastest with it, while that gains."""
+        for _ in range(_MOST_MOVES):
+            moved = self._move(found.loads)
+            if moved is None:
+                break
+            least = max(work.compute for work in moved)
+            if least >= found.step * (1.0 - TOLERANCE):
+                break
+            better = settle(self._problem, moved, least, even=found.even)
+            if better is None or better.step >= found.step * (1.0 - TOLERANCE):
+                break
+            found = better
+        return found
+
+    def _move(self, loads: Sequence[Load]) -> list[Load] | None:
+        """The workloads after one move; None where the slowest rank has none to give."""
+        moved = list(loads)
+        slowest = max(range(len(moved)), key=lambda rank: moved[rank].compute)
+        work = moved[slowest]
+        least = 0 if self._problem.allow_idle else 1
+        fewer = (
+            self.fastest(self._gpus[slowest], batch, work.activations)
+            for batch in range(work.batch - 1, least - 1, -1)
+        )
+        enough = work.compute * (1.0 - TOLERANCE)
+        faster = next((one for one in fewer if one is not None and one.compute < enough), None)
+        if faster is None:
+            return None
+        moved[slowest] = faster
+        for _ in range(work.batch - faster.batch):
+            given = [
+                (more.compute, rank, more)
+                for rank, other in enumerate(moved)
+                if rank != slowest
+                and (more := self.fastest(self._gpus[rank], other.batch + 1, other.activations))
+            ]
+            if not given:
+                return None
+            _, rank, taken = min(given, key=lambda row: row[:2])
+            moved[rank] = taken
+        return moved

@@ -1,25 +1,19 @@
-"""Whether a batch and all state can be dealt in a step of a given length: a mixed-integer program.
+"""Whether a batch and all state can be dealt in a step of a given length: a linear program.
 
-With the step's length T everything else is linear. A rank with a load and K of L layers on its
-GPU can own a shard of up to some size, which cost_model.py knows (``largest_shards``); what such a
-shard takes of its host is in proportion to it. So for each kind of ranks on a host (equal GPUs are
-one kind, of which there are some number) and each chain of loads (rank_loads.py) there are
+With the step's length T everything else is linear. A rank with a workload and the first K layers on
+its GPU can own a shard of up to some size, which cost_model.py knows (``largest_shards``); what
+such a shard takes of its host is in proportion to it. So for each kind of ranks on a host (equal
+GPUs are one kind, of which there are some number) and each offer (frontier.py) there are vertices:
+no state, or some K with its largest shard. Of the numbers K those are vertices at which the largest
+shard, against its CPU-placed part, bends. With w, how many ranks of the kind take a vertex,
 
-    y      how many of these ranks take a load of the chain                      (whole numbers)
-    w      how many take a corner of the chain, with some K and that largest shard; their sum is y
-
-A shard may be smaller: without state is a corner, too. Of the numbers K those are corners at which
-the largest shard, against its CPU-placed part, bends. Then
-
-    sum of y over the chains = ranks of the kind
-    sum of w * shard = 1,  sum of w * samples = the batch
+    sum of w = ranks of the kind,  sum of w * (fewest, most samples) on either side of the batch
     for each host: sum of w * (bytes held), and of w * (bytes moved), <= what it has in T
 
-Even shards are corners of their own, the largest K that holds 1/n. Every plan is a solution; a
-solution is a plan but for whole layers of ranks that lie between two corners, and whole samples. So
-where there is none no step is as short: with the shortest T that has one, found by bisection
-(plan.py), plans come with a bound. HiGHS (Huangfu and Hall, "Parallelizing the dual revised simplex
-method", 2018) solves the programs, by way of scipy.
+the sum of w * shard is as large as can be: below 1 no plan has so short a step. Even shards are
+vertices of their own, the largest K that holds 1/n, and the most samples are asked for. Every plan
+is a solution; a solution is a plan but for ranks and layers that are in parts. HiGHS (Huangfu and
+Hall, "Parallelizing the dual revised simplex method", 2018) solves the programs, by way of scipy.
 """
 
 from __future__ import annotations
@@ -27,31 +21,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
-from hytrain.tools.planner.chain_limits import ChainLimits
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
+    Collectives,
     Columns,
     HostBudget,
     host_budgets,
     largest_shards,
+    longest_step,
 )
-from hytrain.tools.planner.load_maker import LoadMaker
-from hytrain.tools.planner.min_plus import Bools, Floats, Ints
-from hytrain.tools.planner.mixed_integer import MixedIntegerProgram
+from hytrain.tools.planner.frontier import Offer, RankFrontier
+from hytrain.tools.planner.min_plus import Floats, Ints
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.rank_loads import Chain, RankLoads
+
+try:
+    from scipy import optimize, sparse
+except ImportError:  # training needs no scipy, and must not stop for it
+    optimize = sparse = None
 
 _ROUNDING = 1e-9
-# Branches, of a program of a thousand columns, of a larger one fewer. One that is not decided then
-# counts as one that has a solution. Seconds would make plans depend on the machine.
-_MOST_NODES = 400
-_COLUMNS = 1000
-# Where room is left, it is for no more than so many times the state.
-_ROOMY = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,66 +54,63 @@ class Choice:
 
     Attributes:
         samples: of the batch, not yet a whole number.
-        microbatch: of them at once, at most.
+        size: of its micro-batches, at most.
         activations: policy.
     """
 
     samples: float
-    microbatch: int
+    size: int
     activations: Activations
 
 
 @dataclass(frozen=True, slots=True)
-class _Corners:
+class _Vertices:
     """What ranks of a kind may do, as columns; a row of each array is one.
 
     Attributes:
-        chains: to choose from.
-        chain: whose corner it is.
-        load: its load, a position in the chain.
-        samples: of a rank.
+        offers: to choose from.
+        offer: which of them it is of.
+        fewest: samples of a rank.
+        samples: the most.
         shard: parameters / whole model.
         on_cpu: of these the CPU-placed ones.
         offloaded: bytes of activations.
     """
 
-    chains: list[Chain]
-    chain: Ints
-    load: Ints
+    offers: list[Offer]
+    offer: Ints
+    fewest: Floats
     samples: Floats
     shard: Floats
     on_cpu: Floats
     offloaded: Floats
 
+    def drawn(self, budget: HostBudget, parameters: int) -> Floats:
+        """What a rank takes of its host, as a share of that."""
+        state = (budget.state * self.on_cpu + budget.shard * self.shard) * parameters
+        drawn = state + budget.offloaded * self.offloaded
+        # A host without memory has nothing for anyone.
+        return drawn / budget.total if budget.total > 0.0 else np.where(drawn > 0.0, 2.0**20, 0.0)
+
 
 class StepProgram:
     """All ranks of a problem with even or with unequal shards."""
 
-    def __init__(
-        self,
-        problem: PlanProblem,
-        *,
-        even: bool,
-        worst: float = math.inf,
-        loads: LoadMaker | None = None,
-    ) -> None:
+    def __init__(self, problem: PlanProblem, *, even: bool, worst: float = math.inf) -> None:
         """
         Args:
             problem: the ranks, and what is to be dealt to them.
             even: whether all shards are equal.
             worst: seconds of a step that is known to be possible: longer ones are of no interest.
-            loads: makes loads of this problem; None: :class:`LoadMaker`.
         """
         self.problem = problem
         self.even = even
-        loads = loads or LoadMaker(problem, even=even)
+        collectives = Collectives.of(problem, even=even)
         # Equal GPUs are one kind, on hosts that differ in name only, too. All that is kept is by
         # the first one's number: to compare profiles takes long.
         hosts: dict[Host, int] = {}
         ranks: dict[tuple[int, GpuProfile], int] = {}
-        # Of the program that was solved last.
-        self.num_columns = 0
-        self.kinds: list[RankLoads] = []
+        self.kinds: list[RankFrontier] = []
         # For each host the kind of each of its ranks.
         self._hosts: list[tuple[int, ...]] = []
         for host in problem.cluster.hosts:
@@ -128,237 +119,134 @@ class StepProgram:
             for gpu in host.gpus:
                 own = ranks.setdefault((alike, gpu), len(ranks))
                 if own == len(self.kinds):
-                    self.kinds.append(RankLoads(problem, host, gpu, loads, worst))
+                    self.kinds.append(RankFrontier(problem, host, gpu, collectives, worst))
                 members.append(own)
             self._hosts.append(tuple(members))
 
     @property
-    def catalogues(self) -> list[RankLoads]:
-        """The loads of each rank."""
+    def ranks(self) -> list[RankFrontier]:
+        """The workloads of each rank."""
         return [self.kinds[kind] for kinds in self._hosts for kind in kinds]
 
-    def covers(self, step: float) -> bool:
-        """Whether the batch can be computed in a step, whatever the state."""
-        most = [kind.most_samples(step) for kind in self.kinds]
-        ranks = [most[kind] for kinds in self._hosts for kind in kinds]
-        return min(ranks) >= 0 and sum(ranks) >= self.problem.batch
-
-    def choose(
-        self,
-        step: float,
-        *,
-        whole: bool = True,
-        roomy: bool = False,
-        most_columns: float = math.inf,
-    ) -> list[Choice] | None:
-        """What each rank does; None where no plan has so short a step.
-
-        An empty list where that is not known.
-
-        Args:
-            step: seconds.
-            whole: whether ranks are; in parts they are solved faster, and more is possible.
-            roomy: whether they leave as much room for more state as they can: then whole layers
-                fit more easily.
-            most_columns: a larger program is not solved.
-        """
-        corners = self._corners(step)
-        if corners is None:
-            return None
-        held = (1.0, _ROOMY) if roomy else (1.0, 1.0)
-        program, columns = self._program(step, corners, held, gains=roomy)
-        self.num_columns = program.num_columns
-        if program.num_columns > most_columns:
-            return []
-        solved, is_impossible = program.solve(whole=whole, most_nodes=_most_nodes(program))
-        if is_impossible:
-            return None
-        return [] if solved is None or not whole else self._choices(corners, columns, solved)
-
-    def held(self, step: float) -> float:
-        """The most of the state that can be held, as a share, at most 1."""
-        corners = self._corners(step)
-        if corners is None:
-            return 0.0
-        program, _ = self._program(step, corners, (0.0, 1.0), gains=True)
-        solved, _ = program.solve(whole=True, most_nodes=_most_nodes(program))
-        if solved is None:
-            return 0.0
-        return program.gained(solved)
-
-    def _least(self, step: float) -> list[int] | None:
-        """Samples that a rank of each kind computes at least; None: the batch is too large."""
-        most = [kind.most_samples(step) for kind in self.kinds]
-        ranks = [most[kind] for kinds in self._hosts for kind in kinds]
-        if min(ranks) < 0 or sum(ranks) < self.problem.batch:
-            return None
-        others = sum(ranks) - self.problem.batch
-        return [own - others for own in most]
-
-    def _corners(self, step: float) -> list[_Corners] | None:
-        """Of each kind; None where a rank can do nothing in time, or all cannot do the batch."""
-        least = self._least(step)
-        if least is None:
-            return None
-        found: list[_Corners] = []
-        for kind, own in zip(self.kinds, least, strict=True):
-            corners = self._kind_corners(kind, step, kind.chains(step, own))
-            if not len(corners.samples):
-                return None
-            found.append(corners)
-        return found
-
-    def _kind_corners(self, kind: RankLoads, step: float, chains: list[Chain]) -> _Corners:
-        model = self.problem.model
-        loads = [work for chain in chains for work in chain.loads]
-        if not loads:
-            none = np.zeros(0)
-            return _Corners([], none.astype(np.intp), none.astype(np.intp), none, none, none, none)
-        shards = largest_shards(self.problem, kind.host, kind.gpu, Columns.of(loads), step)
-        shards = np.minimum(shards / model.parameters, 1.0)  # no rank need hold more than all
-        chain = np.repeat(np.arange(len(chains)), [len(one.loads) for one in chains])
-        place = np.concatenate([np.arange(len(one.loads)) for one in chains])
-        # Between the loads of a chain other limits bind: these have rows of their own.
-        alone = np.array([len(chains[number].loads) == 1 for number in chain])
-        rows, layers = (
-            self._even(shards, alone) if self.even else _bends(shards, alone, model.gpu_parts)
-        )
-        several = np.flatnonzero(~alone)
-        rows = np.concatenate([rows, several])
-        layers = np.concatenate([layers, np.full(len(several), -1)])
-        on_cpu = 1.0 - model.gpu_parts[np.maximum(layers, 0)]
-        shard = np.where(layers < 0, 0.0, shards[rows, layers])
-        if self.even:
-            shard = np.where(alone[rows], 1.0 / self.problem.cluster.num_ranks, 0.0)
-        return _Corners(
-            chains=chains,
-            chain=chain[rows],
-            load=place[rows],
-            samples=np.array([float(work.batch) for work in loads])[rows],
-            shard=shard,
-            on_cpu=shard * on_cpu,
-            offloaded=np.array([work.offloaded for work in loads])[rows],
-        )
-
-    def _even(self, shards: Floats, alone: Bools) -> tuple[Ints, Ints]:
-        """Of each load that is a chain the most GPU layers with which it holds its part."""
-        enough = shards >= (1.0 - _ROUNDING) / self.problem.cluster.num_ranks
-        rows = np.flatnonzero(enough.any(axis=1) & alone)
-        return rows, shards.shape[1] - 1 - enough[rows, ::-1].argmax(axis=1)
-
-    def _program(
-        self,
-        step: float,
-        corners: Sequence[_Corners],
-        held: tuple[float, float],
-        *,
-        gains: bool,
-    ) -> tuple[MixedIntegerProgram, list[list[tuple[Ints, Ints]]]]:
-        """The program; for each host, and each of its kinds, the columns w and y.
-
-        Args:
-            step: seconds.
-            corners: of each kind.
-            held: the least and the most of the state, as a share.
-            gains: whether as much state as can be is to be held.
-        """
-        program = MixedIntegerProgram()
-        batch = program.row(1.0, 1.0 + 0.5 / self.problem.batch)
-        state = program.row(*held) if not self.even else None
-        columns: list[list[tuple[Ints, Ints]]] = []
-        each = 1.0 / self.problem.cluster.num_ranks
-        for host, kinds in zip(self.problem.cluster.hosts, self._hosts, strict=True):
-            budgets = host_budgets(self.problem, host, step)
-            limits = [program.row(-math.inf, 1.0) for _ in budgets]
-            own: list[tuple[Ints, Ints]] = []
-            for kind in dict.fromkeys(kinds):
-                part = corners[kind]
-                gain = part.shard if gains else 0.0
-                taken = program.columns(len(part.samples), whole=False, gain=gain)
-                numbers = program.columns(len(part.chains), whole=True)
-                ranks = float(kinds.count(kind))
-                program.entries(program.row(ranks, ranks), numbers, 1.0)
-                rows = np.array([program.row(0.0, 0.0) for _ in part.chains])
-                program.entries(rows, numbers, -1.0)
-                program.entries(rows[part.chain], taken, 1.0)
-                program.entries(batch, taken, part.samples / self.problem.batch)
-                if state is not None:
-                    program.entries(state, taken, part.shard)
-                for row, budget in zip(limits, budgets, strict=True):
-                    program.entries(row, taken, self._drawn(budget, part))
-                several = ChainLimits(
-                    self.problem, host, self.kinds[kind].gpu, step, program, gains
-                )
-                for number, chain in enumerate(part.chains):
-                    if len(chain.loads) > 1:
-                        own_taken = taken[part.chain == number]
-                        state_of = several.add(chain.loads, own_taken, numbers[number : number + 1])
-                        several.draw(budgets, limits, state_of)
-                        several.hold(state, numbers[number : number + 1], state_of, each)
-                own.append((taken, numbers))
-            columns.append(own)
-        return program, columns
-
-    def _drawn(self, budget: HostBudget, corners: _Corners) -> Floats:
-        """What a rank takes of its host, as a share of that."""
-        state = budget.state * corners.on_cpu + budget.shard * corners.shard
-        drawn = state * self.problem.model.parameters + budget.offloaded * corners.offloaded
-        # A host without memory has nothing for anyone.
-        return drawn / budget.total if budget.total > 0.0 else np.where(drawn > 0.0, 2.0**20, 0.0)
-
-    def _choices(
-        self,
-        corners: Sequence[_Corners],
-        columns: Sequence[Sequence[tuple[Ints, Ints]]],
-        solved: Floats,
-    ) -> list[Choice]:
-        """Of the ranks in their order; those of a kind by chains."""
-        found: list[Choice] = []
-        for kinds, own in zip(self._hosts, columns, strict=True):
-            distinct = dict.fromkeys(kinds)
-            chosen = {
-                kind: _chosen(corners[kind], solved[taken], solved[numbers])
-                for kind, (taken, numbers) in zip(distinct, own, strict=True)
-            }
-            found += [chosen[kind].pop(0) for kind in kinds]
-        return found
-
+    @property
     def longest(self) -> float:
         """Seconds after which no further time would let anything more fit."""
+        kinds = ((kind, kind.extremes) for kind in self.kinds)
+        steps = (longest_step(self.problem, k.host, k.gpu, loads) for k, loads in kinds if loads)
+        return max(steps, default=0.0)
+
+    def spare_samples(self, step: float) -> int:
+        """By which the ranks could compute more than the batch in a step, whatever the state."""
+        most = [kind.most_samples(step) for kind in self.kinds]
+        ranks = [most[kind] for kinds in self._hosts for kind in kinds]
+        return -1 if min(ranks) < 0 else sum(ranks) - self.problem.batch
+
+    def choose(self, step: float) -> list[Choice] | None:
+        """What each rank does; None where no plan has so short a step.
+
+        Args:
+            step: seconds.
+        """
+        found, choices = self._solve(step)
+        return choices if found >= 1.0 - _ROUNDING else None
+
+    def held(self, step: float) -> float:
+        """The most of the state, or with even shards of the batch, in such a step, as a share."""
+        return self._solve(step)[0]
+
+    def _solve(self, step: float) -> tuple[float, list[Choice]]:
+        """The most of the state (of the batch with even shards), and who does what then."""
+        if optimize is None or sparse is None:
+            raise PlanError("planning needs scipy, whose solver it uses: pip install scipy")
+        spare = self.spare_samples(step)
+        if spare < 0:
+            return 0.0, []
+        vertices = [self._vertices(kind, step, spare) for kind in self.kinds]
+        if not all(len(own.samples) for own in vertices):
+            return 0.0, []
+        # A block of columns for each host and kind of its ranks.
+        blocks = [
+            (number, kind, kinds.count(kind))
+            for number, kinds in enumerate(self._hosts)
+            for kind in dict.fromkeys(kinds)
+        ]
+        columns = [vertices[kind] for _, kind, _ in blocks]
+        budgets = [host_budgets(self.problem, host, step) for host in self.problem.cluster.hosts]
+        whole = self.problem.model.parameters
+        drawn = sparse.block_array(
+            [
+                [
+                    sparse.csr_array(
+                        np.array([own.drawn(budget, whole) for budget in budgets[host]])
+                    )
+                    if host == number
+                    else None
+                    for (host, _, _), own in zip(blocks, columns, strict=True)
+                ]
+                for number in range(len(budgets))
+            ]
+        )
+        samples = np.concatenate([own.samples for own in columns]) / self.problem.batch
+        gain = samples if self.even else np.concatenate([own.shard for own in columns])
+        fewest = np.concatenate([own.fewest for own in columns]) / self.problem.batch
+        limits = np.append(np.ones(drawn.shape[0] + 1), -1.0)
+        found: Any = optimize.linprog(
+            -gain,
+            A_ub=sparse.vstack([drawn, sparse.csr_array(np.stack([fewest, -samples]))]),
+            b_ub=limits,
+            A_eq=sparse.block_diag([np.ones((1, len(own.samples))) for own in columns]),
+            b_eq=[count for _, _, count in blocks],
+        )
+        if found.x is None:
+            return 0.0, []
+        ends = np.cumsum([len(own.samples) for own in columns])
+        taken = np.split(found.x, ends[:-1])
+        parts = zip(blocks, columns, taken, strict=True)
+        chosen = {
+            (host, kind): _chosen(own, weights, count)
+            for (host, kind, count), own, weights in parts
+        }
+        hosts = enumerate(self._hosts)
+        return -found.fun, [chosen[host, kind].pop() for host, kinds in hosts for kind in kinds]
+
+    def _vertices(self, kind: RankFrontier, step: float, spare: int) -> _Vertices:
         problem = self.problem
-        whole = problem.model.parameters
-        seconds = 0.0
-        for kind in self.kinds:
-            loads = kind.extremes
-            if not loads:
-                continue
-            slowest = 2.0 * max(work.compute for work in loads)
-            copied = problem.model.itemsize * whole + max(work.offloaded for work in loads)
-            slopes = (line.slope for work in loads for line in work.fetches)
-            copies = copied / kind.gpu.copy_rate + whole * max(slopes, default=0.0)
-            updates = whole / kind.gpu.update_rate + whole / kind.host.rank_update_rate
-            traffic = problem.state_traffic + problem.shard_traffic
-            moved = traffic * whole / kind.host.bandwidth
-            seconds = max(seconds, slowest + copies + updates + moved)
-        return seconds
+        model = problem.model
+        offers = kind.offers(step, kind.most_samples(step) - spare)
+        works = [offer.work for offer in offers]
+        shards = largest_shards(problem, kind.host, kind.gpu, Columns.of(works), step)
+        shards = np.minimum(shards / model.parameters, 1.0)  # no rank need hold more than all
+        if self.even:
+            each = 1.0 / problem.cluster.num_ranks
+            enough = shards >= each * (1.0 - _ROUNDING)
+            rows = np.flatnonzero(enough.any(axis=1))
+            layers = shards.shape[1] - 1 - enough[rows, ::-1].argmax(axis=1)
+            shard = np.full(len(rows), each)
+        else:
+            rows, layers = _bends(shards, model.gpu_parts)
+            shard = np.where(layers < 0, 0.0, shards[rows, layers])
+        return _Vertices(
+            offers=offers,
+            offer=rows,
+            fewest=np.array([float(work.batch) for work in works])[rows],
+            samples=np.array([float(offer.samples) for offer in offers])[rows],
+            shard=shard,
+            on_cpu=shard * (1.0 - model.gpu_parts[np.maximum(layers, 0)]),
+            offloaded=np.array([work.offloaded for work in works])[rows],
+        )
 
 
-def _most_nodes(program: MixedIntegerProgram) -> int:
-    return _MOST_NODES * _COLUMNS // max(_COLUMNS, program.num_columns)
-
-
-def _bends(shards: Floats, alone: Bools, gpu_parts: Floats) -> tuple[Ints, Ints]:
-    """(load, GPU layers) of the corners of what a load that is a chain may hold, -1 for no state.
+def _bends(shards: Floats, gpu_parts: Floats) -> tuple[Ints, Ints]:
+    """(offer, GPU layers) of the vertices of what an offer may hold, -1 for no state.
 
     From the number of layers with the largest shard on, shards become smaller and so does their
     CPU-placed part; they lie on a line that bends where another limit binds.
     """
-    possible = (shards[:, 0] >= 0.0) & alone
-    num_layers = shards.shape[1] - 1
-    numbers = np.arange(num_layers + 1)
+    possible = shards[:, 0] >= 0.0
+    numbers = np.arange(len(gpu_parts))
     on_cpu = shards * (1.0 - gpu_parts)
     # The last of those with the most: it takes the least of the host.
-    most = num_layers - shards[:, ::-1].argmax(axis=1)
+    most = len(gpu_parts) - 1 - shards[:, ::-1].argmax(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = np.diff(shards, axis=1) / np.diff(on_cpu, axis=1)
         straight = np.abs(np.diff(slope, axis=1)) <= _ROUNDING * np.abs(slope[:, 1:])
@@ -373,16 +261,26 @@ def _bends(shards: Floats, alone: Bools, gpu_parts: Floats) -> tuple[Ints, Ints]
     return np.concatenate([rows, empty]), np.concatenate([layers, np.full(len(empty), -1)])
 
 
-def _chosen(corners: _Corners, taken: Floats, numbers: Floats) -> list[Choice]:
-    """The ranks of one kind on one host."""
-    found: list[Choice] = []
-    for position, number in enumerate(np.rint(numbers).astype(int).tolist()):
-        if not number:
-            continue
-        own = np.flatnonzero((corners.chain == position) & (taken > 0.0))
-        chain = corners.chains[position]
-        samples = float(taken[own] @ corners.samples[own]) / float(taken[own].sum())
-        heaviest = own[int(taken[own].argmax())]
-        work = chain.loads[int(corners.load[heaviest])]
-        found += [Choice(samples, chain.microbatch, work.activations)] * number
+def _chosen(vertices: _Vertices, weights: Floats, count: int) -> list[Choice]:
+    """What so many ranks of a kind do: whole ranks for each policy and micro-batch size."""
+    groups: dict[tuple[Activations, int], list[int]] = {}
+    for row in np.flatnonzero(weights > _ROUNDING).tolist():
+        offer = vertices.offers[vertices.offer[row]]
+        groups.setdefault((offer.work.activations, offer.size), []).append(row)
+    parts = {key: float(weights[rows].sum()) for key, rows in groups.items()}
+    numbers = dict(zip(parts, whole_parts(list(parts.values()), count), strict=True))
+    return [
+        Choice(float(weights[rows] @ vertices.samples[rows]) / parts[key], key[1], key[0])
+        for key, rows in groups.items()
+        for _ in range(numbers[key])
+    ]
+
+
+def whole_parts(parts: Sequence[float], total: int) -> list[int]:
+    """Whole numbers in proportion to the parts, by largest remainder."""
+    exact = [total * part / math.fsum(parts) for part in parts]
+    found = [math.floor(part + _ROUNDING) for part in exact]
+    order = sorted(range(len(exact)), key=lambda index: found[index] - exact[index])
+    for index in order[: total - sum(found)]:
+        found[index] += 1
     return found

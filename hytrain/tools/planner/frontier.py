@@ -1,0 +1,182 @@
+"""What a rank may do in a step of some length: the workloads that no other one beats.
+
+A batch of 65,536 has 10^5 workloads a rank and more. Few are made: where a rank may have many
+numbers of samples, they are cut into ranges, and of a range there is one offer: its most samples,
+with the workload of its fewest. So an offer is never worse than what it stands for, and where a
+rank's samples are known to lie in a small range each number is an offer of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hytrain.formats.policies import Activations
+from hytrain.tools.planner.cluster import GpuProfile, Host
+from hytrain.tools.planner.cost_model import Collectives, Load, load, sizes_to_choose
+from hytrain.tools.planner.min_plus import Floats
+from hytrain.tools.planner.problem import PlanProblem
+
+# Numbers of samples, or ranges of them, that are looked at.
+_MOST_RANGES = 64
+_REFERENCES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A range of workloads of a rank.
+
+    Attributes:
+        samples: the most that it stands for.
+        size: of their micro-batches, at most; 0 for no samples.
+        work: the one with the fewest samples.
+    """
+
+    samples: int
+    size: int
+    work: Load
+
+
+@dataclass(slots=True)
+class _Family:
+    """All workloads of a policy and a micro-batch size.
+
+    Attributes:
+        make: makes one of so many samples.
+        size: of its micro-batches.
+        samples: that they may have: all from the first to the last.
+    """
+
+    make: Callable[[int], Load]
+    size: int
+    samples: range
+    _made: dict[int, Load] = field(default_factory=dict[int, Load])
+
+    def at(self, samples: int) -> Load:
+        """The workload."""
+        if samples not in self._made:
+            self._made[samples] = self.make(samples)
+        return self._made[samples]
+
+    def fitting(self, fits: Callable[[Load], bool]) -> range:
+        """Samples of the workloads before the first one that does not fit."""
+        number = bisect.bisect_left(self.samples, True, key=lambda one: not fits(self.at(one)))
+        return self.samples[:number]
+
+
+class RankFrontier:
+    """The workloads of a rank, but those that leave no room on the GPU or take too long."""
+
+    def __init__(
+        self,
+        problem: PlanProblem,
+        host: Host,
+        gpu: GpuProfile,
+        collectives: Collectives,
+        worst: float,
+    ) -> None:
+        """
+        Args:
+            problem: what is planned.
+            host: the rank's.
+            gpu: the rank's.
+            collectives: of even or of unequal shards.
+            worst: seconds; workloads that take longer are left out.
+        """
+        self.host, self.gpu = host, gpu
+        self._whole = problem.model.parameters
+
+        def maker(size: int, policy: Activations) -> Callable[[int], Load]:
+            return lambda batch: load(problem, gpu, collectives, batch, min(size, batch), policy)
+
+        def fits(work: Load) -> bool:
+            return work.room >= 0.0 and work.compute <= worst
+
+        idle = maker(0, problem.activations[0])(0)
+        self._idle = [idle] if problem.allow_idle and idle.room >= 0.0 else []
+        self._families: list[_Family] = []
+        sizes = (0, *sizes_to_choose(problem, gpu, problem.batch))
+        for policy, (below, size) in itertools.product(
+            problem.activations, itertools.pairwise(sizes)
+        ):
+            # Of as many rounds all but the last are full.
+            full = 0 if problem.rounds is None else (problem.rounds - 1) * size
+            most = problem.batch if problem.rounds is None else problem.rounds * size
+            family = _Family(
+                maker(size, policy),
+                size,
+                range(max(below, full) + 1, min(problem.batch, most) + 1),
+            )
+            family.samples = family.fitting(fits)
+            if family.samples:
+                self._families.append(family)
+
+    @property
+    def extremes(self) -> list[Load]:
+        """Those with the fewest and the most samples of each policy and micro-batch."""
+        families = self._families
+        ends = [family.at(family.samples[end]) for family in families for end in (0, -1)]
+        return [*ends, *self._idle]
+
+    def most_samples(self, step: float) -> int:
+        """The most that are computed in a step of so many seconds; -1: not even none are."""
+        idle = any(one.compute <= step for one in self._idle)
+        return max((ranged[-1] for _, ranged in self._in_time(step)), default=0 if idle else -1)
+
+    def offers(self, step: float, least: int) -> list[Offer]:
+        """What a rank may do in a step of so many seconds, with so many samples at least."""
+        idle = [one for one in self._idle if one.compute <= step and least <= 0]
+        found = [Offer(0, 0, one) for one in idle]
+        families = [(one, ranged) for one, ranged in self._in_time(step) if ranged[-1] >= least]
+        most = max((ranged[-1] for _, ranged in families), default=0)
+        before = max(0, least - 1)
+        ranges = min(_MOST_RANGES, most - before)
+        ends = [before + (most - before) * number // ranges for number in range(1, ranges + 1)]
+        for end in ends:
+            offers = [
+                Offer(min(end, ranged[-1]), family.size, family.at(max(before + 1, ranged[0])))
+                for family, ranged in families
+                if ranged[0] <= end and ranged[-1] > before
+            ]
+            found += self._undominated(offers)
+            before = end
+        return found
+
+    def _in_time(self, step: float) -> Iterator[tuple[_Family, range]]:
+        """Of each family the workloads that are computed and copied in time, and fit the host."""
+        offloaded = min(step * self.gpu.copy_rate, step * self.host.bandwidth / 2.0)
+        offloaded = min(offloaded, self.host.memory_bytes) * (1.0 + 1e-9)
+
+        def fits(work: Load) -> bool:
+            return work.compute <= step and work.offloaded <= offloaded
+
+        for family in self._families:
+            ranged = family.fitting(fits)
+            if ranged:
+                yield family, ranged
+
+    def _undominated(self, offers: list[Offer]) -> Iterator[Offer]:
+        """Those that none of the same policy beats."""
+        by_policy: dict[Activations, list[Offer]] = {}
+        for offer in offers:
+            by_policy.setdefault(offer.work.activations, []).append(offer)
+        for members in by_policy.values():
+            numbers = np.array([self._numbers(offer) for offer in members])
+            for row, offer in enumerate(members):
+                as_good = (numbers <= numbers[row]).all(axis=1)
+                better = (numbers < numbers[row]).any(axis=1) | (np.arange(len(members)) < row)
+                if not (as_good & better).any():
+                    yield offer
+
+    def _numbers(self, offer: Offer) -> Floats:
+        """What is the better the less: seconds, taken memory; with fetches of some shards."""
+        work = offer.work
+        numbers = [-offer.samples, work.compute, work.edge, -work.room, -work.end_room]
+        if work.fetches:
+            shards = (self._whole * part / _REFERENCES for part in range(1, _REFERENCES + 1))
+            numbers += [work.compute + work.fetching(shard) for shard in shards]
+        return np.array(numbers)
