@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import subprocess
 import sys
@@ -167,12 +166,9 @@ def test_files_are_looked_at_before_anything_is_planned(
         (model / "config.json", "--model"),
     ):
         assert f"would replace the file of {owner}" in _error(capsys, *given, "--out", path)
-    assert "would replace the file of --out" in _error(capsys, *given, "--out", out, "--chart", out)
     assert "is a folder" in _error(capsys, *given, "--out", tmp_path)
-    for flag in ("--out", "--chart"):
-        text = _error(capsys, *given, flag, tmp_path / "no" / "x.png")
-        assert f"{flag} {tmp_path / 'no' / 'x.png'}: there is no folder" in text
-    assert "ends with .png" in _error(capsys, *given, "--chart", tmp_path / "plan.xyz")
+    text = _error(capsys, *given, "--out", tmp_path / "no" / "x.json")
+    assert f"--out {tmp_path / 'no' / 'x.json'}: there is no folder" in text
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -191,28 +187,6 @@ def test_a_host_keeps_no_more_free_than_it_has(profile: Path, capsys: Capture) -
     assert "choose a smaller reserve" in text
     assert _run(*arguments, 2) == 0
     capsys.readouterr()
-
-
-def test_a_picture(profile: Path, tmp_path: Path, capsys: Capture) -> None:
-    chart = tmp_path / "plan.png"
-    assert _run("--profile", profile, "--batch", 32, "--chart", chart) == 0
-    assert chart.read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-
-
-def test_a_picture_without_matplotlib(
-    profile: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *rest: Any, **named: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError("none here")
-        return real(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    assert _run("--profile", profile, "--batch", 32, "--chart", tmp_path / "x.png") == 2
-    assert "needs matplotlib" in capsys.readouterr().err
 
 
 def test_an_even_split_that_does_not_fit_says_what_is_missing(
@@ -595,7 +569,7 @@ def test_longer_sequences_than_the_model_has_positions_are_refused(
 
 
 def test_options_of_a_plan_are_not_for_published_cases(tmp_path: Path, capsys: Capture) -> None:
-    chart = tmp_path / "x.png"
-    text = _error(capsys, "--batch", 5, "--chart", chart, "uneven", "--cases", tmp_path)
-    assert "--batch, --chart: not for `hytrain plan uneven`" in text
-    assert not chart.exists()
+    out = tmp_path / "plan.json"
+    text = _error(capsys, "--batch", 5, "--out", out, "uneven", "--cases", tmp_path)
+    assert "--batch, --out: not for `hytrain plan uneven`" in text
+    assert not out.exists()

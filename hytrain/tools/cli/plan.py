@@ -19,7 +19,6 @@ from hytrain.tools.cli.arguments import (
     DTYPES,
     add_library,
     check_outputs,
-    check_picture,
     flag,
     given_flags,
     library_folder,
@@ -50,7 +49,6 @@ def add(plan: argparse.ArgumentParser) -> None:
     _add_hosts(plan.add_argument_group("hosts of named GPUs; default: as measured, or as usual"))
     output = plan.add_argument_group("what comes of it")
     output.add_argument("--out", type=Path, metavar="PLAN", help='for "hytrain": {"plan": ...}')
-    output.add_argument("--chart", type=Path, metavar="PNG", help="the picture")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
     own = dict(vars(plan.parse_args([])))
@@ -217,10 +215,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     # Before anything is printed: whoever reads it may stop (`| head`).
     if arguments.out is not None:
         write_plan(arguments.out, plan_file(problem, plan))
-    if arguments.chart is not None:
-        from hytrain.tools.planner.plan_chart import draw_plan
-
-        draw_plan(arguments.chart, problem, plan, others)
     if arguments.json:
         record = plan_report.plan_json(problem, plan, others, without)
         print(json.dumps({"estimated": is_estimated, **record}, indent=2))
@@ -242,8 +236,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
         model = model / "config.json"
     read = [("--profile", path) for path in arguments.profile or ()]
     read += [("--deepspeed-config", arguments.deepspeed_config), ("--model", model)]
-    check_outputs({"--out": arguments.out, "--chart": arguments.chart}, read)
-    check_picture("--chart", arguments.chart)
+    check_outputs({"--out": arguments.out}, read)
 
 
 def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str:

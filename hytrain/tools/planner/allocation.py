@@ -14,8 +14,8 @@ from hytrain.tools.planner.min_plus import Floats, Ints
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.shards import water_fill
 
-# Levels of a host's memory and bandwidth where its ranks compete for them.
-_LEVELS = 256
+# Of the price of a host's memory and bandwidth where its ranks compete for them.
+_HALVINGS = 40
 _ROUNDING = 1e-12
 
 
@@ -37,8 +37,7 @@ def allocate(
 ) -> list[Share] | None:
     """Shares with which every rank keeps to a step of so many seconds; None where there are none.
 
-    Exact where the ranks of a host do not compete for its memory or bandwidth; where they do, what
-    each gets is rounded down to a level, 1/256 of what the host has.
+    Exact where the ranks of a host do not compete for its memory or bandwidth.
     """
     shares: list[Share] = []
     first = 0
@@ -68,65 +67,73 @@ def _on_host(
     problem: PlanProblem, host: Host, works: Sequence[Load], step: float, *, even: bool
 ) -> list[Share] | None:
     """The most state for the ranks of one host."""
-    whole = problem.model.parameters
+    model = problem.model
     offloaded = np.array([work.offloaded for work in works])
     budgets = host_budgets(problem, host, step)
+    whole = model.parameters
     limits = [(one.capacity - float(one.draw(offloaded).sum())) / whole for one in budgets]
     if min(limits) < 0.0:
         return None
     most = 1.0 / problem.cluster.num_ranks if even else 1.0
-    rooms: list[Floats] = []
-    for gpu, work in zip(host.gpus, works, strict=True):
-        room = largest_shards(problem, host, gpu, Columns.of([work]), step)[0]
-        if room[0] < 0.0:
-            return None
-        rooms.append(np.minimum(room / whole, most))
-    on_host = 1.0 - problem.model.gpu_parts
+    found = [
+        largest_shards(problem, host, gpu, Columns.of([work]), step)[0] / whole
+        for gpu, work in zip(host.gpus, works, strict=True)
+    ]
+    if min(float(room[0]) for room in found) < 0.0:
+        return None
+    rooms = np.minimum(np.array(found), most)
     # What a shard takes of each, by the number of its GPU layers: 1 with none.
-    takes = [1.0 - one.relief + one.relief * on_host for one in budgets]
+    on_host = 1.0 - model.gpu_parts
+    takes = np.array([1.0 - one.relief + one.relief * on_host for one in budgets])
     # Of the numbers of GPU layers with the most room, the one that takes the least of the host.
-    best = [int(np.flatnonzero(room >= room.max() * (1.0 - _ROUNDING))[-1]) for room in rooms]
-    most = [float(room[number]) for room, number in zip(rooms, best, strict=True)]
-    choices = [most]
+    roomy = rooms >= rooms.max(axis=1, keepdims=True) * (1.0 - _ROUNDING)
+    layers = rooms.shape[1] - 1 - roomy[:, ::-1].argmax(axis=1)
+    shards = rooms[np.arange(len(rooms)), layers]
+    choices = [shards]
     if problem.offload_param:  # the host has a part of all of it: then no more than the whole
-        choices.append(water_fill(most, min(1.0, math.fsum(most))))
-    for shards in choices:
-        taken = [
-            sum(shard * float(take[k]) for shard, k in zip(shards, best, strict=True))
-            for take in takes
-        ]
-        if all(
-            part <= limit * (1.0 + _ROUNDING) for part, limit in zip(taken, limits, strict=True)
-        ):
-            return [Share(shard, k) for shard, k in zip(shards, best, strict=True)]
-    return _compete(rooms, np.maximum(*takes), min(limits))
+        choices.append(np.array(water_fill(shards.tolist(), min(1.0, math.fsum(shards)))))
+    for chosen in choices:
+        if (takes[:, layers] @ chosen <= np.array(limits) * (1.0 + _ROUNDING)).all():
+            return _shares(chosen, layers)
+    return _compete(rooms, takes.max(axis=0), min(limits))
 
 
-def _compete(rooms: Sequence[Floats], on_host: Floats, limit: float) -> list[Share]:
-    """The largest sum of shards with so much on the host, on a grid of levels.
+def _compete(rooms: Floats, takes: Floats, limit: float) -> list[Share]:
+    """Large shards that take so much of the host at most.
 
-    ``on_host``: what a shard takes of that, by the number of its GPU layers.
+    A price of the host is raised until what is worth its price does not take more; at a little less
+    the ranks that make the most of the host come first, and one gets what is left.
+
+    Args:
+        rooms: the largest shards, a row a rank, a column a number of GPU layers.
+        takes: what a shard takes of the host, by the number of its GPU layers.
+        limit: what the host has.
     """
-    levels = np.arange(_LEVELS + 1)
-    available = limit * levels / _LEVELS
-    best = np.zeros(_LEVELS + 1)
-    ranks: list[tuple[Floats, Ints, Ints]] = []
-    for room in rooms:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            scaled = np.where(on_host > 0.0, available[:, None] / on_host, np.inf)
-        shards = np.minimum(room, scaled)
-        numbers = shards.shape[1] - 1 - shards[:, ::-1].argmax(axis=1)
-        shard = shards[levels, numbers]
-        sums = np.where(
-            levels[:, None] >= levels, best[np.maximum(levels[:, None] - levels, 0)] + shard, -1.0
-        )
-        taken = sums.argmax(axis=1)
-        ranks.append((shard, numbers, taken))
-        best = sums[levels, taken]
-    shares: list[Share] = []
-    level = _LEVELS
-    for shard, numbers, taken in reversed(ranks):
-        own = int(taken[level])
-        shares.append(Share(float(shard[own]), int(numbers[own])))
-        level -= own
-    return shares[::-1]
+    rows = np.arange(len(rooms))
+
+    def at(price: float) -> tuple[Floats, Ints]:
+        layers = (rooms * (1.0 - price * takes)).argmax(axis=1)
+        return np.where(price * takes[layers] < 1.0, rooms[rows, layers], 0.0), layers
+
+    low, high = 0.0, 1.0 / max(float(takes[takes > 0.0].min()), _ROUNDING)
+    for _ in range(_HALVINGS):
+        price = (low + high) / 2.0
+        shards, layers = at(price)
+        if float(shards @ takes[layers]) > limit:
+            low = price
+        else:
+            high = price
+    found: list[list[Share]] = []
+    for price in (low, high):
+        shards, layers = at(price)
+        left = limit
+        for rank in np.argsort(takes[layers]).tolist():
+            take = float(takes[layers[rank]])
+            shards[rank] = min(shards[rank], left / take if take > 0.0 else math.inf)
+            left -= take * shards[rank]
+        found.append(_shares(shards, layers))
+    return max(found, key=lambda own: sum(share.fraction for share in own))
+
+
+def _shares(shards: Floats, layers: Ints) -> list[Share]:
+    return [Share(shard, k) for shard, k in zip(shards.tolist(), layers.tolist(), strict=True)]

@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from hytrain.formats.policies import Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
@@ -24,10 +22,13 @@ from hytrain.tools.planner.cost_model import (
     fits_rounds,
     largest_shards,
     load,
+    longest_step,
     shard_that_fits,
 )
+from hytrain.tools.planner.min_plus import Bools
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, settle, to_plan
+from hytrain.tools.planner.step_program import whole_parts
 
 _GIB = 1024**3
 _ROUNDING = 1e-9
@@ -63,30 +64,32 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     if problem.batch < num_ranks:
         return Infeasible(f"a batch of {problem.batch} cannot be split evenly over {num_ranks}")
     batches = [(problem.batch + rank) // num_ranks for rank in reversed(range(num_ranks))]
-    makes = _Loads(problem)
-    tried: list[list[list[Load]]] = []
-    gpus = dict.fromkeys(gpu for _, gpu in problem.cluster.ranks)
-    common = set.intersection(*(set(gpu.micro_batches(batches[0])) for gpu in gpus))
-    for policy in problem.activations:
-        for size in sorted(common):
-            if not all(fits_rounds(problem, batch, min(size, batch)) for batch in batches):
-                continue
-            rows = zip(problem.cluster.ranks, batches, strict=True)
-            tried.append(
-                [[makes.of(gpu, batch, min(size, batch), policy)] for (_, gpu), batch in rows]
-            )
+    made = _Loads(problem)
+    gpus = [gpu for _, gpu in problem.cluster.ranks]
+    common = set.intersection(*(set(gpu.micro_batches(batches[0])) for gpu in dict.fromkeys(gpus)))
+    tried = [
+        [
+            made.of(gpu, batch, min(size, batch), policy)
+            for gpu, batch in zip(gpus, batches, strict=True)
+        ]
+        for policy in problem.activations
+        for size in sorted(common)
+        if all(fits_rounds(problem, batch, min(size, batch)) for batch in batches)
+    ]
     if not tried:
         return Infeasible(f"an even split does not make {problem.rounds} rounds")
-    tried.sort(key=lambda menus: max(menu[0].compute for menu in menus))
     best: Found | None = None
-    for menus in tried:
-        if best is None or max(menu[0].compute for menu in menus) < best.step:
-            found = _fastest(problem, menus, math.inf if best is None else best.step)
-            best = found if found is not None else best
+    for loads in sorted(tried, key=lambda loads: max(work.compute for work in loads)):
+        least = max(work.compute for work in loads)
+        if best is None or least < best.step:
+            found = settle(problem, loads, least, even=True)
+            if found is not None and (best is None or found.step < best.step):
+                best = found
     if best is not None:
         return to_plan(problem, best, best.step)
     # The smallest room decides.
-    return _missing(problem, max(tried, key=lambda menus: min(menu[0].room for menu in menus)))
+    roomiest = max(tried, key=lambda loads: min(work.room for work in loads))
+    return _missing(problem, [[work] for work in roomiest])
 
 
 def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
@@ -97,24 +100,31 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
             lambda one, _: samples_by_speed(one),
             lambda one: some_rounds(one, samples_by_speed),
         )
-    makes = _Loads(problem)
-    speeds = [makes.speed(gpu) for _, gpu in problem.cluster.ranks]
+    made = _Loads(problem)
+    speeds = [made.speed(gpu) for _, gpu in problem.cluster.ranks]
     if max(speeds) == 0.0:
         return Infeasible("no rank has room for a single sample")
-    batches = _proportional(problem.batch, speeds)
     menus: list[list[Load]] = []
-    for (_, gpu), batch in zip(problem.cluster.ranks, batches, strict=True):
-        sizes = [
-            size
+    chosen: list[list[Load]] = []
+    batches = whole_parts(speeds, problem.batch)
+    for (host, gpu), batch in zip(problem.cluster.ranks, batches, strict=True):
+        menu = [
+            made.of(gpu, batch, size, policy)
+            for policy in problem.activations
             for size in (gpu.micro_batches(batch) if batch else range(1))
             if fits_rounds(problem, batch, size)
         ]
-        if not sizes:
+        if not menu:
             return Infeasible(f"{batch} samples of {gpu.name} do not make {problem.rounds} rounds")
-        menus.append(
-            [makes.of(gpu, batch, size, policy) for policy in problem.activations for size in sizes]
-        )
-    best = _fastest(problem, menus, math.inf)
+        menus.append(menu)
+        chosen.append(made.of_even_shard(host, gpu, menu))
+    plans = [
+        found
+        for loads in zip(*chosen, strict=True)
+        if (least := max(work.compute for work in loads)) < math.inf
+        and (found := settle(problem, loads, least, even=True)) is not None
+    ]
+    best = min(plans, key=lambda found: found.step, default=None)
     return _missing(problem, menus) if best is None else to_plan(problem, best, best.step)
 
 
@@ -132,6 +142,7 @@ class _Loads:
         self._collectives = collectives or Collectives.of(problem, even=True)
         self._made: dict[tuple[object, ...], Load] = {}
         self._speeds: dict[GpuProfile, float] = {}
+        self._chosen: dict[tuple[object, ...], list[Load]] = {}
 
     def of(self, gpu: GpuProfile, batch: int, size: int, policy: Activations) -> Load:
         """What so many samples take."""
@@ -153,91 +164,29 @@ class _Loads:
             self._speeds[gpu] = best
         return self._speeds[gpu]
 
+    def of_even_shard(self, host: Host, gpu: GpuProfile, menu: list[Load]) -> list[Load]:
+        """The load that can own an even part in the shortest step, and one that spares the host.
 
-def _proportional(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion, by largest remainder."""
-    exact = [total * weight / math.fsum(weights) for weight in weights]
-    shares = [math.floor(share + _ROUNDING) for share in exact]
-    order = sorted(range(len(exact)), key=lambda rank: shares[rank] - exact[rank])
-    for rank in order[: total - sum(shares)]:
-        shares[rank] += 1
-    return shares
+        The latter is the roomiest of those with the fewest bytes of activations there.
+        """
+        key = id(host), id(gpu), tuple(id(work) for work in menu)
+        if key not in self._chosen:
+            problem = self._problem
+            part = problem.model.parameters / problem.cluster.num_ranks * (1.0 - _ROUNDING)
+            columns = Columns.of(menu)
 
+            def able(step: float) -> Bools:
+                shards = largest_shards(problem, host, gpu, columns, step)
+                return shards.max(axis=1) >= part
 
-def _fastest(problem: PlanProblem, menus: Sequence[Sequence[Load]], worst: float) -> Found | None:
-    """Of each rank's loads the ones with the shortest step, if that is below ``worst``."""
-    chosen = _Chosen(problem, menus)
-    low = max(min(work.compute for work in menu) for menu in menus)
-    high = min(worst, chosen.longest())
-    found = chosen.at(high)
-    if found is None:
-        return None
-    low = min(low, high)
-    while high - low > TOLERANCE * high:
-        middle = (low + high) / 2.0
-        better = chosen.at(middle)
-        if better is None:
-            low = middle
-        else:
-            high, found = middle, better if better.step < found.step else found
-    return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Kind:
-    """Ranks that choose from the same loads."""
-
-    host: Host
-    gpu: GpuProfile
-    menu: tuple[Load, ...]
-    columns: Columns
-
-
-class _Chosen:
-    """Each rank's load with which it can own its part, for a step's length."""
-
-    def __init__(self, problem: PlanProblem, menus: Sequence[Sequence[Load]]) -> None:
-        self._problem = problem
-        kinds: dict[tuple[int, int, tuple[int, ...]], _Kind] = {}
-        self._kinds: list[_Kind] = []
-        for (host, gpu), menu in zip(problem.cluster.ranks, menus, strict=True):
-            key = id(host), id(gpu), tuple(id(work) for work in menu)
-            if key not in kinds:
-                kinds[key] = _Kind(host, gpu, tuple(menu), Columns.of(menu))
-            self._kinds.append(kinds[key])
-
-    def longest(self) -> float:
-        """Seconds after which no further time would help."""
-        problem, whole = self._problem, self._problem.model.parameters
-        seconds = 0.0
-        for kind in dict.fromkeys(self._kinds):
-            work = 2.0 * float(kind.columns.compute.max())
-            copied = problem.model.itemsize * whole + float(kind.columns.offloaded.max())
-            updates = whole / kind.gpu.update_rate + whole / kind.host.rank_update_rate
-            fetches = whole * float(kind.columns.slope.max(initial=0.0))
-            traffic = problem.state_traffic + problem.shard_traffic
-            moved = traffic * whole / kind.host.bandwidth
-            copies = copied / kind.gpu.copy_rate + fetches
-            seconds = max(seconds, work + copies + updates + moved)
-        return seconds
-
-    def at(self, step: float) -> Found | None:
-        """Loads and shares that keep to the step."""
-        even = self._problem.model.parameters / self._problem.cluster.num_ranks
-        picked: dict[_Kind, Load] = {}
-        for kind in dict.fromkeys(self._kinds):
-            columns = kind.columns
-            shards = largest_shards(self._problem, kind.host, kind.gpu, columns, step).max(axis=1)
-            enough = np.flatnonzero(shards >= even * (1.0 - _ROUNDING))
-            if not len(enough):
-                return None
-            # Of those that can own their part, the one that leaves the host most.
-            offloaded = columns.offloaded[enough]
-            least = enough[offloaded == offloaded.min()]
-            picked[kind] = kind.menu[int(least[columns.room[least].argmax()])]
-        loads = [picked[kind] for kind in self._kinds]
-        found = settle(self._problem, loads, step, even=True)
-        return found if found is not None and found.step <= step * (1.0 + TOLERANCE) else None
+            low, high = 0.0, longest_step(problem, host, gpu, menu)
+            while high - low > TOLERANCE * high:
+                middle = (low + high) / 2.0
+                low, high = (low, middle) if able(middle).any() else (middle, high)
+            fastest = menu[int(able(high).argmax())]
+            sparing = min(menu, key=lambda work: (work.room < 0.0, work.offloaded, -work.room))
+            self._chosen[key] = [fastest, sparing]
+        return self._chosen[key]
 
 
 def _missing(problem: PlanProblem, menus: Sequence[Sequence[Load]]) -> Infeasible:

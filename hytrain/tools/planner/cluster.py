@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
-from hytrain.formats.profile_file import LAUNCH_BOUND_SHARE
+from hytrain.formats.profile_file import LAUNCH_BOUND_SHARE, UpdateLaunches
 from hytrain.offload.update_groups import LIMITS, group_begins
 from hytrain.tools.planner.curves import Table
 
 UNEVEN_FACTOR = 1.25
 """What unequal shards cost in collectives where nobody measured it (Cephalo's number)."""
-
-_UNFILLED = 1.3
-"""A GPU that is busy takes 1.7 times as long or more for twice the samples; H200s whose host was
-busy took 1.0 to 1.1 times as long (experiments/unequal_gpus, case offload)."""
 
 
 def require_positive(what: str, **values: float) -> None:
@@ -32,21 +28,11 @@ class UpdateLaunchTimes:
     """What training adds to a host's launches of the model itself, in milliseconds.
 
     Attributes:
-        gpu_step_ms: behind backward, once, where any layer is updated on the GPU.
-        launch_ms: each launch there.
-        gpu_layer_ms: each layer that is updated there.
-        cpu_layer_ms: in the passes, each layer that is updated on the CPU.
-        passes_ms: in the passes, once.
-        gpu_layer_passes_ms: in the passes, each layer that is updated on the GPU.
+        each: as it was measured.
         shares: whether neighbours share launches; where they do not, each layer has its own.
     """
 
-    gpu_step_ms: float = 0.0
-    launch_ms: float = 0.0
-    gpu_layer_ms: float = 0.0
-    cpu_layer_ms: float = 0.0
-    passes_ms: float = 0.0
-    gpu_layer_passes_ms: float = 0.0
+    each: UpdateLaunches
     shares: bool = True
 
     def on_gpu(self, sizes: Sequence[int]) -> list[float]:
@@ -57,13 +43,14 @@ class UpdateLaunchTimes:
         found, launches = [0.0], 0
         for number in range(len(sizes)):
             launches += number in begins
-            layers = (number + 1) * self.gpu_layer_ms
-            found.append(self.gpu_step_ms + launches * self.launch_ms + layers)
+            layers = (number + 1) * self.each.gpu_layer_ms
+            found.append(self.each.gpu_step_ms + launches * self.each.launch_ms + layers)
         return found
 
     def in_passes(self, on_gpu: int, on_cpu: int) -> float:
         """Of a step's passes, with so many layers on either side."""
-        return self.passes_ms + on_gpu * self.gpu_layer_passes_ms + on_cpu * self.cpu_layer_ms
+        each = self.each
+        return each.passes_ms + on_gpu * each.gpu_layer_passes_ms + on_cpu * each.cpu_layer_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +71,7 @@ class LaunchTimes:
     layer_ms: Table
     outside_ms: Table | None
     slowdown: float
-    updates: UpdateLaunchTimes = field(default_factory=UpdateLaunchTimes)
+    updates: UpdateLaunchTimes
     layer_device_ms: Table | None = None
     outside_device_ms: Table | None = None
     spread: float = 0.0
@@ -175,17 +162,6 @@ class GpuProfile:
             return False
         passes = self.forward_ms.at(size) + self.backward_ms.at(size)
         return self.launches.layer_ms.at(size) > LAUNCH_BOUND_SHARE * passes
-
-    def is_unfilled(self, size: int) -> bool:
-        """Whether a micro-batch takes hardly less time than one of twice as many samples.
-
-        The host, which starts the kernels, is what takes the time there, more than the GPU.
-        """
-        passes = (self.forward_ms, self.backward_ms)
-        if min(table.points[-1][0] for table in passes) < 2 * size:
-            return False  # not measured
-        once, twice = (sum(table.at(samples) for table in passes) for samples in (size, 2 * size))
-        return twice < _UNFILLED * once
 
     def micro_sizes(self, batch: int) -> Sequence[int]:
         """Micro-batches that may be used for so many samples."""

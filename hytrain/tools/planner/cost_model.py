@@ -57,13 +57,13 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import GpuProfile, Host
-from hytrain.tools.planner.min_plus import Floats, Ints
+from hytrain.tools.planner.min_plus import Floats
 from hytrain.tools.planner.passes import (
     Collectives,
     FetchLine,
@@ -259,10 +259,6 @@ class Columns:
             offloaded=np.array([work.offloaded for work in loads]),
         )
 
-    def take(self, rows: Ints) -> Columns:
-        """Of some of the loads."""
-        return Columns(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
-
 
 def cpu_capacity(
     problem: PlanProblem, host: Host, gpu: GpuProfile, columns: Columns, step: float
@@ -351,11 +347,6 @@ class HostBudget:
         return self.total / (self.state + self.shard)
 
     @property
-    def most(self) -> float:
-        """Parameters that it suffices for, none of them CPU-placed."""
-        return self.total / self.shard if self.shard else math.inf
-
-    @property
     def relief(self) -> float:
         """By how many parameters more it suffices for each one that is not CPU-placed."""
         return self.state / (self.state + self.shard)
@@ -363,13 +354,6 @@ class HostBudget:
     def draw(self, offloaded: Floats) -> Floats:
         """What offloaded activations take, in CPU-placed parameters."""
         return self.offloaded * offloaded / (self.state + self.shard)
-
-    def shards(self, offloaded: Floats, cpu_part: Floats) -> Floats:
-        """Parameters of the largest shard if one rank had all: a row a load, a column a part."""
-        left = (self.total - self.offloaded * offloaded)[:, None]
-        each = self.state * cpu_part + self.shard
-        unlimited = np.full((len(offloaded), len(cpu_part)), np.inf)
-        return np.divide(left, each, out=unlimited, where=each > 0.0)
 
 
 def host_budgets(problem: PlanProblem, host: Host, step: float) -> tuple[HostBudget, HostBudget]:

@@ -55,7 +55,7 @@ def plan_text(
         parts[-1] += f"; at most {plan.gap:.1%} longer than the best that these measurements allow"
         if plan.gap > plan.limits_gap + 1e-3:
             parts[-1] += f" (by the limits alone {max(0.0, plan.limits_gap):.1%})"
-    parts += _clipped_words(plan) + _mode_words(plan) + _unfilled_words(problem, plan)
+    parts += _clipped_words(plan) + _mode_words(plan)
     parts += _unsteady_words(problem, plan)
     if not problem.keeps_gradients:
         parts.append(
@@ -132,24 +132,6 @@ def _clipped_words(plan: Plan) -> list[str]:
     return [
         f"a step that is clipped takes {1e3 * clipped:.1f} ms, one that is not "
         f"{1e3 * unclipped:.1f}; predicted for {plan.clipped_share:.0%} clipped"
-    ]
-
-
-def _unfilled_words(problem: PlanProblem, plan: Plan) -> list[str]:
-    """A line about ranks whose micro-batches take the host's time, which is less steady."""
-    unfilled = [
-        str(number)
-        for number, (rank, (_, gpu)) in enumerate(
-            zip(plan.ranks, problem.cluster.ranks, strict=True)
-        )
-        if rank.microbatch_size and gpu.is_unfilled(rank.microbatch_size)
-    ]
-    if not unfilled:
-        return []
-    return [
-        f"rank{'s' if len(unfilled) > 1 else ''} {', '.join(unfilled)}: micro-batches of twice as "
-        "many samples would take hardly longer. What takes the time is the host, which starts the "
-        "GPU's kernels: steps are as long as planned only while it is as fast as in the profile"
     ]
 
 

@@ -24,6 +24,7 @@ from hytrain.formats.profile_file import (
     OutsideSample,
     ProfiledModel,
     ProfileFile,
+    UpdateLaunches,
 )
 from hytrain.tools.planner.cluster import (
     UNEVEN_FACTOR,
@@ -228,10 +229,14 @@ def _device_ms(row: LayerSample | OutsideSample) -> float:
 
 
 def _update_launches(device: DeviceProfile, *, shares: bool) -> UpdateLaunchTimes:
-    found = device.update_launches
-    if found is None:  # an older profile, or none of a GPU
-        return UpdateLaunchTimes(gpu_layer_ms=device.update_launch_ms or 0.0, shares=shares)
-    return UpdateLaunchTimes(**found.model_dump(), shares=shares)
+    # An older profile has one number, or none.
+    older = UpdateLaunches(
+        gpu_step_ms=0.0,
+        launch_ms=0.0,
+        gpu_layer_ms=device.update_launch_ms or 0.0,
+        cpu_layer_ms=0.0,
+    )
+    return UpdateLaunchTimes(device.update_launches or older, shares=shares)
 
 
 _Row = TypeVar("_Row", LayerSample, OutsideSample)

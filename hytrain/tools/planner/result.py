@@ -16,6 +16,7 @@ from hytrain.tools.planner.cost_model import (
     gpu_layers_that_fit,
     host_bytes,
     lines,
+    longest_step,
     traffic,
 )
 from hytrain.tools.planner.planned_step import PlannedStep
@@ -146,18 +147,16 @@ class Found:
 def settle(problem: PlanProblem, loads: Sequence[Load], step: float, *, even: bool) -> Found | None:
     """Shares for loads that are decided, with the shortest step from ``step`` on.
 
-    Whole layers may not fit where parts of layers do: then the step grows until they do; None
-    where twice the step is not enough.
+    None where no step is long enough.
     """
-    low, high = step, step
-    shares = allocate(problem, loads, high, even=even)
-    growth = TOLERANCE
-    while shares is None:
-        low, high = high, step * (1.0 + growth)
-        if growth > 1.0:
+    rows = zip(problem.cluster.ranks, loads, strict=True)
+    longest = max(longest_step(problem, host, gpu, [work]) for (host, gpu), work in rows)
+    low, high, growth = step, step, TOLERANCE
+    while (shares := allocate(problem, loads, high, even=even)) is None:
+        if high >= longest:
             return None
+        low, high = high, min(step * (1.0 + growth), longest)
         growth *= 2.0
-        shares = allocate(problem, loads, high, even=even)
     while high - low > TOLERANCE * high / 4.0:
         middle = (low + high) / 2.0
         found = allocate(problem, loads, middle, even=even)

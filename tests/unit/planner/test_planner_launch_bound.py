@@ -26,6 +26,7 @@ from hytrain.formats.profile_file import (
     OutsideSample,
     ProfiledModel,
     ProfileFile,
+    UpdateLaunches,
     UpdateRate,
 )
 from hytrain.placement.costs import LayerCosts, StepCosts
@@ -132,6 +133,12 @@ _COPIES = {
 }
 
 
+def added(**milliseconds: float) -> UpdateLaunchTimes:
+    """What training adds to launches; nothing but what is given."""
+    none = dict.fromkeys(("gpu_step_ms", "launch_ms", "gpu_layer_ms", "cpu_layer_ms"), 0.0)
+    return UpdateLaunchTimes(UpdateLaunches(**none | milliseconds))
+
+
 def problem_of(name: str) -> PlanProblem:
     cell = CELLS[name]
     options = PlanOptions(
@@ -231,17 +238,17 @@ def test_launches_count_as_far_as_the_gpu_waits_for_them() -> None:
     assert step(1.0) == step(1.0, slowdown=1.0)
     # All launches of updates come behind backward; what the GPU needs for them runs beside.
     layers = problem.model.num_updates
-    once, some, none = (UpdateLaunchTimes(gpu_layer_ms=ms) for ms in (1.0, 0.5, 0.0))
+    once, some, none = (added(gpu_layer_ms=ms) for ms in (1.0, 0.5, 0.0))
     longer = step(1.0, updates=once) - step(1.0, updates=some)
     assert longer == pytest.approx(5e-4 * layers)
     assert step(1.0, updates=some, **free) == pytest.approx(step(1.0, updates=none, **free))
     # What the passes have of it takes longer however long updates on the GPU take.
-    hooks = UpdateLaunchTimes(passes_ms=1.0, gpu_layer_passes_ms=0.5)
+    hooks = added(passes_ms=1.0, gpu_layer_passes_ms=0.5)
     longer = step(1.0, updates=hooks) - step(1.0, updates=none)
     assert longer == pytest.approx(1e-3 + 5e-4 * layers)
     assert step(1.0, updates=hooks, **free) == pytest.approx(step(1.0, updates=none, **free))
     # Of a layer that the CPU updates, backward and forward have it; the worker waits less then.
-    handed = UpdateLaunchTimes(cpu_layer_ms=0.5)
+    handed = added(cpu_layer_ms=0.5)
     assert step(1.0, updates=handed) == step(1.0, updates=none)
     assert 2e-4 * layers <= step(0.0, updates=handed) - step(0.0, updates=none)
 
@@ -271,11 +278,11 @@ def test_updates_on_the_gpu_hide_behind_launches_as_far_as_it_has_time() -> None
             1.0,
             layer_device_ms=Table(((1.0, share * layer),)),
             outside_device_ms=Table(((1.0, share * outside),)),
-            updates=UpdateLaunchTimes(),
+            updates=added(),
         )
 
     in_sequence, hidden = step(1.0), step(0.2)
-    free = _step(problem, 1.0, updates=UpdateLaunchTimes())
+    free = _step(problem, 1.0, updates=added())
     assert in_sequence == pytest.approx(free)  # where it was not measured none of it is free
     assert 0.2 * taken + update < taken
     assert in_sequence - hidden == pytest.approx(update, rel=0.4)  # the gap at the end hides some
@@ -327,11 +334,12 @@ def test_launches_of_updates_are_counted_as_training_groups_layers() -> None:
         work = load(given, own, Collectives.of(given, even=True), 1, 1, "store")
         return step_launches(given, own, work, fraction)
 
-    times = UpdateLaunchTimes(gpu_step_ms=100.0, launch_ms=10.0, gpu_layer_ms=1.0, cpu_layer_ms=2.0)
+    layers = {"gpu_step_ms": 100.0, "launch_ms": 10.0, "gpu_layer_ms": 1.0, "cpu_layer_ms": 2.0}
+    times = added(**layers)
     small = found(times, 8 << 20)
     assert small.on_gpu == pytest.approx((0.0, 0.111, 0.112, 0.113, 0.114, 0.115))
     assert small.in_passes == pytest.approx((0.010, 0.008, 0.006, 0.004, 0.002, 0.0))
-    hooks = found(replace(times, passes_ms=50.0, gpu_layer_passes_ms=1.0), 8 << 20)
+    hooks = found(added(**layers, passes_ms=50.0, gpu_layer_passes_ms=1.0), 8 << 20)
     assert hooks.in_passes == pytest.approx((0.060, 0.059, 0.058, 0.057, 0.056, 0.055))
     assert hooks.on_gpu[-1] == pytest.approx(0.115)
     alone = found(replace(times, shares=False), 8 << 20)

@@ -486,28 +486,6 @@ def test_a_table_for_people() -> None:
     assert last.startswith("predicted step ")
 
 
-def test_micro_batches_that_take_the_hosts_time_are_told() -> None:
-    busy = replace(gpu("busy", 80, 1.0), sizes=(1, 2), most_samples=2)
-    tables = {"forward_ms": Table(((1.0, 1.0), (2.0, 1.9), (4.0, 3.8)))}
-    tables["backward_ms"] = Table(((1.0, 2.0), (2.0, 3.8), (4.0, 7.6)))
-    busy = replace(busy, **tables)
-    tables = {"forward_ms": Table(((1.0, 1.0), (2.0, 1.1), (4.0, 1.3)))}
-    tables["backward_ms"] = Table(((1.0, 2.0), (2.0, 2.1), (4.0, 2.3)))
-    starved = replace(busy, name="starved", **tables)
-    assert not busy.is_unfilled(1)
-    assert not busy.is_unfilled(2)
-    assert starved.is_unfilled(1)
-    assert starved.is_unfilled(2)
-    assert not starved.is_unfilled(4), "8 were not measured"
-    both = problem(host(starved, busy, starved))
-    text = plan_text(both, planned(both), ())
-    assert "ranks 0, 2: micro-batches of twice as many samples would take hardly longer" in text
-    one = problem(host(busy, starved))
-    assert "\nrank 1: micro-batches of twice" in plan_text(one, planned(one), ())
-    none = problem(host(busy, busy))
-    assert "hardly longer" not in plan_text(none, planned(none), ())
-
-
 def test_64_ranks_in_seconds_with_a_small_gap() -> None:
     ranks = (gpu("a", 24, 1.0), gpu("b", 44, 0.5), gpu("c", 16, 2.0), gpu("c", 16, 2.0)) * 2
     given = problem(*[replace(host(*ranks), name=str(n)) for n in range(8)], batch=1024)

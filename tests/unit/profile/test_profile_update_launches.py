@@ -233,6 +233,9 @@ def test_all_but_the_engine_itself_is_in_a_profiled_step() -> None:
     assert {name for name in missing if not name.startswith(AROUND)} == set()
 
 
+NONE = {"gpu_step_ms": 0.0, "launch_ms": 0.0, "gpu_layer_ms": 0.0, "cpu_layer_ms": 0.0}
+
+
 @pytest.mark.usefixtures("_unmeasured", "process_group")
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_a_plan_counts_the_launches_of_a_training_step(fraction: float) -> None:
@@ -246,7 +249,7 @@ def test_a_plan_counts_the_launches_of_a_training_step(fraction: float) -> None:
     sizes = [round(size) for size in model.update_sizes]
 
     def on_gpu(**one: float) -> float:
-        return UpdateLaunchTimes(**one).on_gpu(sizes)[k]
+        return UpdateLaunchTimes(UpdateLaunches(**NONE | one)).on_gpu(sizes)[k]
 
     def each_step(name: str) -> float:
         return found[name] / STEPS
@@ -254,7 +257,8 @@ def test_a_plan_counts_the_launches_of_a_training_step(fraction: float) -> None:
     assert on_gpu(launch_ms=1.0) == pytest.approx(each_step("GroupedAdam.launch"))
     assert on_gpu(gpu_layer_ms=1.0) == pytest.approx(each_step(UPDATED))
     assert on_gpu(gpu_step_ms=1.0) == pytest.approx(each_step("DeviceUpdate.run"))
-    passes = UpdateLaunchTimes(cpu_layer_ms=1.0).in_passes(k, layers - k)
+    added = UpdateLaunches(**NONE | {"cpu_layer_ms": 1.0})
+    passes = UpdateLaunchTimes(added).in_passes(k, layers - k)
     assert passes == pytest.approx(each_step("CpuUpdater.send"))
 
 
