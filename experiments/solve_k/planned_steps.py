@@ -40,7 +40,7 @@ from experiments.common.worker import Recorder
 from experiments.solve_k.regime_cells import Cell, Contest
 from hytrain.formats.profile_file import ProfileFile, UpdateRate
 from hytrain.tools.planner.allocation import Share
-from hytrain.tools.planner.cost_model import Collectives, load
+from hytrain.tools.planner.cost_model import Collectives, workload
 from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.profiler.layer_bench import LayerBench
@@ -112,7 +112,7 @@ def predict(found: ProfileFile, cell: Cell, part: float) -> float:
     problem = problem_from(found, options)
     collectives = Collectives.of(problem, even=True)
     gpu = problem.cluster.ranks[0][1]
-    work = load(problem, gpu, collectives, cell.batch, cell.batch, "store")
+    work = workload(problem, gpu, collectives, cell.batch, cell.batch, "store")
     share = Share(1.0, round(part * problem.model.num_updates))
     return PlannedStep(problem, [work], [share], even=True).seconds()
 

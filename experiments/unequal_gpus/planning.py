@@ -13,10 +13,9 @@ from hytrain.placement.memory import GPU_RESERVE_SHARE, host_reserve
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.baselines import even_split
 from hytrain.tools.planner.plan import make_plan
-from hytrain.tools.planner.plan_record import plan_file
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
-from hytrain.tools.planner.result import Plan
+from hytrain.tools.planner.result import Plan, plan_file
 
 LEAST_SHARD = 1e-4
 """Of the state: every rank must own some of it."""

@@ -154,7 +154,7 @@ def test_values_out_of_range_are_refused_in_words(
 def test_files_are_looked_at_before_anything_is_planned(
     profile: Path, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, out = tmp_path / "ds.json", tmp_path / "x.png"
+    config = tmp_path / "ds.json"
     config.write_text("{}")
     before = {path: path.read_bytes() for path in (profile, config, model / "config.json")}
     monkeypatch.setattr("hytrain.tools.cli.plan._profile", None)  # no work is done

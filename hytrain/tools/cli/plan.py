@@ -190,8 +190,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from hytrain.tools.planner import plan_report
     from hytrain.tools.planner.baselines import baselines
     from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
-    from hytrain.tools.planner.plan_record import plan_file
     from hytrain.tools.planner.profile_problem import problem_from
+    from hytrain.tools.planner.result import plan_file
 
     if arguments.batch is None:
         raise ConfigError("hytrain plan needs --batch: the samples of a step, all ranks together")

@@ -1,4 +1,4 @@
-"""State for ranks whose loads are decided: shards, and whole layers on the GPU or on the host."""
+"""State for ranks whose workloads are decided: shards, and whole layers on either side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hytrain.tools.planner.cluster import Host
-from hytrain.tools.planner.cost_model import Columns, Load, host_budgets, largest_shards
+from hytrain.tools.planner.cost_model import Columns, Workload, host_budgets, largest_shards
 from hytrain.tools.planner.min_plus import Floats, Ints
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.shards import water_fill
@@ -33,7 +33,7 @@ class Share:
 
 
 def allocate(
-    problem: PlanProblem, loads: Sequence[Load], step: float, *, even: bool
+    problem: PlanProblem, workloads: Sequence[Workload], step: float, *, even: bool
 ) -> list[Share] | None:
     """Shares with which every rank keeps to a step of so many seconds; None where there are none.
 
@@ -42,7 +42,7 @@ def allocate(
     shares: list[Share] = []
     first = 0
     for host in problem.cluster.hosts:
-        works = loads[first : first + len(host.gpus)]
+        works = workloads[first : first + len(host.gpus)]
         first += len(host.gpus)
         found = _on_host(problem, host, works, step, even=even)
         if found is None:
@@ -64,7 +64,7 @@ def allocate(
 
 
 def _on_host(
-    problem: PlanProblem, host: Host, works: Sequence[Load], step: float, *, even: bool
+    problem: PlanProblem, host: Host, works: Sequence[Workload], step: float, *, even: bool
 ) -> list[Share] | None:
     """The most state for the ranks of one host."""
     model = problem.model

@@ -18,12 +18,12 @@ from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
     Columns,
-    Load,
+    Workload,
     fits_rounds,
     largest_shards,
-    load,
     longest_step,
     shard_that_fits,
+    workload,
 )
 from hytrain.tools.planner.min_plus import Bools
 from hytrain.tools.planner.problem import PlanProblem
@@ -79,16 +79,16 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     if not tried:
         return Infeasible(f"an even split does not make {problem.rounds} rounds")
     best: Found | None = None
-    for loads in sorted(tried, key=lambda loads: max(work.compute for work in loads)):
-        least = max(work.compute for work in loads)
+    for workloads in sorted(tried, key=lambda workloads: max(work.compute for work in workloads)):
+        least = max(work.compute for work in workloads)
         if best is None or least < best.step:
-            found = settle(problem, loads, least, even=True)
+            found = settle(problem, workloads, least, even=True)
             if found is not None and (best is None or found.step < best.step):
                 best = found
     if best is not None:
         return to_plan(problem, best, best.step)
     # The smallest room decides.
-    roomiest = max(tried, key=lambda loads: min(work.room for work in loads))
+    roomiest = max(tried, key=lambda workloads: min(work.room for work in workloads))
     return _missing(problem, [[work] for work in roomiest])
 
 
@@ -104,8 +104,8 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     speeds = [made.speed(gpu) for _, gpu in problem.cluster.ranks]
     if max(speeds) == 0.0:
         return Infeasible("no rank has room for a single sample")
-    menus: list[list[Load]] = []
-    chosen: list[list[Load]] = []
+    menus: list[list[Workload]] = []
+    chosen: list[list[Workload]] = []
     batches = whole_parts(speeds, problem.batch)
     for (host, gpu), batch in zip(problem.cluster.ranks, batches, strict=True):
         menu = [
@@ -120,9 +120,9 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
         chosen.append(made.of_even_shard(host, gpu, menu))
     plans = [
         found
-        for loads in zip(*chosen, strict=True)
-        if (least := max(work.compute for work in loads)) < math.inf
-        and (found := settle(problem, loads, least, even=True)) is not None
+        for workloads in zip(*chosen, strict=True)
+        if (least := max(work.compute for work in workloads)) < math.inf
+        and (found := settle(problem, workloads, least, even=True)) is not None
     ]
     best = min(plans, key=lambda found: found.step, default=None)
     return _missing(problem, menus) if best is None else to_plan(problem, best, best.step)
@@ -140,15 +140,15 @@ class _Loads:
     def __init__(self, problem: PlanProblem, collectives: Collectives | None = None) -> None:
         self._problem = problem
         self._collectives = collectives or Collectives.of(problem, even=True)
-        self._made: dict[tuple[object, ...], Load] = {}
+        self._made: dict[tuple[object, ...], Workload] = {}
         self._speeds: dict[GpuProfile, float] = {}
-        self._chosen: dict[tuple[object, ...], list[Load]] = {}
+        self._chosen: dict[tuple[object, ...], list[Workload]] = {}
 
-    def of(self, gpu: GpuProfile, batch: int, size: int, policy: Activations) -> Load:
+    def of(self, gpu: GpuProfile, batch: int, size: int, policy: Activations) -> Workload:
         """What so many samples take."""
         key = (id(gpu), batch, size, policy)
         if key not in self._made:
-            self._made[key] = load(self._problem, gpu, self._collectives, batch, size, policy)
+            self._made[key] = workload(self._problem, gpu, self._collectives, batch, size, policy)
         return self._made[key]
 
     def speed(self, gpu: GpuProfile) -> float:
@@ -164,10 +164,10 @@ class _Loads:
             self._speeds[gpu] = best
         return self._speeds[gpu]
 
-    def of_even_shard(self, host: Host, gpu: GpuProfile, menu: list[Load]) -> list[Load]:
-        """The load that can own an even part in the shortest step, and one that spares the host.
+    def of_even_shard(self, host: Host, gpu: GpuProfile, menu: list[Workload]) -> list[Workload]:
+        """The workload that can own an even part in the shortest step, and a frugal one.
 
-        The latter is the roomiest of those with the fewest bytes of activations there.
+        The latter is the roomiest of those with the fewest bytes of activations on the host.
         """
         key = id(host), id(gpu), tuple(id(work) for work in menu)
         if key not in self._chosen:
@@ -189,11 +189,11 @@ class _Loads:
         return self._chosen[key]
 
 
-def _missing(problem: PlanProblem, menus: Sequence[Sequence[Load]]) -> Infeasible:
-    """What the roomiest loads lack for even shards."""
+def _missing(problem: PlanProblem, menus: Sequence[Sequence[Workload]]) -> Infeasible:
+    """What the roomiest workloads lack for even shards."""
     even = problem.model.parameters / problem.cluster.num_ranks
 
-    def left_for_host(work: Load) -> float:
+    def left_for_host(work: Workload) -> float:
         """Bytes that the rank's host must hold."""
         on_cpu = max(0.0, even - shard_that_fits(problem, work, 1.0))
         state = on_cpu * problem.host_state_bytes

@@ -20,12 +20,12 @@ GPU, that makes
     compute   L (forward + backward) + sum of what is outside of the layers
 
 In stages 1 and 2 the AG is that of the updated weights, under forward. The rank's step is as long
-as the longest of these lines, a step of the job as that of its slowest rank:
+as the longest of these bounds, a step of the job as that of its slowest rank:
 
     GPU       compute + GPU-placed parameters / GPU rate
-    CPU       edge + CPU-placed parameters / CPU rate, or 2 B each way over the copy rate. The edge
-              is what the worker cannot use: it begins with the first layer's gradient, and the
-              last layer's forward follows its end; micro-batches between the first and the last
+    CPU       startup + CPU-placed parameters / CPU rate, or 2 B each way over the copy rate. The
+              startup is what the worker cannot use: it begins with the first layer's gradient, and
+              the last layer's forward follows its end; micro-batches between the first and the last
               have nothing for it, unless the step is layer-major
     copies    (2 B of each CPU-placed parameter + offloaded boundary bytes) / copy rate, each way
     host      all traffic of all its ranks / bandwidth of its memory
@@ -35,10 +35,10 @@ its shard is, is copied from there before each gather: AG becomes AG + fetch, in
 backward, and the first layer's fetch of every forward is waited for (passes.py). The copies to the
 host have the new copies of GPU-placed parameters, too; those of CPU-placed ones are written there.
 
-These are the limits of a step (docs/internals.md); planned_step.py is finer, it walks through
-the steps of all ranks together. Memory of the GPU, where an element of the training copy has 2 B: 2
-B a parameter (4 B a parameter of the shard in stage 3, with its gradient) + 12 B a GPU-placed
-parameter + the larger of what there is in the passes and at the end of backward:
+These are the roofline bounds of a step (docs/internals.md); planned_step.py is finer, it has the
+steps of all ranks simulated together. Memory of the GPU, where an element of the training copy has
+2 B: 2 B a parameter (4 B a parameter of the shard in stage 3, with its gradient) + 12 B a
+GPU-placed parameter + the larger of what there is in the passes and at the end of backward:
 
     passes    C(m) + what the activation policy leaves there + whole gradients before they are
               reduced (one by one: beside every micro-batch but the first)
@@ -77,7 +77,7 @@ from hytrain.tools.planner.problem import PlanProblem
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """A rank's part of the batch, and what that leaves for state.
 
     Attributes:
@@ -85,7 +85,7 @@ class Load:
         microbatch: of them at once; 0 where there are none.
         activations: policy between layers.
         compute: seconds of both passes of all micro-batches.
-        edge: seconds of a step in which the CPU worker can do nothing.
+        startup: seconds of a step in which the CPU worker can do nothing.
         room: bytes of the GPU left for state, and in stage 3 for the training copy, while passes
             are made; may be negative.
         end_room: the same at the end of a backward, for the gradients that wait, too; no less.
@@ -97,7 +97,7 @@ class Load:
     microbatch: int
     activations: Activations
     compute: float
-    edge: float
+    startup: float
     room: float
     end_room: float
     offloaded: float
@@ -109,7 +109,7 @@ class Load:
 
 
 def fits_rounds(problem: PlanProblem, batch: int, microbatch: int) -> bool:
-    """Whether a rank with this load makes as many micro-batches as all are to make."""
+    """Whether a rank with this workload makes as many micro-batches as all are to make."""
     return problem.rounds is None or not batch or -(-batch // microbatch) == problem.rounds
 
 
@@ -125,14 +125,14 @@ def sizes_to_choose(problem: PlanProblem, gpu: GpuProfile, samples: int) -> Sequ
     return range(1, min(samples, largest, gpu.most_samples or samples) + 1)
 
 
-def load(
+def workload(
     problem: PlanProblem,
     gpu: GpuProfile,
     collectives: Collectives,
     batch: int,
     microbatch: int,
     activations: Activations,
-) -> Load:
+) -> Workload:
     """What ``batch`` samples take on a GPU, ``microbatch`` at once; 0 and 0 for none."""
     model = problem.model
     sizes = micro_sizes(batch, microbatch)
@@ -143,12 +143,12 @@ def load(
     passes = layer_passes(problem, gpu, collectives, sizes, copy, activations)
     whole = 0.0 if problem.stage == 3 else model.weight_bytes * model.parameters
     peak, end = peaks(problem, gpu, batch, microbatch, activations)
-    return Load(
+    return Workload(
         batch=batch,
         microbatch=microbatch,
         activations=activations,
         compute=model.num_layers * passes.total + outside_seconds(gpu, sizes),
-        edge=passes.total + (model.num_layers - 1) * passes.further,
+        startup=passes.total + (model.num_layers - 1) * passes.further,
         room=gpu.memory_bytes - peak - whole,
         end_room=gpu.memory_bytes - end - whole,
         offloaded=offloaded,
@@ -157,7 +157,7 @@ def load(
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class Roofline:
     """Seconds of each limit of a rank's step."""
 
     gpu: float
@@ -170,41 +170,41 @@ class Lines:
         return max(self.gpu, self.cpu, self.copies)
 
 
-def lines(
-    problem: PlanProblem, host: Host, gpu: GpuProfile, work: Load, on_gpu: float, on_cpu: float
-) -> Lines:
+def roofline(
+    problem: PlanProblem, host: Host, gpu: GpuProfile, work: Workload, on_gpu: float, on_cpu: float
+) -> Roofline:
     """With so many parameters of state on either side."""
     copied = problem.model.itemsize * on_cpu
     written = problem.written_bytes * on_gpu
     cpu = max(on_cpu / host.rank_update_rate, copied / gpu.copy_rate)
-    return Lines(
+    return Roofline(
         gpu=work.compute + work.fetching(on_gpu + on_cpu) + on_gpu / gpu.update_rate,
-        cpu=work.edge + cpu if on_cpu > 0.0 else 0.0,
+        cpu=work.startup + cpu if on_cpu > 0.0 else 0.0,
         copies=(copied + written + work.offloaded) / gpu.copy_rate,
     )
 
 
-def traffic(problem: PlanProblem, work: Load, on_gpu: float, on_cpu: float) -> float:
+def traffic(problem: PlanProblem, work: Workload, on_gpu: float, on_cpu: float) -> float:
     """Bytes that a rank's step moves in its host's memory: updates, activations, weights."""
     weights = problem.shard_traffic * (on_gpu + on_cpu)
     return problem.state_traffic * on_cpu + weights + 2.0 * work.offloaded
 
 
-def host_bytes(problem: PlanProblem, work: Load, on_gpu: float, on_cpu: float) -> float:
+def host_bytes(problem: PlanProblem, work: Workload, on_gpu: float, on_cpu: float) -> float:
     """What a rank keeps in its host's memory."""
     weights = problem.host_weight_bytes * (on_gpu + on_cpu)
     return problem.host_state_bytes * on_cpu + weights + work.offloaded
 
 
 def gpu_bytes(
-    problem: PlanProblem, gpu: GpuProfile, work: Load, on_gpu: float, on_cpu: float
+    problem: PlanProblem, gpu: GpuProfile, work: Workload, on_gpu: float, on_cpu: float
 ) -> float:
     """The peak of a rank's GPU."""
     shard = problem.sharded_bytes * (on_gpu + on_cpu) + problem.gpu_state_bytes * on_gpu
     return gpu.memory_bytes + shard - min(work.room, work.end_room - problem.waiting_bytes * on_gpu)
 
 
-def shard_that_fits(problem: PlanProblem, work: Load, gpu_part: float) -> float:
+def shard_that_fits(problem: PlanProblem, work: Workload, gpu_part: float) -> float:
     """Parameters of the largest shard of which so much may be GPU-placed; not negative."""
     each = problem.gpu_state_bytes * gpu_part + problem.sharded_bytes
     at_end = each + problem.waiting_bytes * gpu_part
@@ -213,7 +213,7 @@ def shard_that_fits(problem: PlanProblem, work: Load, gpu_part: float) -> float:
     return max(0.0, min(fitting))
 
 
-def gpu_layers_that_fit(problem: PlanProblem, work: Load, shard: float) -> int:
+def gpu_layers_that_fit(problem: PlanProblem, work: Workload, shard: float) -> int:
     """Layers of a shard of so many parameters that have room on the GPU."""
     model = problem.model
     each = problem.gpu_state_bytes * shard
@@ -227,13 +227,13 @@ def gpu_layers_that_fit(problem: PlanProblem, work: Load, shard: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Many loads of one GPU, a column for each of their numbers (see :class:`Load`).
+    """Many workloads of one GPU, a column for each of their numbers (see :class:`Workload`).
 
     ``slope`` and ``hidden`` have a column more for each line of fetches.
     """
 
     compute: Floats
-    edge: Floats
+    startup: Floats
     room: Floats
     end_room: Floats
     offloaded: Floats
@@ -241,22 +241,22 @@ class Columns:
     hidden: Floats
 
     @staticmethod
-    def of(loads: Sequence[Load]) -> Columns:
-        """The loads in their order."""
+    def of(workloads: Sequence[Workload]) -> Columns:
+        """The workloads in their order."""
         # A line that is no line is 0; so is what compute adds to itself.
-        most = max((len(work.fetches) for work in loads), default=0)
-        slope, hidden = np.zeros((2, len(loads), most))
-        for row, work in enumerate(loads):
+        most = max((len(work.fetches) for work in workloads), default=0)
+        slope, hidden = np.zeros((2, len(workloads), most))
+        for row, work in enumerate(workloads):
             for column, line in enumerate(work.fetches):
                 slope[row, column], hidden[row, column] = line.slope, line.hidden
         return Columns(
             slope=slope,
             hidden=hidden,
-            compute=np.array([work.compute for work in loads]),
-            edge=np.array([work.edge for work in loads]),
-            room=np.array([work.room for work in loads]),
-            end_room=np.array([work.end_room for work in loads]),
-            offloaded=np.array([work.offloaded for work in loads]),
+            compute=np.array([work.compute for work in workloads]),
+            startup=np.array([work.startup for work in workloads]),
+            room=np.array([work.room for work in workloads]),
+            end_room=np.array([work.end_room for work in workloads]),
+            offloaded=np.array([work.offloaded for work in workloads]),
         )
 
 
@@ -270,7 +270,7 @@ def cpu_capacity(
     itemsize = problem.model.itemsize
     seconds = max(1.0 / host.rank_update_rate, itemsize / gpu.copy_rate)
     copied = (step * gpu.copy_rate - columns.offloaded) / itemsize
-    most = np.minimum(np.maximum(0.0, step - columns.edge) / seconds, copied)
+    most = np.minimum(np.maximum(0.0, step - columns.startup) / seconds, copied)
     if problem.offload_param:
         most = np.minimum(most, _fetched(columns, step, np.zeros(1)).min(axis=2)[:, 0])
     if problem.sharded_bytes:
@@ -279,10 +279,10 @@ def cpu_capacity(
 
 
 def _fetched(columns: Columns, step: float, seconds: Floats) -> Floats:
-    """Parameters of the largest shard: by loads, ``seconds``, and lines of fetches.
+    """Parameters of the largest shard: by workloads, ``seconds``, and lines of fetches.
 
     Args:
-        columns: the loads.
+        columns: the workloads.
         step: seconds of the step.
         seconds: that each parameter of the shard takes besides.
     """
@@ -296,10 +296,10 @@ def _fetched(columns: Columns, step: float, seconds: Floats) -> Floats:
 def largest_shards(
     problem: PlanProblem, host: Host, gpu: GpuProfile, columns: Columns, step: float
 ) -> Floats:
-    """Parameters of the largest shard, of whole layers: a row a load, a column a number 0..L.
+    """Parameters of the largest shard, of whole layers: a row a workload, a column a number 0..L.
 
     The number is that of the layers that the GPU updates; the host's own limits are left apart.
-    Negative in all columns where a load itself takes longer than the step.
+    Negative in all columns where a workload itself takes longer than the step.
     """
     gpu_part = problem.model.gpu_parts
     on_gpu = (step - columns.compute)[:, None] * gpu.update_rate
@@ -365,19 +365,21 @@ def host_budgets(problem: PlanProblem, host: Host, step: float) -> tuple[HostBud
     )
 
 
-def longest_step(problem: PlanProblem, host: Host, gpu: GpuProfile, loads: Sequence[Load]) -> float:
+def longest_step(
+    problem: PlanProblem, host: Host, gpu: GpuProfile, workloads: Sequence[Workload]
+) -> float:
     """Seconds after which no further time would let a rank do or hold more.
 
     Args:
         problem: what is planned.
         host: the rank's.
         gpu: the rank's.
-        loads: its workloads; some.
+        workloads: its workloads; some.
     """
     whole = problem.model.parameters
-    slopes = (line.slope for work in loads for line in work.fetches)
-    copied = problem.model.itemsize * whole + max(work.offloaded for work in loads)
+    slopes = (line.slope for work in workloads for line in work.fetches)
+    copied = problem.model.itemsize * whole + max(work.offloaded for work in workloads)
     copies = copied / gpu.copy_rate + whole * max(slopes, default=0.0)
     updates = whole / gpu.update_rate + whole / host.rank_update_rate
     moved = (problem.state_traffic + problem.shard_traffic) * whole / host.bandwidth
-    return 2.0 * max(work.compute for work in loads) + copies + updates + moved
+    return 2.0 * max(work.compute for work in workloads) + copies + updates + moved

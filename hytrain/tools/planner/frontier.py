@@ -1,4 +1,4 @@
-"""What a rank may do in a step of some length: the workloads that no other one beats.
+"""What a rank may do in a step of some length.
 
 A batch of 65,536 has 10^5 workloads a rank and more. Few are made: where a rank may have many
 numbers of samples, they are cut into ranges, and of a range there is one offer: its most samples,
@@ -13,17 +13,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import GpuProfile, Host
-from hytrain.tools.planner.cost_model import Collectives, Load, load, sizes_to_choose
-from hytrain.tools.planner.min_plus import Floats
+from hytrain.tools.planner.cost_model import Collectives, Workload, sizes_to_choose, workload
 from hytrain.tools.planner.problem import PlanProblem
 
 # Numbers of samples, or ranges of them, that are looked at.
 _MOST_RANGES = 64
-_REFERENCES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +34,7 @@ class Offer:
 
     samples: int
     size: int
-    work: Load
+    work: Workload
 
 
 @dataclass(slots=True)
@@ -51,18 +47,18 @@ class _Family:
         samples: that they may have: all from the first to the last.
     """
 
-    make: Callable[[int], Load]
+    make: Callable[[int], Workload]
     size: int
     samples: range
-    _made: dict[int, Load] = field(default_factory=dict[int, Load])
+    _made: dict[int, Workload] = field(default_factory=dict[int, Workload])
 
-    def at(self, samples: int) -> Load:
+    def at(self, samples: int) -> Workload:
         """The workload."""
         if samples not in self._made:
             self._made[samples] = self.make(samples)
         return self._made[samples]
 
-    def fitting(self, fits: Callable[[Load], bool]) -> range:
+    def fitting(self, fits: Callable[[Workload], bool]) -> range:
         """Samples of the workloads before the first one that does not fit."""
         number = bisect.bisect_left(self.samples, True, key=lambda one: not fits(self.at(one)))
         return self.samples[:number]
@@ -88,12 +84,13 @@ class RankFrontier:
             worst: seconds; workloads that take longer are left out.
         """
         self.host, self.gpu = host, gpu
-        self._whole = problem.model.parameters
 
-        def maker(size: int, policy: Activations) -> Callable[[int], Load]:
-            return lambda batch: load(problem, gpu, collectives, batch, min(size, batch), policy)
+        def maker(size: int, policy: Activations) -> Callable[[int], Workload]:
+            return lambda batch: workload(
+                problem, gpu, collectives, batch, min(size, batch), policy
+            )
 
-        def fits(work: Load) -> bool:
+        def fits(work: Workload) -> bool:
             return work.room >= 0.0 and work.compute <= worst
 
         idle = maker(0, problem.activations[0])(0)
@@ -116,7 +113,7 @@ class RankFrontier:
                 self._families.append(family)
 
     @property
-    def extremes(self) -> list[Load]:
+    def extremes(self) -> list[Workload]:
         """Those with the fewest and the most samples of each policy and micro-batch."""
         families = self._families
         ends = [family.at(family.samples[end]) for family in families for end in (0, -1)]
@@ -137,12 +134,11 @@ class RankFrontier:
         ranges = min(_MOST_RANGES, most - before)
         ends = [before + (most - before) * number // ranges for number in range(1, ranges + 1)]
         for end in ends:
-            offers = [
+            found += [
                 Offer(min(end, ranged[-1]), family.size, family.at(max(before + 1, ranged[0])))
                 for family, ranged in families
                 if ranged[0] <= end and ranged[-1] > before
             ]
-            found += self._undominated(offers)
             before = end
         return found
 
@@ -151,32 +147,10 @@ class RankFrontier:
         offloaded = min(step * self.gpu.copy_rate, step * self.host.bandwidth / 2.0)
         offloaded = min(offloaded, self.host.memory_bytes) * (1.0 + 1e-9)
 
-        def fits(work: Load) -> bool:
+        def fits(work: Workload) -> bool:
             return work.compute <= step and work.offloaded <= offloaded
 
         for family in self._families:
             ranged = family.fitting(fits)
             if ranged:
                 yield family, ranged
-
-    def _undominated(self, offers: list[Offer]) -> Iterator[Offer]:
-        """Those that none of the same policy beats."""
-        by_policy: dict[Activations, list[Offer]] = {}
-        for offer in offers:
-            by_policy.setdefault(offer.work.activations, []).append(offer)
-        for members in by_policy.values():
-            numbers = np.array([self._numbers(offer) for offer in members])
-            for row, offer in enumerate(members):
-                as_good = (numbers <= numbers[row]).all(axis=1)
-                better = (numbers < numbers[row]).any(axis=1) | (np.arange(len(members)) < row)
-                if not (as_good & better).any():
-                    yield offer
-
-    def _numbers(self, offer: Offer) -> Floats:
-        """What is the better the less: seconds, taken memory; with fetches of some shards."""
-        work = offer.work
-        numbers = [-offer.samples, work.compute, work.edge, -work.room, -work.end_room]
-        if work.fetches:
-            shards = (self._whole * part / _REFERENCES for part in range(1, _REFERENCES + 1))
-            numbers += [work.compute + work.fetching(shard) for shard in shards]
-        return np.array(numbers)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import GpuProfile
-from hytrain.tools.planner.cost_model import Collectives, load
+from hytrain.tools.planner.cost_model import Collectives, workload
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.step_program import StepProgram
 
@@ -20,18 +20,17 @@ def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
 
     Args:
         problem: for which no plan was found.
-        is_bounded: whether some step may be possible by the outer reading.
+        is_bounded: whether some step may be possible as far as the bound knows.
     """
-    cluster = problem.cluster
+    ranks = problem.cluster.ranks
     program = StepProgram(problem, even=False)
-    extremes = [kind.extremes for kind in program.ranks]
-    for rank, ((_, gpu), works) in enumerate(zip(cluster.ranks, extremes, strict=True)):
+    extremes = [rank.extremes for rank in program.ranks]
+    least = 0 if problem.allow_idle else 1
+    for rank, ((_, gpu), works) in enumerate(zip(ranks, extremes, strict=True)):
         if not works:
-            return _rank_is_missing(problem, rank, gpu, 0 if problem.allow_idle else 1)
+            return _rank_is_missing(problem, rank, gpu, least)
     if not any(work.batch for works in extremes for work in works):
-        alone = [
-            _rank_is_missing(problem, rank, gpu, 1) for rank, (_, gpu) in enumerate(cluster.ranks)
-        ]
+        alone = [_rank_is_missing(problem, rank, gpu, 1) for rank, (_, gpu) in enumerate(ranks)]
         return min(alone, key=lambda one: one.missing)
     if is_bounded:
         return Infeasible(
@@ -39,11 +38,29 @@ def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
             "thousandth of it: no plan was found; a little more memory would help",
             is_close=True,
         )
-    short = [*_gpus_are_missing(problem, program), *_hosts_are_missing(problem)]
+    # GPUs that are too small even with all state on hosts of any size: in stage 3 they have their
+    # part of the weights and gradients.
+    on_gpus = float(problem.sharded_bytes * problem.model.parameters)
+    for (_, gpu), works in zip(ranks, extremes, strict=True):
+        if len(ranks) == 1:  # which has to compute the whole batch
+            works = [work for work in works if work.batch == problem.batch] or works
+        on_gpus += gpu.memory_bytes - max(work.room for work in works)
+    gpus = sum(gpu.memory_bytes for _, gpu in ranks)
+    # Hosts that are too small even with all state on GPUs of any size: offload_param's weights.
+    on_hosts = float(problem.host_weight_bytes * problem.model.parameters)
+    hosts = sum(host.memory_bytes for host in problem.cluster.hosts)
+    short: list[tuple[str, float]] = []
+    if problem.sharded_bytes and on_gpus > gpus:
+        text = _too_little([gpu.name for _, gpu in ranks], "GPU", gpus, on_gpus)
+        short.append((f"{text}, with all optimizer state in host memory", on_gpus - gpus))
+    if on_hosts > hosts:
+        names = [host.name for host in problem.cluster.hosts]
+        text = _too_little(names, "host", hosts, on_hosts)
+        short.append((f"{text}, for weights alone", on_hosts - hosts))
     if short:
         words = "; ".join(text for text, _ in short)
-        return Infeasible(words, sum(lacking for _, lacking in short))
-    held = program.held(program.longest)
+        return Infeasible(words, sum(lacking for _, lacking in short) / _GIB)
+    held = min(1.0, program.held(program.longest))
     total = problem.model.parameters * (problem.host_state_bytes + problem.host_weight_bytes)
     what = "weights and optimizer state" if problem.offload_param else "optimizer state"
     lacking = (1.0 - held) * total / _GIB
@@ -54,45 +71,8 @@ def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
     )
 
 
-def _gpus_are_missing(problem: PlanProblem, program: StepProgram) -> list[tuple[str, float]]:
-    """(words, GiB) where GPUs are too small even with all state on hosts of any size; at most one.
-
-    What stays on a GPU then is there for its passes, and in stage 3 its part of the weights and
-    gradients.
-    """
-    ranks = problem.cluster.ranks
-    least = float(problem.sharded_bytes * problem.model.parameters)
-    for (_, gpu), rank in zip(ranks, program.ranks, strict=True):
-        works = rank.extremes
-        if len(ranks) == 1:  # which has to compute the whole batch
-            works = [work for work in works if work.batch == problem.batch] or works
-        least += gpu.memory_bytes - max(work.room for work in works)
-    usable = sum(gpu.memory_bytes for _, gpu in ranks)
-    if not problem.sharded_bytes or least <= usable:
-        return []
-    text = _too_little(_names([gpu.name for _, gpu in ranks], "GPU"), "GPU", usable, least)
-    return [(f"{text}, with all optimizer state in host memory", (least - usable) / _GIB)]
-
-
-def _hosts_are_missing(problem: PlanProblem) -> list[tuple[str, float]]:
-    """(words, GiB) where hosts are too small even with all state on GPUs of any size; at most one.
-
-    With ``offload_param`` the weights stay on them.
-    """
-    hosts = problem.cluster.hosts
-    least = float(problem.host_weight_bytes * problem.model.parameters)
-    usable = sum(host.memory_bytes for host in hosts)
-    if least <= usable:
-        return []
-    text = _too_little(_names([host.name for host in hosts], "host"), "host", usable, least)
-    return [(f"{text}, for weights alone", (least - usable) / _GIB)]
-
-
-def _names(names: Sequence[str], kind: str) -> str:
-    return f"the {kind} ({names[0]})" if len(names) == 1 else f"the {len(names)} {kind}s together"
-
-
-def _too_little(who: str, kind: str, usable: float, least: float) -> str:
+def _too_little(names: Sequence[str], kind: str, usable: float, least: float) -> str:
+    who = f"the {kind} ({names[0]})" if len(names) == 1 else f"the {len(names)} {kind}s together"
     # Rounded apart, so that the larger number is the larger one in print, too.
     has, needs = math.floor(usable / _GIB * 100) / 100, math.ceil(least / _GIB * 100) / 100
     return f"{kind} memory is short: {who} can use {has:.2f} GiB and must hold {needs:.2f} at least"
@@ -103,7 +83,8 @@ def _rank_is_missing(problem: PlanProblem, rank: int, gpu: GpuProfile, batch: in
     collectives = Collectives.of(problem, even=True)
     roomy = replace(gpu, memory_bytes=2**62)
     works = [
-        load(problem, roomy, collectives, batch, batch, policy) for policy in problem.activations
+        workload(problem, roomy, collectives, batch, batch, policy)
+        for policy in problem.activations
     ]
     lacking = (2**62 - max(work.room for work in works) - gpu.memory_bytes) / _GIB
     what = "nothing but the training copy" if batch == 0 else "a single sample"

@@ -2,7 +2,7 @@
 
 Where weights are kept in host memory (``offload_param``), each gather of a layer begins with a copy
 of this rank's part of it, on the same stream: a *fetch*, as long as the rank's shard is large. How
-large it will be is not known when loads are compared. So what fetches add to a rank's passes is
+large it will be is not known when workloads are compared. So what fetches add to a rank's passes is
 told as a function of the shard (:func:`fetch_lines`): with n passes of a kind, whose compute
 outlasts their collectives by h each, and a fetch of x a layer, that is the sum of n max(0, x - h),
 the largest of a few straight lines.

@@ -115,9 +115,9 @@ def _refined(problem: PlanProblem, found: Search, step: float) -> list[Plan]:
     starts: dict[tuple[Activations, ...], Found] = {}
     for one in sorted(trail, key=lambda one: one.step):
         if one.step <= _NEARBY * step:
-            starts.setdefault(tuple(work.activations for work in one.loads), one)
+            starts.setdefault(tuple(work.activations for work in one.workloads), one)
     first = list(starts.values())[:_MOST_REFINED]
-    first += [unevenly(problem, one) for one in first if one.even and len(one.loads) > 1]
+    first += [unevenly(problem, one) for one in first if one.even and len(one.workloads) > 1]
     refined = [local_search(problem, one) for one in first]
     return [to_plan(problem, one, one.step) for one in (*starts.values(), *refined)]
 

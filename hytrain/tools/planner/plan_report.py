@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hytrain.formats.plan_file import PlannedRank
 from hytrain.formats.policies import Accumulation
 from hytrain.formats.text_table import align
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.baselines import Baseline, own_speeds
 from hytrain.tools.planner.cluster import GpuProfile
-from hytrain.tools.planner.plan_record import plan_file
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.result import Plan, RankPlan
+from hytrain.tools.planner.result import Plan, plan_file
 
 _GIB = 1024**3
 _LIMITS = {
@@ -103,7 +103,7 @@ def _ranks(problem: PlanProblem, plan: Plan) -> str:
     return "\n".join(align(rows, left=(0, len(_HEADING) - 1)))
 
 
-def limit_words(rank: RankPlan, gpu: GpuProfile) -> str:
+def limit_words(rank: PlannedRank, gpu: GpuProfile) -> str:
     """What a rank's step is as long as, and whether its memory is full."""
     words = _LIMITS[rank.limit]
     if rank.limit == "gpu" and gpu.is_launch_bound(rank.microbatch_size):
@@ -219,5 +219,5 @@ def _other_json(other: Baseline) -> dict[str, Any]:
         "batch_sizes": [rank.batch_size for rank in plan.ranks],
         "microbatch_sizes": [rank.microbatch_size for rank in plan.ranks],
         "gpu_layers": [rank.gpu_layers for rank in plan.ranks],
-        "gpu_bytes": [round(rank.gpu_bytes) for rank in plan.ranks],
+        "gpu_bytes": [rank.gpu_bytes for rank in plan.ranks],
     }

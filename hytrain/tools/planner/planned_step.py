@@ -19,7 +19,7 @@ from hytrain.cost.step import LayerCosts, StepCosts, clipped_passes
 from hytrain.formats.policies import LAYER_MAJOR
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import GpuProfile
-from hytrain.tools.planner.cost_model import Load
+from hytrain.tools.planner.cost_model import Workload
 from hytrain.tools.planner.passes import (
     Collectives,
     fetch_seconds,
@@ -51,12 +51,17 @@ class PlannedStep:
     """The steps of a plan's ranks."""
 
     def __init__(
-        self, problem: PlanProblem, loads: Sequence[Load], shares: Sequence[Share], *, even: bool
+        self,
+        problem: PlanProblem,
+        workloads: Sequence[Workload],
+        shares: Sequence[Share],
+        *,
+        even: bool,
     ) -> None:
         """
         Args:
             problem: what was planned.
-            loads: each rank's work.
+            workloads: each rank's work.
             shares: each rank's state.
             even: whether all shards are equal.
         """
@@ -65,22 +70,22 @@ class PlannedStep:
         whole = problem.model.parameters
         fetches = [
             fetch_seconds(problem, gpu, work.activations, share.fraction * whole)
-            for (_, gpu), work, share in zip(problem.cluster.ranks, loads, shares, strict=True)
+            for (_, gpu), work, share in zip(problem.cluster.ranks, workloads, shares, strict=True)
         ]
         # A layer is there when the part of the last rank is.
         fetch = max(once for once, _ in fetches), max(back for _, back in fetches)
         collectives = Collectives.of(problem, even=even)
         passes = [
             _own_passes(problem, gpu, collectives, work, fetch)
-            for (_, gpu), work in zip(problem.cluster.ranks, loads, strict=True)
+            for (_, gpu), work in zip(problem.cluster.ranks, workloads, strict=True)
         ]
         if problem.stage == 3:
-            passes = _together(problem, passes, loads, fetch)
+            passes = _together(problem, passes, workloads, fetch)
         # Equal ranks are simulated once.
         kinds: dict[tuple[object, ...], Rank] = {}
         self._ranks: list[Rank] = []
         rates = _worker_rates(problem, shares)
-        rows = zip(problem.cluster.ranks, loads, shares, passes, rates, strict=True)
+        rows = zip(problem.cluster.ranks, workloads, shares, passes, rates, strict=True)
         for (_, gpu), work, share, own, rate in rows:
             key = (id(gpu), work, share, own, rate)
             if key not in kinds:
@@ -160,7 +165,7 @@ def _own_passes(
     problem: PlanProblem,
     gpu: GpuProfile,
     collectives: Collectives,
-    work: Load,
+    work: Workload,
     fetch: tuple[float, float],
 ) -> _Passes:
     """Of one rank; the first layer's fetch of each forward is waited for.
@@ -185,16 +190,16 @@ def _own_passes(
 def _together(
     problem: PlanProblem,
     passes: Sequence[_Passes],
-    loads: Sequence[Load],
+    workloads: Sequence[Workload],
     fetch: tuple[float, float],
 ) -> list[_Passes]:
     """Stage 3: the passes of the slowest rank, in each layer or each round, which all wait for."""
     layers = problem.model.num_layers
     first, last = max(own.first for own in passes), max(own.last for own in passes)
-    if all(work.activations in LAYER_MAJOR for work in loads if work.batch):
+    if all(work.activations in LAYER_MAJOR for work in workloads if work.batch):
         middle = max(own.middle for own in passes)
     else:
-        rounds = _round_seconds(problem, loads, fetch)
+        rounds = _round_seconds(problem, workloads, fetch)
         longest = max(own.total(layers) for own in passes)
         middle = max(0.0, max(longest, sum(rounds)) - layers * (first + last))
     slowest = _Passes(first, middle, last)
@@ -202,12 +207,12 @@ def _together(
 
 
 def _round_seconds(
-    problem: PlanProblem, loads: Sequence[Load], fetch: tuple[float, float]
+    problem: PlanProblem, workloads: Sequence[Workload], fetch: tuple[float, float]
 ) -> list[float]:
     """Of each round the slowest rank's; the last ones coincide."""
     layers = problem.model.num_layers
     rounds: list[float] = []
-    for (_, gpu), work in zip(problem.cluster.ranks, loads, strict=True):
+    for (_, gpu), work in zip(problem.cluster.ranks, workloads, strict=True):
         sizes = micro_sizes(work.batch, work.microbatch)
         each = [size for count, size in sizes for _ in range(count)]
         rounds += [0.0] * (len(each) - len(rounds))
@@ -232,7 +237,12 @@ def _worker_rates(problem: PlanProblem, shares: Sequence[Share]) -> list[float]:
 
 
 def _rank(
-    problem: PlanProblem, gpu: GpuProfile, work: Load, share: Share, passes: _Passes, rate: float
+    problem: PlanProblem,
+    gpu: GpuProfile,
+    work: Workload,
+    share: Share,
+    passes: _Passes,
+    rate: float,
 ) -> Rank:
     model = problem.model
 
@@ -266,7 +276,9 @@ def _rank(
     return Rank(costs, places, launches, has_samples=passes.first > 0.0)
 
 
-def step_launches(problem: PlanProblem, gpu: GpuProfile, work: Load, fraction: float) -> Launches:
+def step_launches(
+    problem: PlanProblem, gpu: GpuProfile, work: Workload, fraction: float
+) -> Launches:
     """What the host takes to launch a rank's step with such a part of the state."""
     times, sizes = gpu.launches, micro_sizes(work.batch, work.microbatch)
     if times is None or not sizes:

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hytrain.formats.policies import LAYER_MAJOR, Accumulation, Activations
-from hytrain.tools.infeasible import Infeasible
+from hytrain.formats.plan_file import VERSION, PlanFile, PlannedModel, PlannedRank, Predicted
+from hytrain.formats.policies import LAYER_MAJOR, Accumulation
 from hytrain.tools.planner.allocation import Share, allocate
 from hytrain.tools.planner.cost_model import (
-    Lines,
-    Load,
+    Roofline,
+    Workload,
     gpu_bytes,
     gpu_layers_that_fit,
     host_bytes,
-    lines,
     longest_step,
+    roofline,
     traffic,
 )
 from hytrain.tools.planner.planned_step import PlannedStep
@@ -26,38 +26,6 @@ TOLERANCE = 1e-4
 """Bisection ends where the step is known to this share."""
 # A step of which weights from the host are this share is limited by them.
 _NOTABLE = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """What one rank does, and what that is predicted to take.
-
-    Attributes:
-        host: its host's name.
-        device: its GPU's name.
-        batch_size: its samples of the global batch; may be 0.
-        microbatch_size: of them at once; 0 where there are none.
-        activations: policy between layers.
-        shard_fraction: of the state, and in stage 3 of the training copy.
-        gpu_layers: layers of its shard that the GPU updates, counted from the first.
-        step_seconds: its own, without waiting for others.
-        gpu_bytes: peak.
-        host_bytes: that it keeps on its host.
-        limit: what its step is as long as: "gpu", "cpu", "copies" or "host", or "weights" where the
-            GPU waits for its weights to come from the host.
-    """
-
-    host: str
-    device: str
-    batch_size: int
-    microbatch_size: int
-    activations: Activations
-    shard_fraction: float
-    gpu_layers: int
-    step_seconds: float
-    gpu_bytes: float
-    host_bytes: float
-    limit: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +47,19 @@ class Plan:
 
     Attributes:
         ranks: in rank order.
-        step_seconds: by the lines of cost_model.py, by which it was chosen.
-        lower_bound: no plan has a shorter step by these lines, which are of unclipped steps.
-        shortest_step: by these lines, of all plans that were compared. Less than ``step_seconds``
-            where the finer model finds this plan faster.
+        step_seconds: by the roofline bounds of cost_model.py.
+        lower_bound: no plan has a shorter step by these bounds, which are of unclipped steps.
+        shortest_step: by these bounds, of all plans that were compared. Less than ``step_seconds``
+            where the simulated step of this plan is shorter.
         even: whether all shards are equal.
-        unclipped_seconds: a step that is not clipped, by the finer model of planned_step.py.
+        unclipped_seconds: a step that is not clipped, simulated (planned_step.py).
         clipped_seconds: one that is.
         clipped_share: that was planned for.
         other_mode: what it was chosen over; None where there was no choice, or each rank has its
             own.
     """
 
-    ranks: tuple[RankPlan, ...]
+    ranks: tuple[PlannedRank, ...]
     step_seconds: float
     lower_bound: float
     shortest_step: float
@@ -113,7 +81,7 @@ class Plan:
 
     @property
     def predicted_seconds(self) -> float:
-        """The mean step, by the finer model, with the share of clipped steps planned for."""
+        """The mean simulated step, with the share of clipped steps planned for."""
         share = self.clipped_share
         return (1.0 - share) * self.unclipped_seconds + share * self.clipped_seconds
 
@@ -121,13 +89,13 @@ class Plan:
     def gap(self) -> float:
         """By what share the predicted step may be longer than that of any other plan.
 
-        A plan's prediction is never shorter than its step by the lines, nor that than the bound.
+        A simulated step is never shorter than the roofline bounds of it, nor those than the bound.
         """
         return self._above_bound(self.predicted_seconds)
 
     @property
     def limits_gap(self) -> float:
-        """Likewise by the lines alone."""
+        """Likewise by the roofline bounds alone."""
         return self._above_bound(self.step_seconds)
 
     def _above_bound(self, seconds: float) -> float:
@@ -138,33 +106,35 @@ class Plan:
 class Found:
     """Loads with their shares, of even or of unequal shards."""
 
-    loads: tuple[Load, ...]
+    workloads: tuple[Workload, ...]
     shares: tuple[Share, ...]
     step: float
     even: bool
 
 
-def settle(problem: PlanProblem, loads: Sequence[Load], step: float, *, even: bool) -> Found | None:
-    """Shares for loads that are decided, with the shortest step from ``step`` on.
+def settle(
+    problem: PlanProblem, workloads: Sequence[Workload], step: float, *, even: bool
+) -> Found | None:
+    """Shares for workloads that are decided, with the shortest step from ``step`` on.
 
     None where no step is long enough.
     """
-    rows = zip(problem.cluster.ranks, loads, strict=True)
+    rows = zip(problem.cluster.ranks, workloads, strict=True)
     longest = max(longest_step(problem, host, gpu, [work]) for (host, gpu), work in rows)
     low, high, growth = step, step, TOLERANCE
-    while (shares := allocate(problem, loads, high, even=even)) is None:
+    while (shares := allocate(problem, workloads, high, even=even)) is None:
         if high >= longest:
             return None
         low, high = high, min(step * (1.0 + growth), longest)
         growth *= 2.0
     while high - low > TOLERANCE * high / 4.0:
         middle = (low + high) / 2.0
-        found = allocate(problem, loads, middle, even=even)
+        found = allocate(problem, workloads, middle, even=even)
         if found is None:
             low = middle
         else:
             high, shares = middle, found
-    return Found(tuple(loads), tuple(shares), line_step(problem, loads, shares), even)
+    return Found(tuple(workloads), tuple(shares), roofline_step(problem, workloads, shares), even)
 
 
 def parts(problem: PlanProblem, share: Share) -> tuple[float, float]:
@@ -175,15 +145,18 @@ def parts(problem: PlanProblem, share: Share) -> tuple[float, float]:
     return on_gpu, shard - on_gpu
 
 
-def _lines(problem: PlanProblem, loads: Sequence[Load], shares: Sequence[Share]) -> list[Lines]:
-    rows = zip(problem.cluster.ranks, loads, shares, strict=True)
+def _rooflines(
+    problem: PlanProblem, workloads: Sequence[Workload], shares: Sequence[Share]
+) -> list[Roofline]:
+    rows = zip(problem.cluster.ranks, workloads, shares, strict=True)
     return [
-        lines(problem, host, gpu, work, *parts(problem, share)) for (host, gpu), work, share in rows
+        roofline(problem, host, gpu, work, *parts(problem, share))
+        for (host, gpu), work, share in rows
     ]
 
 
 def _host_seconds(
-    problem: PlanProblem, loads: Sequence[Load], shares: Sequence[Share]
+    problem: PlanProblem, workloads: Sequence[Workload], shares: Sequence[Share]
 ) -> list[float]:
     """For each rank, what its host's memory needs for the step of all its ranks."""
     seconds: list[float] = []
@@ -191,21 +164,25 @@ def _host_seconds(
     for host in problem.cluster.hosts:
         ranks = range(first, first + len(host.gpus))
         first += len(host.gpus)
-        moved = sum(traffic(problem, loads[rank], *parts(problem, shares[rank])) for rank in ranks)
+        moved = sum(
+            traffic(problem, workloads[rank], *parts(problem, shares[rank])) for rank in ranks
+        )
         seconds += [moved / host.bandwidth] * len(host.gpus)
     return seconds
 
 
-def line_step(problem: PlanProblem, loads: Sequence[Load], shares: Sequence[Share]) -> float:
-    """Seconds of a step by the lines of cost_model.py."""
-    own = max(line.longest for line in _lines(problem, loads, shares))
-    return max(own, *_host_seconds(problem, loads, shares))
+def roofline_step(
+    problem: PlanProblem, workloads: Sequence[Workload], shares: Sequence[Share]
+) -> float:
+    """Seconds of a step by the roofline bounds of cost_model.py."""
+    own = max(line.longest for line in _rooflines(problem, workloads, shares))
+    return max(own, *_host_seconds(problem, workloads, shares))
 
 
 def _more_gpu_layers(problem: PlanProblem, found: Found, steps: PlannedStep) -> tuple[Share, ...]:
-    """The shares with as many more GPU layers as gain by the finer model and have room."""
+    """The shares with as many more GPU layers as shorten the simulated step and have room."""
     most: list[int] = []
-    for work, share in zip(found.loads, found.shares, strict=True):
+    for work, share in zip(found.workloads, found.shares, strict=True):
         shard = share.fraction * problem.model.parameters
         most.append(max(share.gpu_layers, gpu_layers_that_fit(problem, work, shard)))
     numbers = steps.worthwhile_layers(most)
@@ -225,28 +202,33 @@ def _limit(seconds: dict[str, float], fetching: float) -> str:
 
 
 def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
-    """What was found, predicted by the finer model, and with the GPU layers that this asks for."""
-    steps = PlannedStep(problem, found.loads, found.shares, even=found.even)
+    """What was found, simulated, with the GPU layers that this asks for."""
+    steps = PlannedStep(problem, found.workloads, found.shares, even=found.even)
     shares = _more_gpu_layers(problem, found, steps)
-    steps = PlannedStep(problem, found.loads, shares, even=found.even)
-    own, shared = _lines(problem, found.loads, shares), _host_seconds(problem, found.loads, shares)
-    ranks: list[RankPlan] = []
-    rows = zip(problem.cluster.ranks, found.loads, shares, own, shared, strict=True)
+    steps = PlannedStep(problem, found.workloads, shares, even=found.even)
+    own, shared = (
+        _rooflines(problem, found.workloads, shares),
+        _host_seconds(problem, found.workloads, shares),
+    )
+    ranks: list[PlannedRank] = []
+    rows = zip(problem.cluster.ranks, found.workloads, shares, own, shared, strict=True)
     for (host, gpu), work, share, line, on_host in rows:
         on_gpu, on_cpu = parts(problem, share)
         by_limit = {"gpu": line.gpu, "cpu": line.cpu, "copies": line.copies, "host": on_host}
         ranks.append(
-            RankPlan(
+            PlannedRank(
                 host=host.name,
                 device=gpu.name,
+                multiprocessors=gpu.multiprocessors,
+                memory_bytes=gpu.memory_bytes if gpu.limit_bytes is None else gpu.limit_bytes,
                 batch_size=work.batch,
                 microbatch_size=work.microbatch,
                 activations=work.activations,
                 shard_fraction=share.fraction,
                 gpu_layers=share.gpu_layers,
                 step_seconds=max(by_limit.values()),
-                gpu_bytes=gpu_bytes(problem, gpu, work, on_gpu, on_cpu),
-                host_bytes=host_bytes(problem, work, on_gpu, on_cpu),
+                gpu_bytes=_whole(gpu_bytes(problem, gpu, work, on_gpu, on_cpu)),
+                host_bytes=_whole(host_bytes(problem, work, on_gpu, on_cpu)),
                 limit=_limit(by_limit, work.fetching(on_gpu + on_cpu)),
             )
         )
@@ -260,4 +242,29 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
         unclipped_seconds=max(least, steps.seconds(clipped_share=0.0)),
         clipped_seconds=max(least, steps.seconds(clipped_share=1.0)),
         clipped_share=problem.clipped_share,
+    )
+
+
+def _whole(num_bytes: float) -> int:
+    """Rounded up, but for what sums of floats add."""
+    return math.ceil(num_bytes * (1.0 - 1e-12))
+
+
+def plan_file(problem: PlanProblem, plan: Plan) -> PlanFile:
+    """A plan as plan.json has it."""
+    model = {name: getattr(problem.model, name) for name in PlannedModel.model_fields}
+    return PlanFile(
+        version=VERSION,
+        model=PlannedModel(**model),
+        global_batch=problem.batch,
+        stage=problem.stage,
+        offload_param="cpu" if problem.offload_param else None,
+        predicted=Predicted(
+            step_seconds=plan.predicted_seconds,
+            unclipped_seconds=plan.unclipped_seconds,
+            clipped_seconds=plan.clipped_seconds,
+            lower_bound=plan.lower_bound,
+            gap=plan.gap if math.isfinite(plan.gap) else None,
+        ),
+        ranks=plan.ranks,
     )

@@ -19,7 +19,7 @@ from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.accumulation_modes import Solver, some_rounds
 from hytrain.tools.planner.baselines import samples_by_speed
 from hytrain.tools.planner.cluster import GpuProfile
-from hytrain.tools.planner.cost_model import Collectives, load, sizes_to_choose
+from hytrain.tools.planner.cost_model import Collectives, sizes_to_choose, workload
 from hytrain.tools.planner.min_plus import Floats
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Plan, to_plan
@@ -150,7 +150,7 @@ def _seconds(
     columns: list[list[float]] = []
     for size in range(1, _largest(problem, gpu) + 1):
         batches = (size, size + 1, 2 * size + 1, 3 * size + 1)
-        works = [load(problem, gpu, collectives, batch, size, policy) for batch in batches]
+        works = [workload(problem, gpu, collectives, batch, size, policy) for batch in batches]
         columns.append([work.compute if work.room >= 0.0 else math.inf for work in works])
         if not math.isfinite(min(columns[-1])):
             break  # larger ones leave even less

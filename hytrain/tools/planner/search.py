@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import GpuProfile
-from hytrain.tools.planner.cost_model import Collectives, Load, fits_rounds, load, sizes_to_choose
+from hytrain.tools.planner.cost_model import (
+    Collectives,
+    Workload,
+    fits_rounds,
+    sizes_to_choose,
+    workload,
+)
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, settle
 from hytrain.tools.planner.step_program import Choice, StepProgram, whole_parts
@@ -118,21 +124,23 @@ class Dealer:
         self._collectives = Collectives.of(problem, even=even)
         self._gpus = [gpu for _, gpu in problem.cluster.ranks]
         # By the profile's identity: to compare profiles takes long.
-        self._known: dict[tuple[int, int, int, Activations], Load | None] = {}
+        self._known: dict[tuple[int, int, int, Activations], Workload | None] = {}
 
-    def of_size(self, gpu: GpuProfile, batch: int, size: int, policy: Activations) -> Load | None:
+    def of_size(
+        self, gpu: GpuProfile, batch: int, size: int, policy: Activations
+    ) -> Workload | None:
         """With these micro-batches; None where they leave no room or do not make the rounds."""
         key = id(gpu), batch, size, policy
         if key not in self._known:
             self._known[key] = None
             if fits_rounds(self._problem, batch, size):
-                work = load(self._problem, gpu, self._collectives, batch, size, policy)
+                work = workload(self._problem, gpu, self._collectives, batch, size, policy)
                 self._known[key] = work if work.room >= 0.0 else None
         return self._known[key]
 
     def fastest(
         self, gpu: GpuProfile, batch: int, policy: Activations, most: int | None = None
-    ) -> Load | None:
+    ) -> Workload | None:
         """With the fastest micro-batches, of up to ``most`` samples; None where none will do."""
         sizes = sizes_to_choose(self._problem, gpu, batch) if batch else (0,)
         allowed = [size for size in sizes if most is None or size <= most]
@@ -151,11 +159,11 @@ class Dealer:
         balanced = self._balanced(found)
         return [found] if balanced is found else [found, balanced]
 
-    def _whole(self, choices: Sequence[Choice]) -> list[Load] | None:
+    def _whole(self, choices: Sequence[Choice]) -> list[Workload] | None:
         """Whole samples that are the batch, in micro-batches of the sizes that were chosen."""
         least = 0 if self._problem.allow_idle else 1
         batches = whole_parts([choice.samples for choice in choices], self._problem.batch)
-        dealt: list[Load] = []
+        dealt: list[Workload] = []
         for gpu, choice, batch in zip(self._gpus, choices, batches, strict=True):
             size, batch = choice.size, max(batch, least)
             work = self.of_size(gpu, batch, min(size, batch), choice.activations)
@@ -181,7 +189,7 @@ class Dealer:
     def _balanced(self, found: Found) -> Found:
         """The slowest rank gives samples, each to who is fastest with it, while that gains."""
         for _ in range(_MOST_MOVES):
-            moved = self._move(found.loads)
+            moved = self._move(found.workloads)
             if moved is None:
                 break
             least = max(work.compute for work in moved)
@@ -193,9 +201,9 @@ class Dealer:
             found = better
         return found
 
-    def _move(self, loads: Sequence[Load]) -> list[Load] | None:
+    def _move(self, workloads: Sequence[Workload]) -> list[Workload] | None:
         """The workloads after one move; None where the slowest rank has none to give."""
-        moved = list(loads)
+        moved = list(workloads)
         slowest = max(range(len(moved)), key=lambda rank: moved[rank].compute)
         work = moved[slowest]
         least = 0 if self._problem.allow_idle else 1

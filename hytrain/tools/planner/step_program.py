@@ -132,7 +132,11 @@ class StepProgram:
     def longest(self) -> float:
         """Seconds after which no further time would let anything more fit."""
         kinds = ((kind, kind.extremes) for kind in self.kinds)
-        steps = (longest_step(self.problem, k.host, k.gpu, loads) for k, loads in kinds if loads)
+        steps = (
+            longest_step(self.problem, k.host, k.gpu, workloads)
+            for k, workloads in kinds
+            if workloads
+        )
         return max(steps, default=0.0)
 
     def spare_samples(self, step: float) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 from hytrain.config import HyTrainConfig
 from hytrain.formats.profile_file import ProfiledModel, ProfileFile
 from hytrain.tools.explain.training_form import TrainingForm
-from hytrain.tools.planner.cost_model import Collectives, Load, gpu_bytes, host_bytes, load
+from hytrain.tools.planner.cost_model import Collectives, Workload, gpu_bytes, host_bytes, workload
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.profiler.language_model import build_language_model, read_config
@@ -74,9 +74,9 @@ def _problem(
     return problem_from(profile, options)
 
 
-def _idle(problem: PlanProblem) -> Load:
+def _idle(problem: PlanProblem) -> Workload:
     gpu = problem.cluster.ranks[0][1]
-    return load(problem, gpu, Collectives(0.0, 0.0), 0, 0, "keep")
+    return workload(problem, gpu, Collectives(0.0, 0.0), 0, 0, "keep")
 
 
 @pytest.mark.parametrize("keys", KEYS, ids=str)

@@ -1,11 +1,11 @@
 """Whether a plan may be as fast as some step: one mixed-integer program in which steps are bounded.
 
-It shares the cost of a load with the planner (cost_model.load) and nothing of its search: equal
-ranks are not merged, and loads are not interpolated. A rank has
+It shares the cost of a load with the planner (cost_model.workload) and nothing of its search: equal
+ranks are not merged, and workloads are not interpolated. A rank has
 
     y     for each policy and micro-batch size, whether it takes it           (0 or 1)
     b, n  samples with it, micro-batches             (whole numbers: n; of small batches b, too)
-    v     seconds, memory: above the lines through loads of 2, 3, 4, 5, 8, 9, 16, ... full
+    v     seconds, memory: above the lines through workloads of 2, 3, 4, 5, 8, 9, 16, ... full
           micro-batches, which no load is below, since they are convex
     g, c  parameters that are updated on its GPU, and by the CPU; of a whole number of layers only
           where that is needed to deny a step
@@ -28,7 +28,7 @@ from scipy.sparse import csr_array
 
 from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.planner.cluster import GpuProfile
-from hytrain.tools.planner.cost_model import Collectives, Load, load
+from hytrain.tools.planner.cost_model import Collectives, Workload, workload
 from hytrain.tools.planner.problem import PlanProblem
 
 
@@ -84,11 +84,11 @@ def _may_be_in_rounds(rounds: range, allows: Callable[[range], bool]) -> bool:
 _MOST_NODES = 20_000
 # Of batches up to this samples are whole and each number of micro-batches is an item of its own.
 _MOST_APART = 256
-_NAMES = ("compute", "edge", "room", "end_room")
+_NAMES = ("compute", "startup", "room", "end_room")
 _Line = dict[str, tuple[float, float, float]]
 """By name: with no samples, for each micro-batch, and for each sample."""
 _Item = tuple[int, int, int, list[_Line]]
-"""A micro-batch's size, the fewest and the most samples, the lines of the loads."""
+"""A micro-batch's size, the fewest and the most samples, the lines of the workloads."""
 
 
 @dataclass
@@ -172,7 +172,7 @@ class _Oracle:
         samples: dict[int, float] = {}
         offloaded: dict[int, float] = {}
         if problem.allow_idle:
-            idle = load(problem, gpu, self._collectives, 0, 0, problem.activations[0])
+            idle = workload(problem, gpu, self._collectives, 0, 0, problem.activations[0])
             if idle.room >= 0.0:
                 column = self._column(1.0, whole=True)
                 chosen[column] = 1.0
@@ -239,7 +239,7 @@ class _Oracle:
         step = {self._step: -1.0}
         self._row({**sums["compute"], **step, on_gpu: whole / gpu.update_rate}, -math.inf, 0.0)
         each = whole * max(1.0 / update_rate, itemsize / gpu.copy_rate)
-        self._row({**sums["edge"], **step, on_cpu: each}, -math.inf, 0.0)
+        self._row({**sums["startup"], **step, on_cpu: each}, -math.inf, 0.0)
         copies = {column: value / gpu.copy_rate for column, value in offloaded.items()}
         self._row({**copies, **step, on_cpu: itemsize * whole / gpu.copy_rate}, -math.inf, 0.0)
         sharded = problem.sharded_bytes
@@ -264,10 +264,10 @@ class _Oracle:
     ) -> Iterator[_Item]:
         """A single micro-batch, and several, with lines through 2, 3, 4, 5, 8, 9, 16, ... full."""
 
-        def made(samples: int) -> Load:
-            return load(self._problem, gpu, self._collectives, samples, size, policy)
+        def made(samples: int) -> Workload:
+            return workload(self._problem, gpu, self._collectives, samples, size, policy)
 
-        def fits(work: Load) -> bool:
+        def fits(work: Workload) -> bool:
             return work.room >= 0.0 and work.compute <= self._longest
 
         batch, rounds = self._problem.batch, self._rounds or range(1, self._problem.batch + 1)
@@ -300,7 +300,7 @@ class _Oracle:
                 numbers |= {2**power, 2**power + 1}
             works = [made(number * size) for number in sorted(numbers) if number > 1]
             nearby = [made(samples) for samples in range(2 * size, min(low, 4 * size) + 1)]
-            yield size, least, low, _lines(size, works, nearby)
+            yield size, least, low, _rooflines(size, works, nearby)
 
     def allows(self) -> bool:
         """Whether it has a solution."""
@@ -321,8 +321,8 @@ class _Oracle:
         return found.status != 2
 
 
-def _line_of_partial(size: int, works: Sequence[Load]) -> _Line:
-    """A line that none of these loads, with as many micro-batches, is below."""
+def _line_of_partial(size: int, works: Sequence[Workload]) -> _Line:
+    """A line that none of these workloads, with as many micro-batches, is below."""
     first, last = works[0], works[-1]
     line: _Line = {"offloaded": (0.0, 0.0, last.offloaded / last.batch)}
     for name in _NAMES:
@@ -331,8 +331,8 @@ def _line_of_partial(size: int, works: Sequence[Load]) -> _Line:
     return _lowered(size, line, works)
 
 
-def _lines(size: int, works: Sequence[Load], nearby: Sequence[Load]) -> list[_Line]:
-    """Lines through neighbours of full micro-batches; none of the nearby loads is below one.
+def _rooflines(size: int, works: Sequence[Workload], nearby: Sequence[Workload]) -> list[_Line]:
+    """Roofline through neighbours of full micro-batches; none of the nearby workloads is below one.
 
     Args:
         size: of a micro-batch.
@@ -360,8 +360,8 @@ def _lines(size: int, works: Sequence[Load], nearby: Sequence[Load]) -> list[_Li
     return lines
 
 
-def _lowered(size: int, line: _Line, works: Sequence[Load]) -> _Line:
-    """The line so much lower (of room: higher) that none of the loads is beyond it."""
+def _lowered(size: int, line: _Line, works: Sequence[Workload]) -> _Line:
+    """The line so much lower (of room: higher) that none of the workloads is beyond it."""
     moved = dict(line)
     for name in _NAMES:
         at, each, slope = line[name]

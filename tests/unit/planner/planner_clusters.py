@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.tools.planner.cost_model import Collectives, Load, fits_rounds, load
+from hytrain.tools.planner.cost_model import Collectives, Workload, fits_rounds, workload
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.problem import Model, PlanProblem
 
@@ -114,7 +114,7 @@ def plan_problems(draw: st.DrawFn, most_ranks: int, most_batch: int) -> PlanProb
 
 
 def best_step(problem: PlanProblem) -> float | None:
-    """The shortest step that any loads, layers and shards allow, to a millionth."""
+    """The shortest step that any workloads, layers and shards allow, to a millionth."""
     if not problem.needs_rounds:
         return _best_step(problem)
     # One by one all ranks make as many micro-batches; layer by layer as many as each likes.
@@ -130,16 +130,16 @@ def best_step(problem: PlanProblem) -> float | None:
 def _best_step(problem: PlanProblem) -> float | None:
     best: float | None = None
     for even in (True, False):
-        for loads in _all_loads(problem, even=even):
+        for workloads in _all_loads(problem, even=even):
             numbers = range(problem.model.num_layers + 1)
-            for layers in itertools.product(numbers, repeat=len(loads)):
+            for layers in itertools.product(numbers, repeat=len(workloads)):
                 high = 1e6 if best is None else best * (1.0 - 1e-6)
-                if not _possible(problem, loads, layers, high, even=even):
+                if not _possible(problem, workloads, layers, high, even=even):
                     continue
                 low = 0.0
                 while high - low > 1e-7 * high:
                     middle = (low + high) / 2.0
-                    if _possible(problem, loads, layers, middle, even=even):
+                    if _possible(problem, workloads, layers, middle, even=even):
                         high = middle
                     else:
                         low = middle
@@ -158,23 +158,23 @@ def _sizes(problem: PlanProblem, gpu: GpuProfile, batch: int) -> list[int]:
     return sorted({*gpu.micro_sizes(batch), min(batch, largest)} - {0})
 
 
-def _all_loads(problem: PlanProblem, *, even: bool) -> Iterator[tuple[Load, ...]]:
+def _all_loads(problem: PlanProblem, *, even: bool) -> Iterator[tuple[Workload, ...]]:
     collectives = Collectives.of(problem, even=even)
     ranks = problem.cluster.ranks
     least = 0 if problem.allow_idle else 1
-    menus: list[list[list[Load]]] = []
+    menus: list[list[list[Workload]]] = []
     for _, gpu in ranks:
         by_batch = [
             [
-                load(problem, gpu, collectives, batch, size, policy)
+                workload(problem, gpu, collectives, batch, size, policy)
                 for size in _sizes(problem, gpu, batch)
                 for policy in problem.activations
                 if fits_rounds(problem, batch, size)
             ]
             for batch in range(problem.batch + 1)
         ]
-        by_batch[0] = [load(problem, gpu, collectives, 0, 0, "keep")]
-        menus.append([[one for one in loads if one.room >= 0.0] for loads in by_batch])
+        by_batch[0] = [workload(problem, gpu, collectives, 0, 0, "keep")]
+        menus.append([[one for one in workloads if one.room >= 0.0] for workloads in by_batch])
     for batches in itertools.product(range(least, problem.batch + 1), repeat=len(ranks)):
         if sum(batches) == problem.batch:
             chosen = [menu[batch] for menu, batch in zip(menus, batches, strict=True)]
@@ -182,9 +182,14 @@ def _all_loads(problem: PlanProblem, *, even: bool) -> Iterator[tuple[Load, ...]
 
 
 def _possible(
-    problem: PlanProblem, loads: Sequence[Load], layers: Sequence[int], step: float, *, even: bool
+    problem: PlanProblem,
+    workloads: Sequence[Workload],
+    layers: Sequence[int],
+    step: float,
+    *,
+    even: bool,
 ) -> bool:
-    num_ranks = len(loads)
+    num_ranks = len(workloads)
     total = 0.0
     first = 0
     for host in problem.cluster.hosts:
@@ -197,11 +202,11 @@ def _possible(
         gathers = 2 * (problem.rounds or 1)
         offers: list[tuple[float, float]] = []
         for rank, gpu in zip(ranks, host.gpus, strict=True):
-            room = _largest(problem, host, gpu, loads[rank], layers[rank], step)
+            room = _largest(problem, host, gpu, workloads[rank], layers[rank], step)
             if room < (1.0 / num_ranks if even else 0.0) * (1.0 - 1e-12):
                 return False
-            memory -= loads[rank].offloaded
-            moved -= 2.0 * loads[rank].offloaded
+            memory -= workloads[rank].offloaded
+            moved -= 2.0 * workloads[rank].offloaded
             on_host = 1.0 - layers[rank] / problem.model.num_layers
             offers.append((on_host, 1.0 / num_ranks if even else room))
         memory, moved = memory / problem.model.parameters, moved / problem.model.parameters
@@ -221,7 +226,7 @@ def _possible(
 
 
 def _largest(
-    problem: PlanProblem, host: Host, gpu: GpuProfile, work: Load, gpu_layers: int, step: float
+    problem: PlanProblem, host: Host, gpu: GpuProfile, work: Workload, gpu_layers: int, step: float
 ) -> float:
     """The largest shard, of the model; negative where the load itself takes longer."""
     if step < work.compute or step * gpu.copy_rate < work.offloaded:
@@ -244,7 +249,7 @@ def _largest(
         seconds = line.slope + on_gpu / gpu.update_rate
         room = min(room, (step - work.compute + line.hidden) / seconds)
     if on_cpu > 0.0:
-        window = max(0.0, step - work.edge)
+        window = max(0.0, step - work.startup)
         rate = host.update_rates.at(host.cores / len(host.gpus))
         room = min(room, window * rate / on_cpu, window * gpu.copy_rate / 2.0 / on_cpu)
         room = min(room, (step * gpu.copy_rate - work.offloaded) / 2.0 / on_cpu)

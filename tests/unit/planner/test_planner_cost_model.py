@@ -12,11 +12,11 @@ from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
-    Load,
+    Workload,
     gpu_bytes,
     gpu_layers_that_fit,
-    load,
     shard_that_fits,
+    workload,
 )
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.problem import Model, PlanProblem
@@ -46,8 +46,8 @@ def problem(**changes: Any) -> PlanProblem:
     return replace(whole, **changes)
 
 
-def work(policy: Activations, batch: int = 6, gather: float = 0.0, **changes: Any) -> Load:
-    return load(problem(**changes), GPU, Collectives(gather, 0.0), batch, 2, policy)
+def work(policy: Activations, batch: int = 6, gather: float = 0.0, **changes: Any) -> Workload:
+    return workload(problem(**changes), GPU, Collectives(gather, 0.0), batch, 2, policy)
 
 
 def test_stored_activations_are_not_computed_again() -> None:
@@ -64,10 +64,10 @@ def test_collectives_delay_what_is_computed_beside_them() -> None:
     seconds: dict[Activations, float] = {"store": 0.035, "recompute": 0.050, "keep": 0.045}
     for policy, once in seconds.items():
         passes = 3 * once
-        found = load(problem(), GPU, beside, 6, 2, policy)
+        found = workload(problem(), GPU, beside, 6, 2, policy)
         assert found.compute == pytest.approx(4 * (passes + 0.010) + 3 * 0.007)
     # In stage 3 each of three micro-batches gathers twice and reduces once.
-    sharded = load(problem(stage=3), GPU, beside, 6, 2, "store")
+    sharded = workload(problem(stage=3), GPU, beside, 6, 2, "store")
     assert sharded.compute == pytest.approx(4 * 3 * (0.035 + 2 * 0.004 + 0.006) + 3 * 0.007)
 
 
@@ -75,10 +75,10 @@ def test_adding_gradients_depends_on_the_micro_batch() -> None:
     adding = replace(GPU, accumulation_ms=Table(((1.0, 0.0), (2.0, 3.0))))
     none = Collectives(0.0, 0.0)
     for policy in ("store", "keep"):
-        full = load(problem(), adding, none, 6, 2, policy).compute
+        full = workload(problem(), adding, none, 6, 2, policy).compute
         assert full == pytest.approx(work(policy).compute + 4 * 2 * 0.003)
         # The last micro-batch, of one sample, is one of those that are added.
-        less = load(problem(), adding, none, 5, 2, policy).compute
+        less = workload(problem(), adding, none, 5, 2, policy).compute
         assert less >= work(policy, batch=5).compute + 4 * 0.003
 
 
@@ -89,16 +89,16 @@ def test_the_last_micro_batch_has_what_is_left() -> None:
     # The worker has the last one's backward, of 1 sample, and the first one's forward, of 2.
     window = 3 * (0.010 + 0.0125)
     uneven = work("store", batch=5)
-    assert uneven.edge == pytest.approx(uneven.compute - 2.5 * 0.007 - window)
+    assert uneven.startup == pytest.approx(uneven.compute - 2.5 * 0.007 - window)
 
 
 def test_between_the_first_and_the_last_micro_batch_the_worker_has_nothing_to_do() -> None:
     # It has the last micro-batch's backward and the first one's forward, of 3 of 4 layers.
     one_by_one = work("recompute")
-    assert one_by_one.edge == pytest.approx(one_by_one.compute - 0.021 - 3 * (0.010 + 0.040))
+    assert one_by_one.startup == pytest.approx(one_by_one.compute - 0.021 - 3 * (0.010 + 0.040))
     layer_major = work("keep")
-    assert layer_major.edge == pytest.approx(3 * 0.045)
-    assert work("recompute", batch=2).edge == pytest.approx(0.050)
+    assert layer_major.startup == pytest.approx(3 * 0.045)
+    assert work("recompute", batch=2).startup == pytest.approx(0.050)
 
 
 def test_a_gather_hides_under_what_is_computed_while_it_runs() -> None:
@@ -126,13 +126,13 @@ def test_memory_of_each_policy() -> None:
     assert used("keep", 16) == pytest.approx(2 * GB + 16 * 4 * 0.1 * GB)
     assert used("offload", 16) == pytest.approx(2 * GB + gradients)
     # Without samples it has one layer's zeros for the reductions.
-    idle = load(problem(), GPU, Collectives(0.0, 0.0), 0, 0, "store")
+    idle = workload(problem(), GPU, Collectives(0.0, 0.0), 0, 0, "store")
     assert idle.room == idle.end_room == pytest.approx((40 - 4 - 0.5 - 2 * 2 / 4) * GB)
 
 
 def test_memory_of_micro_batches_that_are_no_whole_ones() -> None:
     def used(batch: int, microbatch: int, policy: Activations = "store") -> float:
-        found = load(problem(), GPU, Collectives(0.0, 0.0), batch, microbatch, policy)
+        found = workload(problem(), GPU, Collectives(0.0, 0.0), batch, microbatch, policy)
         return 36 * GB - found.room
 
     # The second one, of 1 sample, is there with the first one's gradients, of 4 GB.

@@ -17,13 +17,13 @@ from hytrain.tools.planner.baselines import even_split
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Columns,
-    Load,
+    Workload,
     gpu_bytes,
     host_bytes,
     largest_shards,
-    lines,
-    load,
+    roofline,
     traffic,
+    workload,
 )
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.passes import (
@@ -86,10 +86,10 @@ def planned(given_problem: PlanProblem) -> Plan:
     return plan
 
 
-def seconds(given_problem: PlanProblem, work: Load, shard: float) -> float:
+def seconds(given_problem: PlanProblem, work: Workload, shard: float) -> float:
     """The GPU's line, with all state on the host."""
     one = given_problem.cluster.hosts[0]
-    return lines(given_problem, one, one.gpus[0], work, 0.0, shard).gpu
+    return roofline(given_problem, one, one.gpus[0], work, 0.0, shard).gpu
 
 
 # -- what it takes -----------------------------------------------------------------------------
@@ -98,14 +98,14 @@ def seconds(given_problem: PlanProblem, work: Load, shard: float) -> float:
 def test_the_longer_of_fetch_and_compute_counts_in_every_pass() -> None:
     whole = problem()
     # Layer by layer: 16 ms forward, 16 + 32 backward. 10 and 20 ms of fetches hide, but the first.
-    work = load(whole, GPU, FREE, 8, 2, "keep")
+    work = workload(whole, GPU, FREE, 8, 2, "keep")
     assert work.compute == pytest.approx(LAYERS * 0.064)
     assert seconds(whole, work, 2 * GB) == pytest.approx(LAYERS * 0.064 + 0.010)
     # Two samples: 4 ms forward, 12 backward, of which nothing is left but the fetches.
-    few = load(whole, GPU, FREE, 2, 2, "keep")
+    few = workload(whole, GPU, FREE, 2, 2, "keep")
     assert seconds(whole, few, 2 * GB) == pytest.approx(LAYERS * (0.010 + 0.020) + 0.010)
     # One by one every micro-batch fetches; each forward begins with a fetch.
-    one_by_one = load(replace(whole, rounds=4), GPU, FREE, 8, 2, "recompute")
+    one_by_one = workload(replace(whole, rounds=4), GPU, FREE, 8, 2, "recompute")
     assert seconds(whole, one_by_one, 2 * GB) == pytest.approx(4 * (LAYERS * 0.030 + 0.010))
     # Half the shard is half the fetch: 5 ms beside 4, 10 beside 12.
     assert seconds(whole, few, GB) == pytest.approx(LAYERS * (0.005 + 0.012) + 0.005)
@@ -115,30 +115,30 @@ def test_a_gather_begins_when_the_fetch_has_ended() -> None:
     # 3 ms of all-gather and as much of reduce-scatter.
     two = problem(GPU, GPU, ms=3.0)
     both = Collectives.of(two, even=True)
-    work = load(two, GPU, both, 2, 2, "keep")
+    work = workload(two, GPU, both, 2, 2, "keep")
     # Half a layer a rank: forward 5 + 3 beside 4 of compute, backward 10 + 3 + 3 beside 12.
     assert seconds(two, work, GB) == pytest.approx(LAYERS * (0.008 + 0.016) + 0.005)
 
 
 def test_activations_share_the_way_with_weights() -> None:
     given_problem = problem(model=Model("m", LAYERS, 2 * GB, 10**8))
-    work = load(given_problem, GPU, FREE, 2, 2, "offload")
+    work = workload(given_problem, GPU, FREE, 2, 2, "offload")
     # Forward: 200 MB leave, while 400 come, both ways at once: 20 ms. Backward: 600 MB come.
     assert seconds(given_problem, work, 2 * GB) == pytest.approx(LAYERS * 0.050 + 0.020)
 
 
 def test_what_the_gpu_updates_goes_to_the_host() -> None:
     given_problem = problem()
-    host, work = given_problem.cluster.hosts[0], load(problem(), GPU, FREE, 8, 2, "keep")
-    assert lines(given_problem, host, GPU, work, 2 * GB, 0.0).copies == pytest.approx(4e9 / 2e10)
-    assert lines(given_problem, host, GPU, work, 0.0, 2 * GB).copies == pytest.approx(4e9 / 2e10)
+    host, work = given_problem.cluster.hosts[0], workload(problem(), GPU, FREE, 8, 2, "keep")
+    assert roofline(given_problem, host, GPU, work, 2 * GB, 0.0).copies == pytest.approx(4e9 / 2e10)
+    assert roofline(given_problem, host, GPU, work, 0.0, 2 * GB).copies == pytest.approx(4e9 / 2e10)
     on_gpu = replace(given_problem, offload_param=False)
-    assert lines(on_gpu, host, GPU, work, 2 * GB, 0.0).copies == 0.0
+    assert roofline(on_gpu, host, GPU, work, 2 * GB, 0.0).copies == 0.0
 
 
 def test_traffic_and_memory_of_a_host() -> None:
     given_problem = problem(rounds=3)
-    work = load(given_problem, GPU, FREE, 6, 2, "recompute")
+    work = workload(given_problem, GPU, FREE, 6, 2, "recompute")
     # GPU-placed: the new copy arrives, and leaves in six passes. CPU-placed: the update moves 30 B
     # a parameter, of which 4 were for a new copy that is staged and sent.
     assert traffic(given_problem, work, 1.0, 0.0) == 2 + 6 * 2
@@ -146,10 +146,10 @@ def test_traffic_and_memory_of_a_host() -> None:
     assert host_bytes(given_problem, work, GB, 0.0) == 2 * GB
     assert host_bytes(given_problem, work, GB, GB) == (2 + 2 + 14) * GB
     # The GPU has gradients of its shard, state and what is gathered, which its peak has.
-    idle = load(given_problem, GPU, FREE, 0, 0, "recompute")
+    idle = workload(given_problem, GPU, FREE, 0, 0, "recompute")
     assert gpu_bytes(given_problem, GPU, idle, GB, 0.0) == GB // 2 + (2 + 12) * GB
     resident = replace(given_problem, offload_param=False)
-    idle = load(resident, GPU, FREE, 0, 0, "recompute")
+    idle = workload(resident, GPU, FREE, 0, 0, "recompute")
     assert gpu_bytes(resident, GPU, idle, GB, 0.0) == GB // 2 + (4 + 12) * GB
     assert host_bytes(resident, idle, GB, 0.0) == 0.0
 
@@ -234,11 +234,13 @@ def test_the_largest_shards_are_those_that_the_lines_allow(
         rounds=None if policy in LAYER_MAJOR else rounds,
     )
     host = given_problem.cluster.hosts[0]
-    work = load(given_problem, gpu, Collectives.of(given_problem, even=True), batch, size, policy)
+    work = workload(
+        given_problem, gpu, Collectives.of(given_problem, even=True), batch, size, policy
+    )
     columns = Columns.of([work])
 
     def fits(on_gpu: float, on_cpu: float) -> bool:
-        line = lines(given_problem, host, gpu, work, on_gpu, on_cpu)
+        line = roofline(given_problem, host, gpu, work, on_gpu, on_cpu)
         has_room = gpu_bytes(given_problem, gpu, work, on_gpu, on_cpu) <= gpu.memory_bytes + 1.0
         return line.longest <= step * (1.0 + 1e-9) and has_room
 
@@ -258,7 +260,7 @@ def test_the_largest_shards_are_those_that_the_lines_allow(
 
 def test_all_ranks_wait_for_the_longest_fetch() -> None:
     two = problem(GPU, GPU)
-    works = [load(two, GPU, FREE, 2, 2, "keep")] * 2
+    works = [workload(two, GPU, FREE, 2, 2, "keep")] * 2
 
     def step(*fractions: float) -> float:
         shares = [Share(fraction, 0) for fraction in fractions]
@@ -270,7 +272,7 @@ def test_all_ranks_wait_for_the_longest_fetch() -> None:
     assert step(0.5, 0.5) == pytest.approx(half + CHUNK)
     assert step(1.0, 0.0) == pytest.approx(whole + CHUNK)
     # A rank without samples fetches for the others.
-    works = [load(two, GPU, FREE, 2, 2, "keep"), load(two, GPU, FREE, 0, 0, "keep")]
+    works = [workload(two, GPU, FREE, 2, 2, "keep"), workload(two, GPU, FREE, 0, 0, "keep")]
     assert step(0.0, 1.0) == pytest.approx(whole + CHUNK)
 
 
@@ -278,7 +280,7 @@ def test_all_ranks_wait_for_the_longest_fetch() -> None:
 def test_the_walk_of_one_rank_has_the_same_fetches(policy: Activations) -> None:
     given_problem = problem(rounds=4 if policy == "recompute" else None)
     for batch in (4, 8):
-        work = load(given_problem, GPU, FREE, batch, batch // 4, policy)
+        work = workload(given_problem, GPU, FREE, batch, batch // 4, policy)
         step = PlannedStep(given_problem, [work], [Share(1.0, 0)], even=True).seconds()
         # The last gradient's way to the host, all of it and its first chunk.
         assert step == pytest.approx(seconds(given_problem, work, 2 * GB) + 0.020 + CHUNK)
@@ -287,7 +289,7 @@ def test_the_walk_of_one_rank_has_the_same_fetches(policy: Activations) -> None:
 def test_gpu_updates_are_on_the_host_before_they_are_fetched() -> None:
     # One sample: 30 ms of a layer are fetches. Copies of 400 MB to the host take 20 ms each.
     given_problem = problem()
-    work = load(given_problem, GPU, FREE, 1, 1, "keep")
+    work = workload(given_problem, GPU, FREE, 1, 1, "keep")
 
     def step(gpu_layers: int, whole: PlanProblem) -> float:
         return PlannedStep(whole, [work], [Share(1.0, gpu_layers)], even=True).seconds()

@@ -12,7 +12,14 @@ from hytrain.errors import PlanError
 from hytrain.formats.profile_file import ProfileFile
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.tools.planner.cost_model import Load, gpu_bytes, host_bytes, lines, load, traffic
+from hytrain.tools.planner.cost_model import (
+    Workload,
+    gpu_bytes,
+    host_bytes,
+    roofline,
+    traffic,
+    workload,
+)
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.passes import Collectives, fetch_seconds
 from hytrain.tools.planner.plan import make_plan
@@ -51,8 +58,8 @@ def problem(stage: Any, *, offload: bool = False, frozen: int = 6 * GB) -> PlanP
     )
 
 
-def idle(given: PlanProblem) -> Load:
-    return load(given, GPU, FREE, 0, 0, "keep")
+def idle(given: PlanProblem) -> Workload:
+    return workload(given, GPU, FREE, 0, 0, "keep")
 
 
 def by_frozen(given: PlanProblem, on_gpu: float, on_cpu: float) -> float:
@@ -94,7 +101,7 @@ def test_in_host_memory_they_are_fetched_and_never_written() -> None:
     # 2 B a parameter: written once, read in two passes; of what is not trained only that.
     assert traffic(given, idle(given), GB, 0.0) == pytest.approx((2 + 2 * 2 * 4) * GB)
     host = given.cluster.hosts[0]
-    assert lines(given, host, GPU, idle(given), GB, 0.0).copies == pytest.approx(2 * GB / 2e10)
+    assert roofline(given, host, GPU, idle(given), GB, 0.0).copies == pytest.approx(2 * GB / 2e10)
     # A tenth of 8 GB a layer.
     assert fetch_seconds(given, GPU, "keep", GB)[0] == pytest.approx(0.8 * GB / 4e10)
 

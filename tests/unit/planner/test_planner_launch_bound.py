@@ -33,7 +33,7 @@ from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.prediction import predict
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import UpdateLaunchTimes
-from hytrain.tools.planner.cost_model import Collectives, load
+from hytrain.tools.planner.cost_model import Collectives, workload
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
@@ -153,7 +153,7 @@ def problem_of(name: str) -> PlanProblem:
 
 def predicted(problem: PlanProblem, on_gpu: float) -> float:
     gpu = problem.cluster.ranks[0][1]
-    work = load(problem, gpu, Collectives.of(problem, even=True), 1, 1, "store")
+    work = workload(problem, gpu, Collectives.of(problem, even=True), 1, 1, "store")
     share = Share(1.0, round(on_gpu * problem.model.num_updates))
     return PlannedStep(problem, [work], [share], even=True).seconds()
 
@@ -305,7 +305,7 @@ def test_the_second_passes_of_clipped_steps_slow_launching_down_too() -> None:
 
 def launches_of(problem: PlanProblem, number: int, how: Activations) -> Launches:
     gpu = problem.cluster.ranks[0][1]
-    work = load(problem, gpu, Collectives.of(problem, even=True), number, 1, how)
+    work = workload(problem, gpu, Collectives.of(problem, even=True), number, 1, how)
     return step_launches(problem, gpu, work, 1.0)
 
 
@@ -331,7 +331,7 @@ def test_launches_of_updates_are_counted_as_training_groups_layers() -> None:
         own = replace(gpu, launches=replace(gpu.launches, updates=times))
         cluster = replace(problem.cluster, hosts=(replace(host, gpus=(own,)),))
         given = replace(problem, model=model, cluster=cluster)
-        work = load(given, own, Collectives.of(given, even=True), 1, 1, "store")
+        work = workload(given, own, Collectives.of(given, even=True), 1, 1, "store")
         return step_launches(given, own, work, fraction)
 
     layers = {"gpu_step_ms": 100.0, "launch_ms": 10.0, "gpu_layer_ms": 1.0, "cpu_layer_ms": 2.0}

@@ -52,4 +52,4 @@ def test_refined_plans_are_faster_and_keep_to_all_limits(random_problem: PlanPro
 
 
 def _walked(problem: PlanProblem, found: Found) -> PlannedStep:
-    return PlannedStep(problem, found.loads, found.shares, even=found.even)
+    return PlannedStep(problem, found.workloads, found.shares, even=found.even)

@@ -15,7 +15,7 @@ from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.tools.planner.cost_model import Collectives, load
+from hytrain.tools.planner.cost_model import Collectives, workload
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
 from hytrain.tools.planner.plan_report import plan_text
@@ -119,7 +119,7 @@ def test_the_bound_holds_where_loads_are_ranges(
         if not samples:
             return 0.0
         works = (
-            load(given_problem, one, free, samples, size, "keep")
+            workload(given_problem, one, free, samples, size, "keep")
             for size in one.micro_sizes(samples)
         )
         return min(work.compute for work in works)
@@ -367,7 +367,7 @@ def test_layer_by_layer_nobody_waits_for_who_makes_more_micro_batches() -> None:
     def step(batches: tuple[int, int], *sizes: int) -> float:
         rows = zip(given_problem.cluster.ranks, batches, sizes, strict=True)
         works = [
-            load(given_problem, one, Collectives(0.0, 0.0), batch, size, "keep")
+            workload(given_problem, one, Collectives(0.0, 0.0), batch, size, "keep")
             for (_, one), batch, size in rows
         ]
         return PlannedStep(given_problem, works, [share, share], even=True).seconds()
@@ -389,7 +389,7 @@ def test_stage_3_with_other_numbers_of_micro_batches_waits() -> None:
     def step(*sizes: int) -> float:
         rows = zip(given_problem.cluster.ranks, (16, 8), sizes, strict=True)
         works = [
-            load(given_problem, one, Collectives(0.0, 0.0), batch, size, "recompute")
+            workload(given_problem, one, Collectives(0.0, 0.0), batch, size, "recompute")
             for (_, one), batch, size in rows
         ]
         return PlannedStep(given_problem, works, [share, share], even=True).seconds()

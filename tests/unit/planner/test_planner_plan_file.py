@@ -22,9 +22,8 @@ from hytrain.formats.plan_file import (
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.plan import make_plan
-from hytrain.tools.planner.plan_record import plan_file
 from hytrain.tools.planner.problem import Model, PlanProblem
-from hytrain.tools.planner.result import Plan
+from hytrain.tools.planner.result import Plan, plan_file
 
 GB = 10**9
 

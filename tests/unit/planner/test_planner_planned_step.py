@@ -10,7 +10,7 @@ import pytest
 from hytrain.errors import PlanError
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
-from hytrain.tools.planner.cost_model import Collectives, Load, load
+from hytrain.tools.planner.cost_model import Collectives, Workload, workload
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
@@ -51,14 +51,14 @@ def problem(
     )
 
 
-def works(given: PlanProblem, *batches: int, micro: int = 1) -> list[Load]:
+def works(given: PlanProblem, *batches: int, micro: int = 1) -> list[Workload]:
     collectives = Collectives.of(given, even=True)
     ranks = zip(given.cluster.ranks, batches, strict=True)
-    return [load(given, one, collectives, b, min(b, micro), "store") for (_, one), b in ranks]
+    return [workload(given, one, collectives, b, min(b, micro), "store") for (_, one), b in ranks]
 
 
-def step(given: PlanProblem, loads: list[Load], *shares: Share) -> float:
-    return PlannedStep(given, loads, shares, even=True).seconds()
+def step(given: PlanProblem, workloads: list[Workload], *shares: Share) -> float:
+    return PlannedStep(given, workloads, shares, even=True).seconds()
 
 
 def test_further_micro_batches_only_add_their_time() -> None:
@@ -106,9 +106,9 @@ def test_collectives_hide_under_compute_but_for_the_first_and_the_last() -> None
 
 def test_more_gpu_layers_are_taken_where_the_worker_is_late() -> None:
     given = problem(gpu(2.0), gpu(2.0), rate=5e8)
-    loads = works(given, 1, 1)
+    workloads = works(given, 1, 1)
     shares = [Share(0.5, 0), Share(0.5, 0)]
-    steps = PlannedStep(given, loads, shares, even=True)
+    steps = PlannedStep(given, workloads, shares, even=True)
     numbers = steps.worthwhile_layers([LAYERS, 3])
     assert numbers[0] > numbers[1] == 3
     assert steps.seconds(numbers) < steps.seconds()
@@ -136,8 +136,8 @@ def test_layers_outside_of_the_blocks_are_updated_for_themselves() -> None:
     assert outside.model.num_updates == LAYERS + 1
     assert outside.model.gpu_part(1) == embeddings / model.parameters
     assert outside.model.gpu_part(LAYERS + 1) == 1.0
-    loads = works(outside, 1)
-    on_cpu, first_on_gpu = (step(outside, loads, Share(1.0, number)) for number in (0, 1))
+    workloads = works(outside, 1)
+    on_cpu, first_on_gpu = (step(outside, workloads, Share(1.0, number)) for number in (0, 1))
     blocks_alone = step(given, works(given, 1), Share(1.0, 0))
     assert first_on_gpu == pytest.approx(blocks_alone + embeddings / 1e11, rel=0.01)
     assert on_cpu > first_on_gpu + 0.8 * embeddings / 2e9
@@ -185,11 +185,11 @@ def planned(problem: PlanProblem) -> Plan:
 
 def steps_of(problem: PlanProblem) -> PlannedStep:
     collectives = Collectives.of(problem, even=True)
-    loads = [
-        load(problem, one, collectives, batch, 8, "store")
+    workloads = [
+        workload(problem, one, collectives, batch, 8, "store")
         for (_, one), batch in zip(problem.cluster.ranks, (32, 16), strict=True)
     ]
-    return PlannedStep(problem, loads, [Share(0.5, 0)] * 2, even=True)
+    return PlannedStep(problem, workloads, [Share(0.5, 0)] * 2, even=True)
 
 
 def test_more_layers_are_updated_on_the_gpu_where_more_steps_are_clipped() -> None:

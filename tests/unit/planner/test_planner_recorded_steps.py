@@ -6,7 +6,7 @@ import pytest
 from recorded_h200 import RECORDED, Recorded, profile_of
 
 from hytrain.tools.planner.allocation import Share
-from hytrain.tools.planner.cost_model import Collectives, load
+from hytrain.tools.planner.cost_model import Collectives, workload
 from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
@@ -24,8 +24,8 @@ def predicted(recorded: Recorded) -> float:
     problem = problem_from(profile_of(recorded.multiprocessors), options)
     even = recorded.fractions is None
     collectives = Collectives.of(problem, even=even)
-    loads = [
-        load(problem, gpu, collectives, batch, microbatch, "store")
+    workloads = [
+        workload(problem, gpu, collectives, batch, microbatch, "store")
         for (_, gpu), batch, microbatch in zip(
             problem.cluster.ranks, recorded.batches, recorded.microbatches, strict=True
         )
@@ -35,7 +35,7 @@ def predicted(recorded: Recorded) -> float:
         Share(fraction, _updates(problem, number))
         for fraction, number in zip(fractions, recorded.gpu_layers, strict=True)
     ]
-    return PlannedStep(problem, loads, shares, even=even).seconds()
+    return PlannedStep(problem, workloads, shares, even=even).seconds()
 
 
 def _updates(problem: PlanProblem, blocks: int) -> int:

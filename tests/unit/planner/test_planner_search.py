@@ -19,10 +19,10 @@ from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
-    Load,
+    Workload,
     fits_rounds,
-    load,
     sizes_to_choose,
+    workload,
 )
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.frontier import Offer, RankFrontier
@@ -131,7 +131,7 @@ def test_offers_are_at_least_as_good_as_every_workload(
     host, gpu = random_problem.cluster.ranks[0]
     policies = random_problem.activations
     every = [
-        load(random_problem, gpu, collectives, samples, min(size, samples), policy)
+        workload(random_problem, gpu, collectives, samples, min(size, samples), policy)
         for policy in policies
         for samples in range(1, random_problem.batch + 1)
         for size in sizes_to_choose(random_problem, gpu, samples)
@@ -145,7 +145,7 @@ def test_offers_are_at_least_as_good_as_every_workload(
         if work.compute <= step and work.room >= 0.0 and work.offloaded <= copied
     ]
     rank = RankFrontier(random_problem, host, gpu, collectives, step)
-    idle = load(random_problem, gpu, collectives, 0, 0, policies[0])
+    idle = workload(random_problem, gpu, collectives, 0, 0, policies[0])
     is_idle = random_problem.allow_idle and idle.room >= 0.0 and idle.compute <= step
     most = max((work.batch for work in able), default=0 if is_idle else -1)
     assert rank.most_samples(step) == most
@@ -156,11 +156,11 @@ def test_offers_are_at_least_as_good_as_every_workload(
         assert any(_is_as_good(offer, work) for offer in offers), work
 
 
-def _is_as_good(offer: Offer, work: Load) -> bool:
+def _is_as_good(offer: Offer, work: Workload) -> bool:
     own = offer.work
     if own.activations != work.activations or not own.batch <= work.batch <= offer.samples:
         return False
-    is_fast = own.compute <= work.compute and own.edge <= work.edge
+    is_fast = own.compute <= work.compute and own.startup <= work.startup
     return is_fast and own.room >= work.room and own.end_room >= work.end_room
 
 
@@ -180,10 +180,10 @@ def test_work_hardly_grows_with_the_batch(
 ) -> None:
     made = 0
 
-    def counted(*arguments: Any) -> Load:
+    def counted(*arguments: Any) -> Workload:
         nonlocal made
         made += 1
-        return load(*arguments)
+        return workload(*arguments)
 
     for module in (frontier, search, rounds):
         monkeypatch.setattr(module, "load", counted)
@@ -312,7 +312,7 @@ def best_of_all(problem: PlanProblem) -> float:
 
     def fastest(gpu: GpuProfile, samples: int) -> float:
         works = (
-            load(problem, gpu, none, samples, size, "keep") for size in gpu.micro_sizes(samples)
+            workload(problem, gpu, none, samples, size, "keep") for size in gpu.micro_sizes(samples)
         )
         return min((work.compute for work in works), default=0.0)
 

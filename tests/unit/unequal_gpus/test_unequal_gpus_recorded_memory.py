@@ -8,7 +8,7 @@ import pytest
 from recorded_runs import Case, cases
 
 from experiments.unequal_gpus import planning
-from hytrain.tools.planner.cost_model import Collectives, gpu_bytes, load
+from hytrain.tools.planner.cost_model import Collectives, gpu_bytes, workload
 
 WHOLE = planning.Limits(host_bytes=None)
 CASES = cases()
@@ -20,7 +20,7 @@ def ratios(case: Case) -> Iterator[tuple[int, float]]:
     for rank in case.ranks:
         gpu = problem.cluster.ranks[rank.rank][1]
         alone = Collectives(0.0, 0.0)
-        work = load(problem, gpu, alone, rank.samples, rank.micro_batch, rank.activations)
+        work = workload(problem, gpu, alone, rank.samples, rank.micro_batch, rank.activations)
         shard = rank.shard_fraction * problem.model.parameters
         on_gpu = rank.gpu_fraction * shard
         predicted = gpu_bytes(problem, gpu, work, on_gpu, shard - on_gpu)
