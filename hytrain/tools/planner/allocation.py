@@ -68,11 +68,12 @@ def _on_host(
 ) -> list[Share] | None:
     """The most state for the ranks of one host."""
     model = problem.model
-    offloaded = np.array([work.offloaded for work in works])
-    budgets = host_budgets(problem, host, step)
     whole = model.parameters
-    limits = [(one.capacity - float(one.draw(offloaded).sum())) / whole for one in budgets]
-    if min(limits) < 0.0:
+    budgets = host_budgets(problem, host, step)
+    none = np.zeros(1)
+    offloaded = sum(work.offloaded for work in works)
+    limits = np.array([1.0 - float(one.takes(none, 0.0, offloaded)[0]) for one in budgets])
+    if limits.min() < 0.0:
         return None
     most = 1.0 / problem.cluster.num_ranks if even else 1.0
     found = [
@@ -82,9 +83,9 @@ def _on_host(
     if min(float(room[0]) for room in found) < 0.0:
         return None
     rooms = np.minimum(np.array(found), most)
-    # What a shard takes of each, by the number of its GPU layers: 1 with none.
-    on_host = 1.0 - model.gpu_parts
-    takes = np.array([1.0 - one.relief + one.relief * on_host for one in budgets])
+    # What a shard takes of each, by the number of its GPU layers.
+    on_cpu = (1.0 - model.gpu_parts) * whole
+    takes = np.array([one.takes(on_cpu, whole, 0.0) for one in budgets])
     # Of the numbers of GPU layers with the most room, the one that takes the least of the host.
     roomy = rooms >= rooms.max(axis=1, keepdims=True) * (1.0 - _ROUNDING)
     layers = rooms.shape[1] - 1 - roomy[:, ::-1].argmax(axis=1)
@@ -93,21 +94,20 @@ def _on_host(
     if problem.offload_param:  # the host has a part of all of it: then no more than the whole
         choices.append(np.array(water_fill(shards.tolist(), min(1.0, math.fsum(shards)))))
     for chosen in choices:
-        if (takes[:, layers] @ chosen <= np.array(limits) * (1.0 + _ROUNDING)).all():
+        if (takes[:, layers] @ chosen <= limits + _ROUNDING).all():
             return _shares(chosen, layers)
-    return _compete(rooms, takes.max(axis=0), min(limits))
+    return _compete(rooms, (takes / np.maximum(limits, _ROUNDING)[:, None]).max(axis=0))
 
 
-def _compete(rooms: Floats, takes: Floats, limit: float) -> list[Share]:
-    """Large shards that take so much of the host at most.
+def _compete(rooms: Floats, takes: Floats) -> list[Share]:
+    """Large shards that take no more than the host has.
 
     A price of the host is raised until what is worth its price does not take more; at a little less
     the ranks that make the most of the host come first, and one gets what is left.
 
     Args:
         rooms: the largest shards, a row a rank, a column a number of GPU layers.
-        takes: what a shard takes of the host, by the number of its GPU layers.
-        limit: what the host has.
+        takes: what a shard takes of the host's, by the number of its GPU layers, as a share.
     """
     rows = np.arange(len(rooms))
 
@@ -119,14 +119,14 @@ def _compete(rooms: Floats, takes: Floats, limit: float) -> list[Share]:
     for _ in range(_HALVINGS):
         price = (low + high) / 2.0
         shards, layers = at(price)
-        if float(shards @ takes[layers]) > limit:
+        if float(shards @ takes[layers]) > 1.0:
             low = price
         else:
             high = price
     found: list[list[Share]] = []
     for price in (low, high):
         shards, layers = at(price)
-        left = limit
+        left = 1.0
         for rank in np.argsort(takes[layers]).tolist():
             take = float(takes[layers[rank]])
             shards[rank] = min(shards[rank], left / take if take > 0.0 else math.inf)

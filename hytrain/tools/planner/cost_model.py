@@ -341,19 +341,11 @@ class HostBudget:
     shard: float
     offloaded: float
 
-    @property
-    def capacity(self) -> float:
-        """Parameters that it suffices for, all of them CPU-placed."""
-        return self.total / (self.state + self.shard)
-
-    @property
-    def relief(self) -> float:
-        """By how many parameters more it suffices for each one that is not CPU-placed."""
-        return self.state / (self.state + self.shard)
-
-    def draw(self, offloaded: Floats) -> Floats:
-        """What offloaded activations take, in CPU-placed parameters."""
-        return self.offloaded * offloaded / (self.state + self.shard)
+    def takes(self, on_cpu: Floats, shard: Floats | float, offloaded: Floats | float) -> Floats:
+        """Of shards with so many CPU-placed parameters, as shares of what there is."""
+        taken = self.state * on_cpu + self.shard * shard + self.offloaded * offloaded
+        # A host without memory has nothing for anyone.
+        return taken / self.total if self.total > 0.0 else np.where(taken > 0.0, 2.0**20, 0.0)
 
 
 def host_budgets(problem: PlanProblem, host: Host, step: float) -> tuple[HostBudget, HostBudget]:

@@ -31,7 +31,6 @@ from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
     Columns,
-    HostBudget,
     host_budgets,
     largest_shards,
     longest_step,
@@ -41,9 +40,9 @@ from hytrain.tools.planner.min_plus import Floats, Ints
 from hytrain.tools.planner.problem import PlanProblem
 
 try:
-    from scipy import optimize, sparse
+    from scipy import optimize
 except ImportError:  # training needs no scipy, and must not stop for it
-    optimize = sparse = None
+    optimize = None
 
 _ROUNDING = 1e-9
 
@@ -72,7 +71,7 @@ class _Vertices:
         offer: which of them it is of.
         fewest: samples of a rank.
         samples: the most.
-        shard: parameters / whole model.
+        shard: parameters of state.
         on_cpu: of these the CPU-placed ones.
         offloaded: bytes of activations.
     """
@@ -84,13 +83,6 @@ class _Vertices:
     shard: Floats
     on_cpu: Floats
     offloaded: Floats
-
-    def drawn(self, budget: HostBudget, parameters: int) -> Floats:
-        """What a rank takes of its host, as a share of that."""
-        state = (budget.state * self.on_cpu + budget.shard * self.shard) * parameters
-        drawn = state + budget.offloaded * self.offloaded
-        # A host without memory has nothing for anyone.
-        return drawn / budget.total if budget.total > 0.0 else np.where(drawn > 0.0, 2.0**20, 0.0)
 
 
 class StepProgram:
@@ -160,7 +152,7 @@ class StepProgram:
 
     def _solve(self, step: float) -> tuple[float, list[Choice]]:
         """The most of the state (of the batch with even shards), and who does what then."""
-        if optimize is None or sparse is None:
+        if optimize is None:
             raise PlanError("planning needs scipy, whose solver it uses: pip install scipy")
         spare = self.spare_samples(step)
         if spare < 0:
@@ -169,49 +161,39 @@ class StepProgram:
         if not all(len(own.samples) for own in vertices):
             return 0.0, []
         # A block of columns for each host and kind of its ranks.
-        blocks = [
-            (number, kind, kinds.count(kind))
-            for number, kinds in enumerate(self._hosts)
-            for kind in dict.fromkeys(kinds)
-        ]
-        columns = [vertices[kind] for _, kind, _ in blocks]
-        budgets = [host_budgets(self.problem, host, step) for host in self.problem.cluster.hosts]
-        whole = self.problem.model.parameters
-        drawn = sparse.block_array(
-            [
-                [
-                    sparse.csr_array(
-                        np.array([own.drawn(budget, whole) for budget in budgets[host]])
-                    )
-                    if host == number
-                    else None
-                    for (host, _, _), own in zip(blocks, columns, strict=True)
-                ]
-                for number in range(len(budgets))
-            ]
-        )
-        samples = np.concatenate([own.samples for own in columns]) / self.problem.batch
-        gain = samples if self.even else np.concatenate([own.shard for own in columns])
-        fewest = np.concatenate([own.fewest for own in columns]) / self.problem.batch
-        limits = np.append(np.ones(drawn.shape[0] + 1), -1.0)
+        counts = {
+            (host, kind): kinds.count(kind)
+            for host, kinds in enumerate(self._hosts)
+            for kind in kinds
+        }
+        ends = np.cumsum([len(vertices[kind].samples) for _, kind in counts]).tolist()
+        blocks = dict(zip(counts, map(slice, [0, *ends[:-1]], ends), strict=True))
+        hosts = self.problem.cluster.hosts
+        budgets = [host_budgets(self.problem, host, step) for host in hosts]
+        equal = np.zeros((len(counts), ends[-1]))
+        upper = np.zeros((2 * len(hosts) + 2, ends[-1]))
+        gain = np.zeros(ends[-1])
+        batch, whole = self.problem.batch, self.problem.model.parameters
+        for row, ((host, kind), block) in enumerate(blocks.items()):
+            own = vertices[kind]
+            equal[row, block] = 1.0
+            for number, budget in enumerate(budgets[host]):
+                taken = budget.takes(own.on_cpu, own.shard, own.offloaded)
+                upper[2 * host + number, block] = taken
+            upper[-2:, block] = own.fewest / batch, -own.samples / batch
+            gain[block] = own.samples / batch if self.even else own.shard / whole
+        limits = np.append(np.ones(len(upper) - 1), -1.0)
         found: Any = optimize.linprog(
-            -gain,
-            A_ub=sparse.vstack([drawn, sparse.csr_array(np.stack([fewest, -samples]))]),
-            b_ub=limits,
-            A_eq=sparse.block_diag([np.ones((1, len(own.samples))) for own in columns]),
-            b_eq=[count for _, _, count in blocks],
+            -gain, A_ub=upper, b_ub=limits, A_eq=equal, b_eq=list(counts.values())
         )
         if found.x is None:
             return 0.0, []
-        ends = np.cumsum([len(own.samples) for own in columns])
-        taken = np.split(found.x, ends[:-1])
-        parts = zip(blocks, columns, taken, strict=True)
         chosen = {
-            (host, kind): _chosen(own, weights, count)
-            for (host, kind, count), own, weights in parts
+            key: _chosen(vertices[key[1]], found.x[block], counts[key])
+            for key, block in blocks.items()
         }
-        hosts = enumerate(self._hosts)
-        return -found.fun, [chosen[host, kind].pop() for host, kinds in hosts for kind in kinds]
+        ranks = enumerate(self._hosts)
+        return -found.fun, [chosen[host, kind].pop() for host, kinds in ranks for kind in kinds]
 
     def _vertices(self, kind: RankFrontier, step: float, spare: int) -> _Vertices:
         problem = self.problem
@@ -219,9 +201,9 @@ class StepProgram:
         offers = kind.offers(step, kind.most_samples(step) - spare)
         works = [offer.work for offer in offers]
         shards = largest_shards(problem, kind.host, kind.gpu, Columns.of(works), step)
-        shards = np.minimum(shards / model.parameters, 1.0)  # no rank need hold more than all
+        shards = np.minimum(shards, float(model.parameters))  # no rank need hold more than all
         if self.even:
-            each = 1.0 / problem.cluster.num_ranks
+            each = model.parameters / problem.cluster.num_ranks
             enough = shards >= each * (1.0 - _ROUNDING)
             rows = np.flatnonzero(enough.any(axis=1))
             layers = shards.shape[1] - 1 - enough[rows, ::-1].argmax(axis=1)
