@@ -124,8 +124,14 @@ class RankFrontier:
         idle = any(one.compute <= step for one in self._idle)
         return max((ranged[-1] for _, ranged in self._in_time(step)), default=0 if idle else -1)
 
-    def offers(self, step: float, least: int) -> list[Offer]:
-        """What a rank may do in a step of so many seconds, with so many samples at least."""
+    def offers(self, step: float, least: int, *, bound: bool) -> list[Offer]:
+        """What a rank may do in a step of so many seconds, with so many samples at least.
+
+        Args:
+            step: seconds.
+            least: samples.
+            bound: whether no workload may be better than the offers; without, each is a workload.
+        """
         idle = [one for one in self._idle if one.compute <= step and least <= 0]
         found = [Offer(0, 0, one) for one in idle]
         families = [(one, ranged) for one, ranged in self._in_time(step) if ranged[-1] >= least]
@@ -134,11 +140,11 @@ class RankFrontier:
         ranges = min(_MOST_RANGES, most - before)
         ends = [before + (most - before) * number // ranges for number in range(1, ranges + 1)]
         for end in ends:
-            found += [
-                Offer(min(end, ranged[-1]), family.size, family.at(max(before + 1, ranged[0])))
-                for family, ranged in families
-                if ranged[0] <= end and ranged[-1] > before
-            ]
+            for family, ranged in families:
+                if ranged[0] <= end and ranged[-1] > before:
+                    fewest, most = max(before + 1, ranged[0]), min(end, ranged[-1])
+                    work = family.at(fewest if bound else most)
+                    found.append(Offer(most, family.size, work))
             before = end
         return found
 

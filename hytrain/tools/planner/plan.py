@@ -116,10 +116,12 @@ def _refined(problem: PlanProblem, found: Search, step: float) -> list[Plan]:
     for one in sorted(trail, key=lambda one: one.step):
         if one.step <= _NEARBY * step:
             starts.setdefault(tuple(work.activations for work in one.workloads), one)
-    first = list(starts.values())[:_MOST_REFINED]
+    plans = [(to_plan(problem, one, one.step), one) for one in starts.values()]
+    plans.sort(key=lambda pair: pair[0].predicted_seconds)
+    first = [one for _, one in plans[:_MOST_REFINED]]
     first += [unevenly(problem, one) for one in first if one.even and len(one.workloads) > 1]
     refined = [local_search(problem, one) for one in first]
-    return [to_plan(problem, one, one.step) for one in (*starts.values(), *refined)]
+    return [*(plan for plan, _ in plans), *(to_plan(problem, one, one.step) for one in refined)]
 
 
 def _choices(activations: tuple[Activations, ...]) -> list[tuple[Activations, ...]]:

@@ -35,7 +35,7 @@ from hytrain.tools.planner.cost_model import (
     largest_shards,
     longest_step,
 )
-from hytrain.tools.planner.frontier import Offer, RankFrontier
+from hytrain.tools.planner.frontier import RankFrontier
 from hytrain.tools.planner.min_plus import Floats, Ints
 from hytrain.tools.planner.problem import PlanProblem
 
@@ -45,6 +45,8 @@ except ImportError:  # training needs no scipy, and must not stop for it
     optimize = None
 
 _ROUNDING = 1e-9
+# Parts of ranks that are so little are none.
+_WHOLE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,8 @@ class _Vertices:
     """What ranks of a kind may do, as columns; a row of each array is one.
 
     Attributes:
-        offers: to choose from.
-        offer: which of them it is of.
+        groups: (policy, micro-batch size).
+        group: which of them it is of.
         fewest: samples of a rank.
         samples: the most.
         shard: parameters of state.
@@ -76,13 +78,50 @@ class _Vertices:
         offloaded: bytes of activations.
     """
 
-    offers: list[Offer]
-    offer: Ints
+    groups: list[tuple[Activations, int]]
+    group: Ints
     fewest: Floats
     samples: Floats
     shard: Floats
     on_cpu: Floats
     offloaded: Floats
+
+
+@dataclass(slots=True)
+class _Block:
+    """The ranks of a kind on a host.
+
+    Attributes:
+        host: a number.
+        kind: a number.
+        count: ranks.
+        vertices: that they may take.
+        columns: of the program.
+        whole: how many of them take each group; None while that is open.
+    """
+
+    host: int
+    kind: int
+    count: int
+    vertices: _Vertices
+    columns: slice
+    whole: list[int] | None = None
+
+    def parts(self, weights: Floats) -> Floats:
+        """Of the ranks that take each group."""
+        own = self.vertices
+        return np.bincount(own.group, weights[self.columns], len(own.groups))
+
+    def choices(self, weights: Floats) -> list[Choice]:
+        """What each of the ranks does."""
+        own = self.vertices
+        sums = np.bincount(own.group, weights[self.columns] * own.samples, len(own.groups))
+        rows = zip(own.groups, self.parts(weights), sums.tolist(), self.whole or [], strict=True)
+        return [
+            Choice(samples / part, size, policy)
+            for (policy, size), part, samples, number in rows
+            for _ in range(number)
+        ]
 
 
 class StepProgram:
@@ -140,65 +179,92 @@ class StepProgram:
     def choose(self, step: float) -> list[Choice] | None:
         """What each rank does; None where no plan has so short a step.
 
+        Ranks that are in parts are made whole one after another, those first that nearly are, and
+        the program is solved again for the others. An empty list where that leads nowhere.
+
         Args:
             step: seconds.
         """
-        found, choices = self._solve(step)
-        return choices if found >= 1.0 - _ROUNDING else None
+        if self._solve(step, self._blocks(step, bound=True))[0] < 1.0 - _ROUNDING:
+            return None
+        blocks = self._blocks(step, bound=False)
+        found, weights = self._solve(step, blocks)
+        left = blocks if found >= 1.0 - _ROUNDING else []
+        if not left:
+            return []
+        while left:
+            parts = {id(block): block.parts(weights) for block in left}
+            distance = {key: float(np.abs(own - own.round()).sum()) for key, own in parts.items()}
+            block = min(left, key=lambda block: distance[id(block)])
+            block.whole = whole_parts(parts[id(block)].tolist(), block.count)
+            left = [other for other in left if other is not block]
+            if distance[id(block)] > _WHOLE:
+                found, weights = self._solve(step, blocks)
+                if found < 1.0 - _ROUNDING:
+                    return []
+        chosen = {(block.host, block.kind): block.choices(weights) for block in blocks}
+        hosts = enumerate(self._hosts)
+        return [chosen[host, kind].pop() for host, kinds in hosts for kind in kinds]
 
     def held(self, step: float) -> float:
         """The most of the state, or with even shards of the batch, in such a step, as a share."""
-        return self._solve(step)[0]
+        return self._solve(step, self._blocks(step, bound=True))[0]
 
-    def _solve(self, step: float) -> tuple[float, list[Choice]]:
-        """The most of the state (of the batch with even shards), and who does what then."""
-        if optimize is None:
-            raise PlanError("planning needs scipy, whose solver it uses: pip install scipy")
+    def _blocks(self, step: float, *, bound: bool) -> list[_Block]:
+        """For each host and kind of its ranks; none where a rank can do nothing in time.
+
+        ``bound``: see :meth:`RankFrontier.offers`.
+        """
         spare = self.spare_samples(step)
         if spare < 0:
-            return 0.0, []
-        vertices = [self._vertices(kind, step, spare) for kind in self.kinds]
+            return []
+        vertices = [self._vertices(kind, step, spare, bound=bound) for kind in self.kinds]
         if not all(len(own.samples) for own in vertices):
-            return 0.0, []
-        # A block of columns for each host and kind of its ranks.
-        counts = {
-            (host, kind): kinds.count(kind)
-            for host, kinds in enumerate(self._hosts)
-            for kind in kinds
-        }
-        ends = np.cumsum([len(vertices[kind].samples) for _, kind in counts]).tolist()
-        blocks = dict(zip(counts, map(slice, [0, *ends[:-1]], ends), strict=True))
+            return []
+        blocks: list[_Block] = []
+        for host, kinds in enumerate(self._hosts):
+            for kind in dict.fromkeys(kinds):
+                begin = blocks[-1].columns.stop if blocks else 0
+                columns = slice(begin, begin + len(vertices[kind].samples))
+                blocks.append(_Block(host, kind, kinds.count(kind), vertices[kind], columns))
+        return blocks
+
+    def _solve(self, step: float, blocks: Sequence[_Block]) -> tuple[float, Floats]:
+        """The most of the state (of the batch with even shards), and how many take each vertex."""
+        if optimize is None:
+            raise PlanError("planning needs scipy, whose solver it uses: pip install scipy")
+        if not blocks:
+            return 0.0, np.zeros(0)
         hosts = self.problem.cluster.hosts
         budgets = [host_budgets(self.problem, host, step) for host in hosts]
-        equal = np.zeros((len(counts), ends[-1]))
-        upper = np.zeros((2 * len(hosts) + 2, ends[-1]))
-        gain = np.zeros(ends[-1])
+        width = blocks[-1].columns.stop
+        upper, gain = np.zeros((2 * len(hosts) + 2, width)), np.zeros(width)
+        equal: list[Floats] = []
+        counts: list[int] = []
         batch, whole = self.problem.batch, self.problem.model.parameters
-        for row, ((host, kind), block) in enumerate(blocks.items()):
-            own = vertices[kind]
-            equal[row, block] = 1.0
-            for number, budget in enumerate(budgets[host]):
+        for block in blocks:
+            own, columns = block.vertices, block.columns
+            for number, budget in enumerate(budgets[block.host]):
                 taken = budget.takes(own.on_cpu, own.shard, own.offloaded)
-                upper[2 * host + number, block] = taken
-            upper[-2:, block] = own.fewest / batch, -own.samples / batch
-            gain[block] = own.samples / batch if self.even else own.shard / whole
+                upper[2 * block.host + number, columns] = taken
+            upper[-2:, columns] = own.fewest / batch, -own.samples / batch
+            gain[columns] = own.samples / batch if self.even else own.shard / whole
+            decided = block.whole is not None
+            for group in range(len(own.groups) if decided else 1):
+                row = np.zeros(width)
+                row[columns] = own.group == group if decided else 1.0
+                equal.append(row)
+            counts += block.whole or [block.count]
         limits = np.append(np.ones(len(upper) - 1), -1.0)
         found: Any = optimize.linprog(
-            -gain, A_ub=upper, b_ub=limits, A_eq=equal, b_eq=list(counts.values())
+            -gain, A_ub=upper, b_ub=limits, A_eq=np.array(equal), b_eq=counts
         )
-        if found.x is None:
-            return 0.0, []
-        chosen = {
-            key: _chosen(vertices[key[1]], found.x[block], counts[key])
-            for key, block in blocks.items()
-        }
-        ranks = enumerate(self._hosts)
-        return -found.fun, [chosen[host, kind].pop() for host, kinds in ranks for kind in kinds]
+        return (0.0, np.zeros(0)) if found.x is None else (-found.fun, found.x)
 
-    def _vertices(self, kind: RankFrontier, step: float, spare: int) -> _Vertices:
+    def _vertices(self, kind: RankFrontier, step: float, spare: int, *, bound: bool) -> _Vertices:
         problem = self.problem
         model = problem.model
-        offers = kind.offers(step, kind.most_samples(step) - spare)
+        offers = kind.offers(step, kind.most_samples(step) - spare, bound=bound)
         works = [offer.work for offer in offers]
         shards = largest_shards(problem, kind.host, kind.gpu, Columns.of(works), step)
         shards = np.minimum(shards, float(model.parameters))  # no rank need hold more than all
@@ -211,9 +277,11 @@ class StepProgram:
         else:
             rows, layers = _bends(shards, model.gpu_parts)
             shard = np.where(layers < 0, 0.0, shards[rows, layers])
+        keys = [(offer.work.activations, offer.size) for offer in offers]
+        groups = list(dict.fromkeys(keys))
         return _Vertices(
-            offers=offers,
-            offer=rows,
+            groups=groups,
+            group=np.array([groups.index(key) for key in keys])[rows],
             fewest=np.array([float(work.batch) for work in works])[rows],
             samples=np.array([float(offer.samples) for offer in offers])[rows],
             shard=shard,
@@ -245,21 +313,6 @@ def _bends(shards: Floats, gpu_parts: Floats) -> tuple[Ints, Ints]:
     rows, layers = np.nonzero(kept)
     empty = np.flatnonzero(possible)
     return np.concatenate([rows, empty]), np.concatenate([layers, np.full(len(empty), -1)])
-
-
-def _chosen(vertices: _Vertices, weights: Floats, count: int) -> list[Choice]:
-    """What so many ranks of a kind do: whole ranks for each policy and micro-batch size."""
-    groups: dict[tuple[Activations, int], list[int]] = {}
-    for row in np.flatnonzero(weights > _ROUNDING).tolist():
-        offer = vertices.offers[vertices.offer[row]]
-        groups.setdefault((offer.work.activations, offer.size), []).append(row)
-    parts = {key: float(weights[rows].sum()) for key, rows in groups.items()}
-    numbers = dict(zip(parts, whole_parts(list(parts.values()), count), strict=True))
-    return [
-        Choice(float(weights[rows] @ vertices.samples[rows]) / parts[key], key[1], key[0])
-        for key, rows in groups.items()
-        for _ in range(numbers[key])
-    ]
 
 
 def whole_parts(parts: Sequence[float], total: int) -> list[int]:
