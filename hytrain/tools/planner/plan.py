@@ -22,11 +22,12 @@ from hytrain.tools.planner.local_search import local_search, unevenly
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, to_plan
 from hytrain.tools.planner.rounds import best_rounds
-from hytrain.tools.planner.search import CLOSE, Search, search
+from hytrain.tools.planner.search import CLOSE, Search, longer, search
 
 # A plan that is not that close is compared with plans of a step up to so many times as long by the
-# roofline bounds; so many of them are refined.
+# roofline bounds; so many of them are simulated, and refined.
 _NEARBY = 1.25
+_MOST_SIMULATED = 24
 _MOST_REFINED = 6
 
 
@@ -109,16 +110,17 @@ def _refined(problem: PlanProblem, found: Search, step: float) -> list[Plan]:
         found: what the search has come by.
         step: of the best by the roofline bounds, seconds.
     """
-    trail = list(found.trail)
+    trail = [*found.trail, *longer(problem, step)]
     for policies in _choices(problem.activations):
         trail += search(replace(problem, activations=policies), _NEARBY * step).trail
-    starts: dict[tuple[Activations, ...], Found] = {}
-    for one in sorted(trail, key=lambda one: one.step):
-        if one.step <= _NEARBY * step:
-            starts.setdefault(tuple(work.activations for work in one.workloads), one)
-    plans = [(to_plan(problem, one, one.step), one) for one in starts.values()]
+    distinct = {(one.workloads, one.shares): one for one in trail if one.step <= _NEARBY * step}
+    nearest = sorted(distinct.values(), key=lambda one: one.step)[:_MOST_SIMULATED]
+    plans = [(to_plan(problem, one, one.step), one) for one in nearest]
     plans.sort(key=lambda pair: pair[0].predicted_seconds)
-    first = [one for _, one in plans[:_MOST_REFINED]]
+    starts: dict[tuple[Activations, ...], Found] = {}
+    for _, one in plans:
+        starts.setdefault(tuple(work.activations for work in one.workloads), one)
+    first = list(starts.values())[:_MOST_REFINED]
     first += [unevenly(problem, one) for one in first if one.even and len(one.workloads) > 1]
     refined = [local_search(problem, one) for one in first]
     return [*(plan for plan, _ in plans), *(to_plan(problem, one, one.step) for one in refined)]

@@ -32,6 +32,7 @@ PRECISION = 4e-3
 # Where whole ranks and layers leave plans longer than the bound, longer steps are tried up to here.
 _FARTHEST = 1.0
 _MOST_MOVES = 64
+_LONGER = (1.01, 1.03, 1.1)
 
 
 @dataclass(slots=True)
@@ -68,6 +69,17 @@ def search(problem: PlanProblem, worst: float) -> Search:
         found = Search(min(found.bound, own.bound), found.trail + own.trail)
         # Where both are as good, even shards have the faster collectives.
         worst = min([worst, *(one.step * (1.0 + PRECISION) for one in own.trail)])
+    return found
+
+
+def longer(problem: PlanProblem, step: float) -> list[Found]:
+    """Plans of steps that are longer than so many seconds, in which the CPU has more time."""
+    found: list[Found] = []
+    for even in (False, True)[problem.cluster.num_ranks == 1 :]:
+        program = StepProgram(problem, even=even, worst=_LONGER[-1] * step)
+        deal = Dealer(problem, even=even)
+        for factor in _LONGER:
+            found += deal.plans(program.choose(factor * step), factor * step)
     return found
 
 
