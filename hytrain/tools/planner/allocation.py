@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hytrain.tools.planner.arrays import Floats, Ints
 from hytrain.tools.planner.cluster import Host
 from hytrain.tools.planner.cost_model import Columns, Workload, host_budgets, largest_shards
-from hytrain.tools.planner.min_plus import Floats, Ints
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.shards import water_fill
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hytrain.formats.policies import Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
+from hytrain.tools.planner.arrays import Bools
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
@@ -25,7 +26,6 @@ from hytrain.tools.planner.cost_model import (
     shard_that_fits,
     workload,
 )
-from hytrain.tools.planner.min_plus import Bools
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, settle, to_plan
 from hytrain.tools.planner.step_program import whole_parts

@@ -62,8 +62,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hytrain.formats.policies import Activations
+from hytrain.tools.planner.arrays import Floats
 from hytrain.tools.planner.cluster import GpuProfile, Host
-from hytrain.tools.planner.min_plus import Floats
 from hytrain.tools.planner.passes import (
     Collectives,
     FetchLine,

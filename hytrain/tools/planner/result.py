@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from hytrain.formats.plan_file import VERSION, PlanFile, PlannedModel, PlannedRank, Predicted
 from hytrain.formats.policies import LAYER_MAJOR, Accumulation
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.allocation import Share, allocate
 from hytrain.tools.planner.cost_model import (
     Roofline,

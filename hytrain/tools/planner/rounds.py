@@ -17,10 +17,10 @@ import numpy as np
 from hytrain.formats.policies import Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.accumulation_modes import Solver, some_rounds
+from hytrain.tools.planner.arrays import Floats
 from hytrain.tools.planner.baselines import samples_by_speed
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import Collectives, sizes_to_choose, workload
-from hytrain.tools.planner.min_plus import Floats
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Plan, to_plan
 from hytrain.tools.planner.search import CLOSE, PRECISION, search_program

@@ -27,6 +27,7 @@ import numpy as np
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
+from hytrain.tools.planner.arrays import Floats, Ints
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
@@ -36,7 +37,6 @@ from hytrain.tools.planner.cost_model import (
     longest_step,
 )
 from hytrain.tools.planner.frontier import RankFrontier
-from hytrain.tools.planner.min_plus import Floats, Ints
 from hytrain.tools.planner.problem import PlanProblem
 
 try:
