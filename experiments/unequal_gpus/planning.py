@@ -126,7 +126,7 @@ def data_of(problem: PlanProblem, plan: Plan) -> Json:
         "micro_batch_sizes": [max(1, rank.microbatch_size) for rank in plan.ranks],
         "activations": [rank.activations for rank in plan.ranks],
         "shard_fractions": [fraction / sum(fractions) for fraction in fractions],
-        "gpu_fractions": [rank.gpu_layers / problem.model.num_layers for rank in plan.ranks],
+        "gpu_fractions": [rank.gpu_layers / problem.model.num_updates for rank in plan.ranks],
         "predicted_seconds": plan.predicted_seconds,
         "unclipped_seconds": plan.unclipped_seconds,
         "clipped_seconds": plan.clipped_seconds,
