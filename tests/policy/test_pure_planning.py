@@ -25,7 +25,15 @@ def test_the_check_sees_imports() -> None:
     assert imported_roots("import torch.nn\nfrom deepspeed import comm") == IMPURE
 
 
-PURE = ("tools/planner", "tools/hybrid", "tools/uneven", "tools/explain", "tools/trace", "formats")
+PURE = (
+    "cost",
+    "tools/planner",
+    "tools/hybrid",
+    "tools/uneven",
+    "tools/explain",
+    "tools/trace",
+    "formats",
+)
 DECISIONS = (
     "closed_form", "costs", "measured_steps", "memory", "prediction", "records", "refused_numbers",
     "solve", "trials",

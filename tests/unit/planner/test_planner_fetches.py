@@ -215,7 +215,7 @@ def test_fetch_lines_are_the_passes_with_longer_gathers(
     gigabytes=st.sampled_from((2, 12, 400)),
     rates=st.sampled_from(((2e10, 1e11), (2e9, 1e11), (2e10, 4e9))),
 )
-def test_the_largest_shards_are_those_that_the_lines_allow(
+def test_the_largest_shards_are_those_that_the_bounds_allow(
     samples: tuple[int, int],
     policy: Activations,
     step: float,
@@ -277,7 +277,7 @@ def test_all_ranks_wait_for_the_longest_fetch() -> None:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
-def test_the_walk_of_one_rank_has_the_same_fetches(policy: Activations) -> None:
+def test_the_simulated_step_of_one_rank_has_the_same_fetches(policy: Activations) -> None:
     given_problem = problem(rounds=4 if policy == "recompute" else None)
     for batch in (4, 8):
         work = workload(given_problem, GPU, FREE, batch, batch // 4, policy)

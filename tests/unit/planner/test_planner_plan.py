@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from planner_clusters import GB, best_step, gpu, plan_problems
 
 from hytrain.errors import PlanError
@@ -89,49 +88,6 @@ def test_the_best_plan_lies_between_the_bound_and_the_plan(random: PlanProblem) 
     assert plan.lower_bound <= best * (1.0 + 1e-6)
     # How much longer depends on whole layers, of which these models have one to three: see `gap`.
     assert plan.step_seconds >= best * (1.0 - 1e-6)
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    batch=st.integers(65, 200),
-    launch=st.floats(0.0, 5.0),
-    speeds=st.tuples(st.floats(0.5, 4.0), st.floats(0.5, 4.0)),
-    most=st.integers(1, 24),
-)
-def test_the_bound_holds_where_loads_are_ranges(
-    batch: int, launch: float, speeds: tuple[float, float], most: int
-) -> None:
-    """Above 64 samples a load stands for all batches with as many micro-batches."""
-
-    def device(name: str, ms: float) -> GpuProfile:
-        forward = Table(tuple((float(n), launch + ms * n) for n in (1, 2, 8, 24)))
-        roomy = gpu(name, 10**6, ms)
-        return replace(roomy, forward_ms=forward, update_rate=1e15, most_samples=most)
-
-    devices = [device("a", speeds[0]), device("b", speeds[1])]
-    given_problem = problem(host(*devices, gigabytes=10**6), batch=batch, activations=("keep",))
-    none = Table(((1.0, 0.0),))
-    cluster = replace(given_problem.cluster, all_gather_ms=none, reduce_scatter_ms=none)
-    given_problem = replace(given_problem, cluster=cluster)
-    free = Collectives(0.0, 0.0)
-
-    def fastest(one: GpuProfile, samples: int) -> float:
-        if not samples:
-            return 0.0
-        works = (
-            workload(given_problem, one, free, samples, size, "keep")
-            for size in one.micro_sizes(samples)
-        )
-        return min(work.compute for work in works)
-
-    best = min(
-        max(fastest(devices[0], first), fastest(devices[1], batch - first))
-        for first in range(batch + 1)
-    )
-    plan = planned(given_problem)
-    assert plan.lower_bound <= best * (1.0 + 1e-6)
-    assert plan.step_seconds >= best * (1.0 - 1e-6)
-    assert plan.limits_gap < 0.25
 
 
 def test_equal_ranks_share_equally() -> None:
