@@ -319,11 +319,11 @@ def test_a_first_backward_may_do_without_its_gradients(tmp_path: Path, capsys: C
 
 
 def test_what_is_short_is_said_of_the_plan_that_lacks_less(tmp_path: Path, capsys: Capture) -> None:
-    # With gradients the GPU lacks more than both do without them; 18 GB of host would do.
+    # With gradients the GPU lacks more than both do without them; 19 GB of host would do.
     arguments = ("--batch", 4, "--stage", 3)
     text = _error(capsys, "--profile", _small(tmp_path, 6, 17), *arguments)
     assert "GiB is missing, on any host or GPU" in text
-    assert _run("--profile", _small(tmp_path, 6, 18), *arguments) == 0
+    assert _run("--profile", _small(tmp_path, 6, 19), *arguments) == 0
     capsys.readouterr()
 
 
@@ -479,6 +479,7 @@ def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
     assert record["model"] == {
         "name": "small-llama",
         "num_layers": 4,
+        "num_updates": 6,
         "parameters": 4 * BLOCK + 2 * 1024 * 256 + 256,
         "frozen": 0,
         "dtype": "bf16",
