@@ -52,7 +52,7 @@ from hytrain.optimizer.global_batch import NumValid, valid_labels
 from hytrain.optimizer.layer_guards import LayerGuards, modules_of_layers
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.statistics import StepStatistics
-from hytrain.placement.memory_contract import PhasePeak
+from hytrain.placement.peak_memory import PhasePeak
 from hytrain.placement.records import Decision
 from hytrain.trace.viztracer_file import running_tracer
 

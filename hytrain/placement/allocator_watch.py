@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from hytrain.placement.memory_probe import LOOK_EVERY
+
 logger = logging.getLogger(__name__)
 
-EVERY = 10
-"""Steps between two looks: asking takes a tenth of a millisecond."""
 _TIGHT = 0.9
 """Planned share of a GPU's memory beyond which gaps between blocks are what it lacks: an H200 with
 22.4 GiB, 21.4 of them planned, failed at 18.7 allocated and 3.5 in gaps, under ZeRO-3."""
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def retries_of(device: torch.device) -> Callable[[], int] | None:
@@ -40,7 +39,8 @@ def advise_on_plan(
         limit: bytes that this process may use.
         environment: the process's; nobody else tells how the allocator was set up.
     """
-    settings = ",".join(environment.get(name, "") for name in _VARIABLES)
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    settings = ",".join(environment.get(name, "") for name in names)
     if planned <= _TIGHT * limit or "expandable_segments:True" in settings:
         return
     logger.warning(
@@ -69,7 +69,7 @@ class AllocatorWatch:
 
     def after_step(self, step: int) -> None:
         """To be called after every step, with its number."""
-        if self._retries is None or step % EVERY != 0:
+        if self._retries is None or step % LOOK_EVERY != 0:
             return
         now = self._retries()
         grown = 0 if self._known is None else now - self._known
@@ -82,7 +82,7 @@ class AllocatorWatch:
                 'larger "hytrain.solver.gpu_memory_reserve_bytes", or a smaller micro-batch or '
                 "gpu_fraction",
                 grown + self._before,
-                2 * EVERY,
+                2 * LOOK_EVERY,
             )
             self._retries = None
         self._before = grown

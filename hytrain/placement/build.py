@@ -19,22 +19,21 @@ from hytrain.kernels.host_limits import GROUP, host_memory_pools
 from hytrain.offload.cpu_updater import CpuSettings, pinned_bytes, staging_bytes
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.threads import ThreadChoice
-from hytrain.placement.calibration import known_gpu_seconds_per_parameter
-from hytrain.placement.controller import ControllerSettings, PlacementController
-from hytrain.placement.cost_estimator import CostEstimator, InitialRates
+from hytrain.placement.calibration import gpu_seconds_per_parameter
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.manager import MemorySettings, PlacementManager
+from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds, bounds, check_fits, host_bytes
-from hytrain.placement.memory_contract import (
-    ContractTerms,
+from hytrain.placement.memory_probe import MemoryProbe, Reserves
+from hytrain.placement.move import ControllerSettings, PlacementController
+from hytrain.placement.peak_memory import (
+    PeakMemoryInputs,
     hard_limit,
     predict_peaks,
     refuse_what_cannot_fit,
 )
-from hytrain.placement.memory_probe import MemoryProbe, Reserves
 from hytrain.placement.records import Decision
-from hytrain.placement.thread_trials import ThreadTrials
-from hytrain.placement.tuned_threads import TunedThreads
+from hytrain.placement.threads import ThreadTrials, TunedThreads
 from hytrain.zero3.layer_weights import BuiltWeights
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class PlacementPlan:
     layer_bytes: tuple[LayerBytes, ...]
     memory: MemorySettings
     decision: Decision
-    terms: Callable[[int], ContractTerms]
+    terms: Callable[[int], PeakMemoryInputs]
 
 
 def plan_placement(
@@ -82,7 +81,7 @@ def plan_placement(
         cpu: how the CPU update will run.
         collectives: the ranks.
         device: where layers are computed.
-        kept_gradients: see :class:`ContractTerms`.
+        kept_gradients: see :class:`PeakMemoryInputs`.
 
     Raises:
         MemoryBudgetError: the state of some rank fits in no split of GPU and host or, with a fixed
@@ -110,7 +109,7 @@ def plan_placement(
     )
     limits = MemoryProbe(layer_bytes, device).limits(memory.reserves, memory.gpu_base, 0, host)
     shared = partial(
-        ContractTerms,
+        PeakMemoryInputs,
         layers=layer_bytes,
         home_bytes=0 if weights.home is None else weights.home.num_bytes,
         largest_parameter=max(slot.numel for layer in weights.layers for slot in layer.slots),
@@ -121,7 +120,7 @@ def plan_placement(
         largest_frozen=weights.largest_frozen,
     )
 
-    def terms(gpu_layers: int) -> ContractTerms:
+    def terms(gpu_layers: int) -> PeakMemoryInputs:
         pinned = pinned_bytes(states, cpu, gpu_layers)
         return shared(gpu_layers=gpu_layers, pinned_bytes=pinned)
 
@@ -150,11 +149,7 @@ def plan_placement(
         gpu_layers_target=num_gpu,
         num_layers=len(states),
         reason=reason,
-        predicted_seconds=None,
-        measured_seconds=None,
-        closed_form_k=None,
         bounds=allowed,
-        costs=None,
         layer_bytes=layer_bytes,
         limits=limits,
         staging_bytes=memory.staging_bytes,
@@ -182,7 +177,7 @@ def _refusal(
     layers: Sequence[LayerBytes],
     limits: MemoryLimits,
     memory: MemorySettings,
-    terms: Callable[[int], ContractTerms],
+    terms: Callable[[int], PeakMemoryInputs],
 ) -> MemoryBudgetError | None:
     """Why this rank's state fits nowhere, or not where it is asked for; None where it does."""
     try:
@@ -282,7 +277,7 @@ def build_placement(
         gpu_rate = solver.alpha * cpu_rate
     else:
         dtype = pipeline.layers[0].gradient_dtype
-        gpu_rate = known_gpu_seconds_per_parameter(device, dtype, config.moments)
+        gpu_rate = gpu_seconds_per_parameter(device, dtype, config.moments)
     controller = PlacementController(
         pipeline.layers,
         plan.layer_bytes,

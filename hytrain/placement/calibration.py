@@ -50,10 +50,14 @@ def _median_seconds(device: torch.device, run: Callable[[], object]) -> float:
     return statistics.median(clock.seconds(*pair) for pair in itertools.pairwise(marks))
 
 
+@cache
 def gpu_seconds_per_parameter(
     device: torch.device, dtype: torch.dtype, moments: MomentsName = FP32
 ) -> float:
     """Seconds a parameter of the Adam update on the device, with the device to itself.
+
+    A process measures it once for a device: on a CPU that stands in for one, buffers of this size
+    come from the heap and leave holes there, megabytes with each engine that is built.
 
     Args:
         device: where GPU-placed layers are updated.
@@ -76,15 +80,3 @@ def gpu_seconds_per_parameter(
         )
         / n
     )
-
-
-@cache
-def known_gpu_seconds_per_parameter(
-    device: torch.device, dtype: torch.dtype, moments: MomentsName = FP32
-) -> float:
-    """As :func:`gpu_seconds_per_parameter`, which a process does once for a device.
-
-    On a CPU that stands in for one, buffers of this size come from the heap and leave holes there:
-    with one calibration an engine, a process that builds many grows by megabytes with each.
-    """
-    return gpu_seconds_per_parameter(device, dtype, moments)

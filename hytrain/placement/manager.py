@@ -13,31 +13,22 @@ from hytrain.kernels.clipping import Outcome
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
-from hytrain.placement.controller import PlacementController
-from hytrain.placement.cost_estimator import CostEstimator
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
-from hytrain.placement.measured_steps import ENOUGH_SAMPLES
+from hytrain.placement.measure import CONFIRMING, MANY_STEPS, CostEstimator
 from hytrain.placement.memory import check_fits, gpu_reserve, state_bytes
-from hytrain.placement.memory_contract import ContractTerms, PhasePeak, predict_peaks
-from hytrain.placement.memory_probe import MemoryProbe, Reserves
+from hytrain.placement.memory_probe import LOOK_EVERY, MemoryProbe, Reserves
+from hytrain.placement.move import PlacementController
+from hytrain.placement.peak_memory import PeakMemoryInputs, PhasePeak, predict_peaks
 from hytrain.placement.records import Decision
 from hytrain.placement.step_timer import StepSample, StepTimer
-from hytrain.placement.tuned_threads import TunedThreads
+from hytrain.placement.threads import TunedThreads
 
-_PROBE_STEPS = 3
-"""The first steps, all of whose allocations are followed."""
-_PROBE_EVERY = 20
-_WARM_UP = 2
-_LEAST_SAMPLES = 2
-_IDLE_STEPS = 4
-"""Steps without a backward of its own after which a rank is taken to compute no samples."""
-_MEASURE_ALL = 8
-_CONFIRMING = 2
-"""Steps that are measured behind one that differs, to see whether they do as well."""
 _MEASURE_EVERY = 4
-"""Steps. A mark on the compute stream costs microseconds; a change shows within three of five."""
-_LIMITS_EVERY = 10
-"""Steps. Asking for what memory there is takes some tenths of a millisecond."""
+"""Steps between two that are measured once all is known. A mark on the compute stream costs
+microseconds; a change is seen within as many steps and confirmed by the next ones."""
+_OTHER_WORKLOAD = 1.33
+"""Ratio of steps before and after a change from which on it is taken for another workload: a host
+that others use as well makes steps longer by less, for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +58,7 @@ class PlacementManager:
         controller: PlacementController,
         estimator: CostEstimator,
         memory: MemorySettings,
-        terms: Callable[[int], ContractTerms],
+        terms: Callable[[int], PeakMemoryInputs],
         threads: ThreadChoice,
         tuned_threads: TunedThreads | None = None,
     ) -> None:
@@ -89,12 +80,9 @@ class PlacementManager:
         self._waits_seen = 0
         self._limits: MemoryLimits | None = None
         self._limits_at = 0  # steps made when they were asked for
-        self._is_considered = False  # all that has been measured
         self._considered_at = 0
         self._steps = 0
         self._measured_since = 0
-        self._was_news = False
-        self._warm_up = _WARM_UP
         self._firings = 0
         self._idle_steps = 0
         self.tuned_threads = tuned_threads
@@ -117,7 +105,7 @@ class PlacementManager:
         self._watch_room()
         steps = self._steps
         self._probing = self._probe.wanted and (
-            self._measured_since <= _PROBE_STEPS or steps % _PROBE_EVERY == 0
+            self._measured_since <= MANY_STEPS or steps % (2 * LOOK_EVERY) == 0
         )
         if self._probing:
             self._probe.begin_backward()
@@ -126,7 +114,7 @@ class PlacementManager:
         """Has backward wait for the worker before the plan's reserve is touched."""
         if not self._probe.wanted or self.controller.num_gpu_layers == len(self._bytes):
             return
-        if self._usable is None or self._steps % _LIMITS_EVERY == 0:
+        if self._usable is None or self._steps % LOOK_EVERY == 0:
             self._usable = usable_gpu_bytes(self._pipeline.streams.device)
         if self._usable is None:
             return
@@ -146,8 +134,7 @@ class PlacementManager:
     def end_backward(self, num_firings: int) -> None:
         """Every layer's has; the outcome is being computed.
 
-        The time to think: as a rule nobody waits. Where steps are launch-bound, the GPU does: then
-        only what is new is thought about.
+        The time to think: as a rule nobody waits, but where steps are launch-bound the GPU does.
 
         Args:
             num_firings: gradients that autograd has handed over so far.
@@ -162,73 +149,73 @@ class PlacementManager:
             # Times at other numbers of threads than the one that will be kept.
             self._pipeline.cpu.worker.take_spans()
             return
-        self._look_for_news(samples)
-        self._is_considered &= not samples
-        # The first steps compile kernels and fill allocators and caches: they tell of nothing else.
-        warm = min(self._warm_up, len(samples))
-        self._warm_up -= warm
-        estimator.add_samples(samples[warm:])
+        self._add_samples(samples)
+        estimator.add_spans(self._pipeline.cpu.worker.take_spans())
         if estimator.num_samples:
             self._pipeline.updates_leave_room = estimator.launch_bound
-        if controller.is_settled:
-            for sample in samples[warm:]:
-                controller.add_step(sample.seconds, launch_bound=sample.launch_bound)
-        estimator.add_spans(self._pipeline.cpu.worker.take_spans())
-        if samples and controller.is_settled and estimator.step_seconds is not None:
-            controller.measured(estimator.step_seconds)
-        if not controller.is_due(self._steps):
+        if controller.is_due(self._steps):
+            self._consider(has_new_steps=bool(samples))
+
+    def _add_samples(self, samples: Sequence[StepSample]) -> None:
+        """Steps that were measured; the next ones are, too, where these are others than before."""
+        estimator, controller = self._estimator, self.controller
+        ratio = estimator.add_samples(samples)
+        if estimator.is_changing:
+            # A step that something held up is no change: the next ones tell.
+            self._measured_since = min(self._measured_since, MANY_STEPS - CONFIRMING + 1)
+        elif ratio != 1.0:
+            self._measured_since = 0
+        if not 1.0 / _OTHER_WORKLOAD < ratio < _OTHER_WORKLOAD:
+            controller.see_other_workload()
+        if not controller.is_settled:
             return
-        if self._idle_steps >= _IDLE_STEPS:
+        for sample in samples:
+            controller.add_step(sample.seconds)
+        if samples and estimator.step_seconds is not None:
+            controller.measured(estimator.step_seconds)
+
+    def _consider(self, *, has_new_steps: bool) -> None:
+        """Has the controller decide where there are new measurements, or memory may have changed.
+
+        Args:
+            has_new_steps: steps were measured since the last time.
+        """
+        estimator, controller = self._estimator, self.controller
+        if self._idle_steps > CONFIRMING:
             # This rank computes no samples: there are no times to solve from, and no need.
             controller.consider_idle(self._steps, self._current_limits())
             return
-        launch_bound = estimator.launch_bound
-        if launch_bound and not self._is_time_to_think:
+        if not has_new_steps and self._steps - self._considered_at < LOOK_EVERY:
             return
         costs = estimator.costs()
-        if costs is None or not self._has_measured_enough():
+        if costs is None or estimator.num_samples < CONFIRMING:
             return
-        self._is_considered, self._considered_at = True, self._steps
-        controller.consider(self._steps, costs, self._current_limits(), launch_bound=launch_bound)
-
-    @property
-    def _is_time_to_think(self) -> bool:
-        """There are new measurements, or memory may have changed."""
-        return not self._is_considered or self._steps - self._considered_at >= _LIMITS_EVERY
-
-    def _look_for_news(self, samples: Sequence[StepSample]) -> None:
-        """Has the next steps measured where these differ from what was usual."""
-        for sample in samples:
-            is_news = self._estimator.is_news(sample)
-            if is_news and self._was_news:
-                self._measured_since = 0
-            elif is_news:
-                # A step that something held up is none: the next ones tell.
-                self._measured_since = min(self._measured_since, _MEASURE_ALL - _CONFIRMING)
-            self._was_news = is_news
-
-    def _has_measured_enough(self) -> bool:
-        """Whether to decide by what is known. Where steps are launch-bound, they must be known."""
-        if self._estimator.launch_bound:
-            return self.controller.num_measured >= ENOUGH_SAMPLES
-        return self._estimator.num_samples >= _LEAST_SAMPLES
+        self._considered_at = self._steps
+        controller.consider(
+            self._steps,
+            costs,
+            self._current_limits(),
+            seconds=estimator.step_seconds,
+            is_certain=estimator.is_certain,
+            launch_bound=estimator.launch_bound,
+        )
 
     def _measures_next(self) -> bool:
         """Every step until times and placement have settled, then every fourth."""
-        if self._steps < _MEASURE_ALL or not self.controller.is_settled:
+        if not self.controller.is_settled:
             self._measured_since = 0
         self._measured_since += 1
-        return self._measured_since <= _MEASURE_ALL or self._steps % _MEASURE_EVERY == 0
+        return self._measured_since <= MANY_STEPS or self._steps % _MEASURE_EVERY == 0
 
     def _current_limits(self) -> MemoryLimits:
         # The next look may be as many steps from here as lie between two measured ones.
         age = self._steps - self._limits_at + _MEASURE_EVERY
-        if self._limits is None or age > _LIMITS_EVERY:
+        if self._limits is None or age > LOOK_EVERY:
             self._limits_at = self._steps
             self._limits = self._probe.limits(
                 self._memory.reserves,
                 self._memory.gpu_base,
-                self._host_held(),
+                self.host_bytes,
                 self._memory.host,
             )
         return self._limits
@@ -236,9 +223,6 @@ class PlacementManager:
     @property
     def host_bytes(self) -> int:
         """State and pinned memory that this rank has on the host."""
-        return self._host_held()
-
-    def _host_held(self) -> int:
         here = self._bytes[self.controller.num_gpu_layers :]
         return state_bytes(here) + self._pipeline.cpu.pinned.num_bytes
 
@@ -256,7 +240,7 @@ class PlacementManager:
                 self._limits = self._probe.with_base(self._limits)
         self._steps += 1
         self.timer.end_step(measure_next=self._measures_next())
-        controller.act(self._steps)
+        controller.apply_moves(self._steps)
         self._allocator.after_step(self._steps)
         has_updates = controller.num_gpu_layers < len(self._bytes)
         ready = controller.is_settled and has_updates
@@ -294,8 +278,8 @@ class PlacementManager:
                 "of these, or smaller reserves"
             )
         controller.solves = False
-        controller.order(self._steps, number, f"gpu_fraction {value} was set")
-        controller.act(self._steps, at_once=True)
+        controller.set_target(self._steps, number, f"gpu_fraction {value} was set")
+        controller.apply_moves(self._steps, at_once=True)
 
     def free_gpu_memory(self, *, may_move: bool, where: str, again: str) -> str:
         """An allocation of the user's has failed on the device; nobody can undo that one.

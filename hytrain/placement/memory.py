@@ -8,7 +8,8 @@ step's outcome as well: on the GPU for the update, on the host, pinned, for the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -24,11 +25,11 @@ HOST_RESERVE_SHARE = 0.03
 LEAST_RESERVE = 1024**3
 """Bytes that stay free where the user gives no number: a share of what there is, but no less."""
 
+_GPU_LIMIT, _GPU_RESERVE = "GPU: there is", "GPU: kept in reserve"
+_GPU_MISSING, _HOST_MISSING = "GPU: missing", "host: missing"
 _GIB = 1024**3
 # More times as many ranks as now are no advice.
 _MOST_TIMES_RANKS = 1024
-# Of the GPU; a smaller base is not where memory is to be won.
-_LARGE_BASE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,37 +167,6 @@ def _check_number(k: int, num_layers: int) -> None:
 # -- what fits ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """One number of GPU layers against the limits; ``missing`` counts reserves as taken."""
-
-    gpu_layers: int
-    gpu_state: int
-    gpu_rest: int
-    gpu_missing: int
-    host_state: int
-    host_gradients: int
-    host_missing: int
-
-
-def _split(
-    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int, k: int
-) -> _Split:
-    peak = gpu_peak_bytes(layers, limits, k)
-    state = state_bytes(layers[:k])
-    gpu_missing = 0 if limits.gpu is None else max(0, peak + limits.gpu_reserve - limits.gpu)
-    host_missing = max(0, host_bytes(layers, k, staging_bytes) + limits.host_reserve - limits.host)
-    return _Split(
-        gpu_layers=k,
-        gpu_state=state,
-        gpu_rest=peak - state,
-        gpu_missing=gpu_missing,
-        host_state=state_bytes(layers[k:]),
-        host_gradients=pending_bytes(layers[k:]),
-        host_missing=host_missing,
-    )
-
-
 def bounds(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int) -> Bounds:
     """The smallest number of GPU layers that fits the host, the largest that fits the GPU.
 
@@ -245,31 +215,27 @@ def check_fits(
     if found.fits:
         return found
     num_layers = len(layers)
-    best = _best_split(layers, limits, staging_bytes)
-    shown = sorted({0, best.gpu_layers, num_layers})
+    splits = [_split(layers, limits, staging_bytes, k) for k in range(num_layers + 1)]
+    missing = [split[_GPU_MISSING] + split[_HOST_MISSING] for split in splits]
+    nearest = missing.index(min(missing))
+    best = splits[nearest]
     lines = [
         "the optimizer state fits in no split between GPU and host (bytes on this rank; nothing "
         "was allocated):",
-        table(layers, limits, staging_bytes, shown),
-        f"nearest: {best.gpu_layers} of {num_layers} layers on the GPU; missing: {_missing(best)}.",
+        table(layers, limits, staging_bytes, sorted({0, nearest, num_layers})),
+        f"nearest: {nearest} of {num_layers} layers on the GPU; missing: {_missing(best)}.",
         "What would make it fit:",
         *(f"- {line}" for line in _advice(layers, limits, staging_bytes, best, num_ranks)),
     ]
     raise MemoryBudgetError("\n".join(lines))
 
 
-def _best_split(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int) -> _Split:
-    """The split that misses the fewest bytes; of several, the one with the fewest GPU layers."""
-    splits = [_split(layers, limits, staging_bytes, k) for k in range(len(layers) + 1)]
-    return min(splits, key=lambda split: split.gpu_missing + split.host_missing)
-
-
-def _missing(split: _Split) -> str:
-    parts: list[str] = []
-    if split.gpu_missing:
-        parts.append(f"{_gib(split.gpu_missing)} ({split.gpu_missing} bytes) of GPU memory")
-    if split.host_missing:
-        parts.append(f"{_gib(split.host_missing)} ({split.host_missing} bytes) of host memory")
+def _missing(row: Mapping[str, int]) -> str:
+    parts = [
+        f"{_gib(row[name])} ({row[name]} bytes) of {side} memory"
+        for name, side in ((_GPU_MISSING, "GPU"), (_HOST_MISSING, "host"))
+        if row[name]
+    ]
     return " and ".join(parts)
 
 
@@ -277,11 +243,11 @@ def _advice(
     layers: Sequence[LayerBytes],
     limits: MemoryLimits,
     staging_bytes: int,
-    best: _Split,
+    best: Mapping[str, int],
     num_ranks: int,
 ) -> list[str]:
     lines: list[str] = []
-    if limits.gpu is not None and limits.gpu_base > _LARGE_BASE * limits.gpu:
+    if limits.gpu is not None and best[_GPU_MISSING]:
         lines.append(
             "activation checkpointing or a smaller micro-batch: model and activations take "
             f"{_gib(limits.gpu_base)} of the GPU's {_gib(limits.gpu)}, and every GiB won there "
@@ -295,8 +261,8 @@ def _advice(
             "state is sharded over the ranks"
         )
     for missing, reserve, key in (
-        (best.gpu_missing, limits.gpu_reserve, GPU_RESERVE_KEY),
-        (best.host_missing, limits.host_reserve, HOST_RESERVE_KEY),
+        (best[_GPU_MISSING], limits.gpu_reserve, GPU_RESERVE_KEY),
+        (best[_HOST_MISSING], limits.host_reserve, HOST_RESERVE_KEY),
     ):
         if missing and reserve:
             enough = "" if reserve >= missing else ", which alone is not enough"
@@ -334,13 +300,9 @@ def _ranks_that_fit(
         ]
         return bounds(shards, limits, staging_bytes).fits
 
-    low, high = num_ranks, num_ranks * _MOST_TIMES_RANKS
-    if not fits(high):
-        return None
-    while high - low > 1:  # low does not fit, high does
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    candidates = range(num_ranks + 1, num_ranks * _MOST_TIMES_RANKS + 1)
+    found = bisect_left(candidates, True, key=fits)  # with more ranks it fits all the sooner
+    return candidates[found] if found < len(candidates) else None
 
 
 # -- for people --------------------------------------------------------------------------------
@@ -357,34 +319,44 @@ def table(
     Raises:
         PlacementError: a number is not in 0..L, or ``gpu_base_at`` is not one number a layer.
     """
+    rows = [("layers on the GPU", [f"{k} of {len(layers)}" for k in gpu_layers])]
     splits = [_split(layers, limits, staging_bytes, k) for k in gpu_layers]
-    rows = [("layers on the GPU", [f"{s.gpu_layers} of {len(layers)}" for s in splits])]
-
-    def row(name: str, values: Sequence[int]) -> None:
-        rows.append((name, [_gib(value) for value in values]))
-
-    row("GPU: optimizer state", [s.gpu_state for s in splits])
-    row("GPU: model, activations, waiting gradients", [s.gpu_rest for s in splits])
-    row("GPU: needed at the peak", [s.gpu_state + s.gpu_rest for s in splits])
-    if limits.gpu is None:
-        rows.append(("GPU: there is", ["no limit"] * len(splits)))
-    else:
-        row("GPU: there is", [limits.gpu] * len(splits))
-        row("GPU: kept in reserve", [limits.gpu_reserve] * len(splits))
-        row("GPU: missing", [s.gpu_missing for s in splits])
-    row("host: optimizer state", [s.host_state for s in splits])
-    row("host: waiting gradients, pinned", [s.host_gradients for s in splits])
-    row("host: staging, pinned", [staging_bytes] * len(splits))
-    row("host: needed", [s.host_state + s.host_gradients + staging_bytes for s in splits])
-    row("host: there is", [limits.host] * len(splits))
-    row("host: kept in reserve", [limits.host_reserve] * len(splits))
-    row("host: missing", [s.host_missing for s in splits])
+    for name in splits[0]:
+        cells = [_gib(split[name]) for split in splits]
+        if limits.gpu is None and name in (_GPU_LIMIT, _GPU_RESERVE, _GPU_MISSING):
+            if name != _GPU_LIMIT:
+                continue
+            cells = ["no limit"] * len(splits)
+        rows.append((name, cells))
     head = max(len(name) for name, _ in rows)
     width = max(len(cell) for _, cells in rows for cell in cells)
     return "\n".join(
         "  ".join([name.ljust(head), *(cell.rjust(width) for cell in cells)])
         for name, cells in rows
     )
+
+
+def _split(
+    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int, k: int
+) -> dict[str, int]:
+    """Bytes with the first ``k`` layers on the GPU, by the names of the table's rows."""
+    state, peak = state_bytes(layers[:k]), gpu_peak_bytes(layers, limits, k)
+    host, gpu = host_bytes(layers, k, staging_bytes), limits.gpu
+    return {
+        "GPU: optimizer state": state,
+        "GPU: model, activations, waiting gradients": peak - state,
+        "GPU: needed at the peak": peak,
+        _GPU_LIMIT: gpu or 0,
+        _GPU_RESERVE: limits.gpu_reserve,
+        _GPU_MISSING: 0 if gpu is None else max(0, peak + limits.gpu_reserve - gpu),
+        "host: optimizer state": state_bytes(layers[k:]),
+        "host: waiting gradients, pinned": pending_bytes(layers[k:]),
+        "host: staging, pinned": staging_bytes,
+        "host: needed": host,
+        "host: there is": limits.host,
+        "host: kept in reserve": limits.host_reserve,
+        _HOST_MISSING: max(0, host + limits.host_reserve - limits.host),
+    }
 
 
 def _gib(value: int) -> str:

@@ -13,6 +13,9 @@ from hytrain.kernels.host_limits import host_memory_pools
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import gpu_reserve, host_reserve, state_bytes
 
+LOOK_EVERY = 10
+"""Steps between two looks at memory: asking takes tenths of a millisecond."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reserves:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from hytrain.errors import PlacementError
+from hytrain.formats.record import checked
 from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
 from hytrain.placement.memory import Bounds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """One decision about the number of GPU layers, with all that it was made from.
 
@@ -38,28 +41,19 @@ class Decision:
     gpu_layers_target: int
     num_layers: int
     reason: str
-    predicted_seconds: float | None
-    measured_seconds: float | None
-    closed_form_k: float | None
+    predicted_seconds: float | None = None
+    measured_seconds: float | None = None
+    closed_form_k: float | None = None
     bounds: Bounds
-    costs: StepCosts | None
+    costs: StepCosts | None = None
     layer_bytes: tuple[LayerBytes, ...]
     limits: MemoryLimits
     staging_bytes: int = 0
     corrections: tuple[float, ...] = ()
 
-    def with_measured(self, seconds: float) -> Decision:
-        """The same decision, once its step has been measured."""
-        return replace(self, measured_seconds=seconds)
-
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        record = asdict(self)
-        record["layer_bytes"] = list(record["layer_bytes"])
-        record["corrections"] = list(record["corrections"])
-        record["limits"]["gpu_base_at"] = list(self.limits.gpu_base_at)
-        record["costs"] = None if self.costs is None else self.costs.to_json()
-        return record
+        return TypeAdapter(Decision).dump_python(self, mode="json")
 
     def metrics_record(self) -> dict[str, Any]:
         """One line of a metrics file."""
@@ -72,17 +66,4 @@ class Decision:
         Raises:
             PlacementError: the record is of another form, or a value is out of its range.
         """
-        try:
-            costs, limits = record["costs"], dict(record["limits"])
-            limits["gpu_base_at"] = tuple(limits["gpu_base_at"])
-            fields: dict[str, Any] = dict(record)
-            fields["bounds"] = Bounds(**record["bounds"])
-            fields["corrections"] = tuple(record.get("corrections", ()))  # older ones have none
-            fields["costs"] = None if costs is None else StepCosts.from_json(costs)
-            fields["layer_bytes"] = tuple(LayerBytes(**layer) for layer in record["layer_bytes"])
-            fields["limits"] = MemoryLimits(**limits)
-            return Decision(**fields)
-        except PlacementError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlacementError(f"not a record of a placement decision: {error}") from error
+        return checked(Decision, record, "a placement decision", PlacementError)

@@ -57,13 +57,12 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> _Mark:
         """A mark behind everything queued on the current stream so far."""
         if not self._is_cuda:
             return time.perf_counter()
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record(current_stream(self._device))
         return event
 
@@ -78,11 +77,6 @@ class Clock:
             return begin.elapsed_time(end) / 1e3
         assert not isinstance(end, torch.cuda.Event)
         return end - begin
-
-    def release(self, mark: _Mark) -> None:
-        """The mark is not read any more."""
-        if isinstance(mark, torch.cuda.Event):
-            self._free.append(mark)
 
 
 _Kind = Literal["enter", "wait_cpu", "wait_gpu", "ready"]
@@ -100,23 +94,10 @@ class _Recording:
     updates_begin: _Mark | None = None
     updates: list[tuple[Mapping[int, int], _Mark]] = field(default_factory=list)
     next_begin: _Mark | None = None
-    owns_next: bool = False
     launch_bound: bool = False
     host_waited: bool = False
     """For something else than the device, which had nothing to do at last."""
     valid: bool = True
-
-    def marks(self) -> list[_Mark]:
-        """All of them; the next step's first one belongs to the next step, if that has marks."""
-        single = [self.forward_end, self.backward_begin, self.backward_end, self.updates_begin]
-        if self.owns_next:
-            single.append(self.next_begin)
-        return [
-            *[mark for _, _, mark in self.forward],
-            *[mark for _, mark in self.gradients],
-            *[mark for _, mark in self.updates],
-            *[mark for mark in single if mark is not None],
-        ]
 
 
 class StepTimer:
@@ -139,7 +120,7 @@ class StepTimer:
         self.in_forward = False
         """Marks of a forward are."""
         self._entered = [False] * num_layers
-        self._done: deque[_Recording] = deque()
+        self._done: deque[_Recording] = deque(maxlen=self.MAX_OPEN)
 
     # -- forward -------------------------------------------------------------------------------
 
@@ -170,7 +151,6 @@ class StepTimer:
         if not self._done or self._done[-1].next_begin is not None:
             return False
         self._done[-1].next_begin = self._clock.mark()
-        self._done[-1].owns_next = True
         return True
 
     def wait_begins(self, index: int, *, on_cpu: bool) -> None:
@@ -205,7 +185,6 @@ class StepTimer:
         self.in_forward = False
         if self._current.backward_begin is not None:
             self._current.valid = False
-            self._clock.release(self._current.backward_begin)
         self._current.backward_begin = self._clock.mark()
 
     def gradient(self, index: int) -> None:
@@ -256,8 +235,6 @@ class StepTimer:
             self._done.append(self._current)
         self.measures = measure_next
         self._current = _Recording()
-        while len(self._done) > self.MAX_OPEN:
-            self._give_back(self._done.popleft())
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -273,14 +250,8 @@ class StepTimer:
             sample = self._sample(recording)
             if sample is not None:
                 samples.append(sample)
-            # Its end is the next one's begin, and stays.
             self._done.popleft()
-            self._give_back(recording)
         return samples
-
-    def _give_back(self, recording: _Recording) -> None:
-        for mark in recording.marks():
-            self._clock.release(mark)
 
     def _sample(self, recording: _Recording) -> StepSample | None:
         r, seconds = recording, self._clock.seconds
@@ -293,39 +264,20 @@ class StepTimer:
             or sorted([index for index, _ in r.gradients]) != list(range(self._num_layers))
         ):
             return None
-        forward = [0.0] * self._num_layers
-        waits = {"wait_cpu": 0.0, "wait_gpu": 0.0}
-        ends = [*[mark for _, _, mark in r.forward[1:]], r.forward_end]
-        inside = -1
-        for (kind, index, mark), end in zip(r.forward, ends, strict=True):
-            if kind == "enter":
-                inside = index
-            if kind in waits:
-                waits[kind] += seconds(mark, end)
-            elif inside >= 0:
-                forward[inside] += seconds(mark, end)
-            else:
-                forward[0] += seconds(mark, end)  # before any layer
+        forward, cpu_wait, gpu_wait = self._forward(r, r.forward_end)
         backward = [0.0] * self._num_layers
         before = r.backward_begin
         for index, mark in r.gradients:
             backward[index] = seconds(before, mark)
             before = mark
-        gpu_update: dict[int, float] = {}
-        if r.updates_begin is not None:
-            begin = r.updates_begin
-            for sizes, mark in r.updates:
-                # An update is bound by memory bandwidth: each element takes the same time.
-                each = seconds(begin, mark) / sum(sizes.values())
-                gpu_update.update((index, each * size) for index, size in sizes.items())
-                begin = mark
+        gpu_update = self._updates(r)
         tail = seconds(r.backward_end, r.next_begin)
         if not isinstance(r.backward_end, torch.cuda.Event):
             tail -= sum(gpu_update.values())  # a CPU's one thread does these in between
         return StepSample(
             forward=forward,
-            cpu_wait=waits["wait_cpu"],
-            gpu_wait=waits["wait_gpu"],
+            cpu_wait=cpu_wait,
+            gpu_wait=gpu_wait,
             between=seconds(r.forward_end, r.backward_begin),
             backward=backward,
             tail=max(0.0, tail),
@@ -333,3 +285,30 @@ class StepTimer:
             seconds=seconds(r.forward[0][2], r.next_begin),
             launch_bound=r.launch_bound,
         )
+
+    def _forward(self, r: _Recording, forward_end: _Mark) -> tuple[list[float], float, float]:
+        """Seconds of each layer's forward, and of waits for weights from the CPU and on the GPU."""
+        forward = [0.0] * self._num_layers
+        waits = {"wait_cpu": 0.0, "wait_gpu": 0.0}
+        ends = [*[mark for _, _, mark in r.forward[1:]], forward_end]
+        inside = 0  # what comes before any layer is the first one's
+        for (kind, index, mark), end in zip(r.forward, ends, strict=True):
+            seconds = self._clock.seconds(mark, end)
+            if kind == "enter":
+                inside = index
+            if kind in waits:
+                waits[kind] += seconds
+            else:
+                forward[inside] += seconds
+        return forward, waits["wait_cpu"], waits["wait_gpu"]
+
+    def _updates(self, r: _Recording) -> dict[int, float]:
+        """Seconds of each layer's update on the device."""
+        result: dict[int, float] = {}
+        begin = r.updates_begin
+        for sizes, mark in r.updates if begin is not None else ():
+            # An update is bound by memory bandwidth: each element takes the same time.
+            each = self._clock.seconds(begin, mark) / sum(sizes.values())
+            result.update((index, each * size) for index, size in sizes.items())
+            begin = mark
+        return result

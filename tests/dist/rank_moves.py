@@ -17,7 +17,7 @@ from support.models import make_batch, make_model
 from hytrain.engine import build_optimizer as build
 from hytrain.errors import MemoryBudgetError
 from hytrain.hardware import host_share
-from hytrain.placement import controller, memory_probe
+from hytrain.placement import manager, memory_probe, move
 from hytrain.placement.records import Decision
 
 STEPS = 24
@@ -31,7 +31,7 @@ def _placements_differ(number: int) -> bool:
     return len({int(one) for one in everywhere}) > 1
 
 
-def _train(engine: Any, move: bool, seed: int, accumulation: int = 1) -> int:
+def _train(engine: Any, by_hand: bool, seed: int, accumulation: int = 1) -> int:
     """Trains and compares; in how many steps the ranks' placements differed."""
     rng = random.Random(100 * seed + dist.get_rank())
     shadow = RankShadow(engine)
@@ -41,13 +41,13 @@ def _train(engine: Any, move: bool, seed: int, accumulation: int = 1) -> int:
             backward(engine, 10 * number + micro)
             if micro + 1 < accumulation:
                 engine.step()
-                if move and rng.random() < 0.3:
+                if by_hand and rng.random() < 0.3:
                     engine.set_gpu_fraction(rng.random())
         if number % 6 == 3 and dist.get_rank() == number // 6 % 2:
             with torch.no_grad():
                 engine(**make_batch("mlp", 99))  # withdraws on one rank only
         shadow.step()
-        if move and rng.random() < 0.6:
+        if by_hand and rng.random() < 0.6:
             engine.set_gpu_fraction(rng.random())
         differed += _placements_differ(engine.optimizer.pipeline.num_gpu_layers)
         if number % 8 == 7:
@@ -69,7 +69,7 @@ def moves_by_hand(
 
 def moves_by_a_solver(fractions: Sequence[float], stage: int, clipping: float) -> tuple[int, int]:
     """Each rank solves for its own shard, here at random; (steps that differed, decisions)."""
-    solve, rng = controller.solve, random.Random(7 + dist.get_rank())
+    solve, rng = move.solve, random.Random(7 + dist.get_rank())
 
     def at_random(costs: Any, method: Any, bounds: Any, **rest: Any) -> Any:
         found = solve(costs, method, bounds, **rest)
@@ -78,10 +78,10 @@ def moves_by_a_solver(fractions: Sequence[float], stage: int, clipping: float) -
     gpu_fraction: Any = "solve"
     config = config_for(fractions, stage=stage, clipping=clipping, gpu_fraction=gpu_fraction)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(controller, "solve", at_random)
-        patch.setattr(controller, "worth_moving", lambda *_rest, **_more: True)
-        patch.setattr(controller, "inputs_moved", lambda *_rest: True)
-        patch.setattr(controller, "_SETTLED_STEPS", 0)
+        patch.setattr(move, "solve", at_random)
+        patch.setattr(move, "worth_moving", lambda *_rest, **_more: True)
+        patch.setattr(move, "SETTLED_STEPS", 0)
+        patch.setattr(manager, "CONFIRMING", 1)
         with built(make_model("mlp"), config) as engine:
             differed = _train(engine, False, 0)
             return differed, len(engine.placement_decisions())

@@ -10,12 +10,11 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from hytrain.placement.controller import ControllerSettings, PlacementController
-from hytrain.placement.cost_estimator import CostEstimator, InitialRates
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
 from hytrain.placement.manager import PlacementManager
-from hytrain.placement.measured_steps import ENOUGH_SAMPLES
+from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds, bounds
+from hytrain.placement.move import ControllerSettings, PlacementController
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.placement.step_timer import StepSample
@@ -36,6 +35,9 @@ class Steps(Protocol):
 
     @property
     def drift(self) -> float: ...
+
+    @property
+    def outliers(self) -> float: ...
 
     def costs(self, gpu_layers: int) -> StepCosts:
         """What is measured at a placement."""
@@ -136,7 +138,10 @@ def _waits(machine: Machine, gpu_layers: int) -> bool:
 
 
 class Training:
-    """Steps on a machine, as the manager tells the controller of them."""
+    """Steps on a machine, each part of which scatters.
+
+    The real manager says which of them are measured, the real estimator what they tell.
+    """
 
     def __init__(self, machine: Steps, seed: int = 0, gpu_layers: int = 0) -> None:
         self.machine: Any = machine
@@ -154,11 +159,7 @@ class Training:
             gpu_layers_target=gpu_layers,
             num_layers=n,
             reason="the first",
-            predicted_seconds=None,
-            measured_seconds=None,
-            closed_form_k=None,
             bounds=Bounds.unlimited(n),
-            costs=None,
             layer_bytes=layer_bytes,
             limits=self.limits,
         )
@@ -173,6 +174,24 @@ class Training:
         )
         self.step = 0
         self.drift = 0.0
+        # What the manager's rules look at, whose other parts need a device and a worker.
+        self.manager: Any = SimpleNamespace(
+            controller=self.controller,
+            _estimator=CostEstimator(
+                layer_bytes, PARAMETERS, InitialRates(1e-9, 1e-11), updates_overlap=True
+            ),
+            _idle_steps=0,
+            _considered_at=0,
+            _current_limits=lambda: self.limits,
+            _steps=0,
+            _measured_since=0,
+        )
+        self.manager._estimator.costs = self._costs
+        self.num_measured = 0
+        self._measures = True
+        self._passes: deque[float] = deque(maxlen=PASSES)
+        self._last: StepSample | None = None
+        """It is read one step later."""
 
     def to_gpu(self, layer: Any) -> None:
         layer.placement = "gpu"
@@ -190,113 +209,45 @@ class Training:
             self.drift = 0.97 * self.drift + self.random.gauss(0.0, 0.243 * self.machine.drift)
             self._observe()
             self.step += 1
-            controller.act(self.step)
+            controller.apply_moves(self.step)
         made = controller.decisions[before:]
         return sum(d.gpu_layers_before != d.gpu_layers_target for d in made)
 
     def _observe(self) -> None:
-        """A step, all of which is measured; costs as of medians."""
-        controller = self.controller
-        here = controller.num_gpu_layers
-        if controller.is_settled:
-            seconds = self.machine.step_seconds(here)
-            noise = self.random.gauss(0.0, self.machine.noise)
-            controller.add_step(seconds * (1 + noise + self.drift), launch_bound=self.launch_bound)
-        if controller.is_due(self.step) and controller.num_measured >= ENOUGH_SAMPLES:
-            costs = self.machine.costs(here)
-            wrong = 1 + self.drift + self.random.gauss(0.0, self.machine.noise / 2)  # of a median
-            # Mostly one object stands for all layers: it is changed once.
-            changed = {
-                id(c): replace(c, forward=wrong * c.forward, backward=wrong * c.backward)
-                for c in {id(c): c for c in costs.layers}.values()
-            }
-            layers = tuple(changed[id(c)] for c in costs.layers)
-            controller.consider(
-                self.step,
-                replace(costs, layers=layers),
-                self.limits,
-                launch_bound=self.launch_bound,
-            )
-
-    @property
-    def launch_bound(self) -> bool:
-        """Of the present placement's steps."""
-        return self.machine.is_launch_bound(self.controller.num_gpu_layers)
-
-    @property
-    def regret(self) -> float:
-        """By how much a step is longer than the best, as a share."""
-        here = self.machine.step_seconds(self.controller.num_gpu_layers)
-        return here / self.best - 1
-
-    @property
-    def best(self) -> float:
-        """The shortest step of those that fit."""
-        return min(self.machine.step_seconds(k) for k in self._fitting)
-
-    @property
-    def _fitting(self) -> range:
-        layer_bytes = [LayerBytes("layer", PARAMETERS)] * self.machine.layers
-        allowed = bounds(layer_bytes, self.limits, 0)
-        return range(allowed.min_gpu_layers, allowed.max_gpu_layers + 1)
-
-
-class ManagedTraining(Training):
-    """As the manager has it: it says which steps are measured, and each part of them scatters."""
-
-    def __init__(self, machine: Steps, seed: int = 0, gpu_layers: int = 0) -> None:
-        super().__init__(machine, seed, gpu_layers)
-        layer_bytes = [LayerBytes("layer", PARAMETERS)] * machine.layers
-        rates = InitialRates(1e-9, 1e-11)
-        # What its rules look at of a manager, whose other parts need a device and a worker.
-        self.manager: Any = SimpleNamespace(
-            controller=self.controller,
-            _estimator=CostEstimator(layer_bytes, PARAMETERS, rates, updates_overlap=True),
-            _steps=0,
-            _measured_since=0,
-            _was_news=False,
-        )
-        self.num_measured = 0
-        self._measures = True
-        self._passes: deque[float] = deque(maxlen=PASSES)
-        self._last: StepSample | None = None
-        """It is read one step later."""
-
-    def _observe(self) -> None:
         manager, controller = self.manager, self.controller
         samples = [self._last] if self._last is not None else []
-        PlacementManager._look_for_news(manager, samples)
-        manager._estimator.add_samples(samples)
-        if controller.is_settled:
-            for sample in samples:
-                controller.add_step(sample.seconds, launch_bound=sample.launch_bound)
+        PlacementManager._add_samples(manager, samples)
         self._last = self._sample() if self._measures else None
         # The worker tells of every step, with the machine as it is now: medians follow sooner.
         self._passes.append(1 + self.random.gauss(0.0, self.machine.noise))
-        costs = manager._estimator.costs()
-        if (
-            controller.is_due(self.step)
-            and costs is not None
-            and PlacementManager._has_measured_enough(manager)
-        ):
-            now = self.machine.costs(controller.num_gpu_layers).layers[0]
-            wrong = statistics.median(self._passes)
-            names = ("cpu_update", "cpu_commit", "cpu_preview", "to_host", "to_device")
-            passes = {name: wrong * getattr(now, name) for name in names}
-            layers = tuple(
-                replace(layer, **passes, gpu_update=now.gpu_update) for layer in costs.layers
-            )
-            controller.consider(
-                self.step,
-                replace(costs, layers=layers),
-                self.limits,
-                launch_bound=manager._estimator.launch_bound,
-            )
+        if controller.is_due(self.step):
+            PlacementManager._consider(manager, has_new_steps=bool(samples))
         manager._steps = self.step + 1
         if not controller.is_settled:
             manager._estimator.forget_earlier()
         self.num_measured += self._measures
         self._measures = PlacementManager._measures_next(manager)
+
+    def _costs(self) -> StepCosts | None:
+        """As estimated from samples, with the passes that the worker would have told of."""
+        costs = CostEstimator.costs(self.manager._estimator)
+        if costs is None:
+            return None
+        now = self.machine.costs(self.controller.num_gpu_layers).layers
+        wrong = statistics.median(self._passes)
+        layers = tuple(
+            replace(
+                layer,
+                cpu_update=wrong * truth.cpu_update,
+                cpu_commit=wrong * truth.cpu_commit,
+                cpu_preview=wrong * truth.cpu_preview,
+                to_host=wrong * truth.to_host,
+                to_device=wrong * truth.to_device,
+                gpu_update=truth.gpu_update,
+            )
+            for layer, truth in zip(costs.layers, now, strict=True)
+        )
+        return replace(costs, layers=layers)
 
     def _sample(self) -> StepSample:
         here, noise = self.controller.num_gpu_layers, self.machine.noise
@@ -319,3 +270,25 @@ class ManagedTraining(Training):
             seconds=seconds + held_up,
             launch_bound=self.launch_bound,
         )
+
+    @property
+    def launch_bound(self) -> bool:
+        """Of the present placement's steps."""
+        return self.machine.is_launch_bound(self.controller.num_gpu_layers)
+
+    @property
+    def regret(self) -> float:
+        """By how much a step is longer than the best, as a share."""
+        here = self.machine.step_seconds(self.controller.num_gpu_layers)
+        return here / self.best - 1
+
+    @property
+    def best(self) -> float:
+        """The shortest step of those that fit."""
+        return min(self.machine.step_seconds(k) for k in self._fitting)
+
+    @property
+    def _fitting(self) -> range:
+        layer_bytes = [LayerBytes("layer", PARAMETERS)] * self.machine.layers
+        allowed = bounds(layer_bytes, self.limits, 0)
+        return range(allowed.min_gpu_layers, allowed.max_gpu_layers + 1)

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from hytrain.placement.choose import solve
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
 from hytrain.placement.memory import bounds
 from hytrain.placement.records import Decision
-from hytrain.placement.solve import solve
 
 GIB = 1024**3
 SIZES = (98_000_000, *[113_000_000] * 24, 99_000_000)

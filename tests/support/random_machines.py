@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hytrain.formats.moment_kinds import state_bytes
-from tests.support.machines import PARAMETERS, Machine, ManagedTraining
+from tests.support.machines import PARAMETERS, Machine, Training
 
 SETTLING, STAYING, FOLLOWING = 60, 300, 60
 """Steps until the best is found, in which it is kept, and until a change has been followed."""
@@ -59,7 +59,7 @@ def a_machine(chance: random.Random) -> Machine:
     )
 
 
-def a_change(training: ManagedTraining, chance: random.Random) -> str:
+def a_change(training: Training, chance: random.Random) -> str:
     """Something real changes; returns what, in words."""
     machine = training.machine
     kind = chance.choice(["longer batch", "shorter batch", "fewer cores", "less memory"])
@@ -103,7 +103,7 @@ class Miss:
         )
 
 
-def _most(training: ManagedTraining) -> float:
+def _most(training: Training) -> float:
     """Share of the step by which it may be longer than the best."""
     return 0.05 if training.best < _SHORT else 0.03
 
@@ -112,7 +112,7 @@ def misses(seed: int) -> list[Miss]:
     """What a training on the machine of this seed does not keep to."""
     chance = random.Random(seed)
     first = a_machine(chance)
-    training = ManagedTraining(first, seed)
+    training = Training(first, seed)
     found: list[Miss] = []
 
     def check(what: str) -> None:

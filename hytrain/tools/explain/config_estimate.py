@@ -7,12 +7,12 @@ from typing import Any
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import MemoryBudgetError
+from hytrain.placement.choose import solve
 from hytrain.placement.closed_form import closed_form
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
 from hytrain.placement.memory import bounds, check_fits, gpu_reserve, host_reserve
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
-from hytrain.placement.solve import solve
 from hytrain.tools.explain.candidates import candidate_rows, not_measured
 from hytrain.tools.explain.decision_report import (
     candidates_text,

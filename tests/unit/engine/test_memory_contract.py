@@ -15,9 +15,9 @@ from support.scripts import run_script
 
 from hytrain.errors import MemoryBudgetError
 from hytrain.placement.costs import LayerBytes
-from hytrain.placement.memory_contract import (
+from hytrain.placement.peak_memory import (
     PHASES,
-    ContractTerms,
+    PeakMemoryInputs,
     hard_limit,
     peaks_table,
     predict_peaks,
@@ -150,7 +150,7 @@ def test_phases_begin_with_gradients_in_flight(stage: int, k: float, tmp_path: P
     _check(tmp_path, stage, k, follows_step=True, HYTRAIN_DELAYS="1:20000")
 
 
-def _terms(**changes: Any) -> ContractTerms:
+def _terms(**changes: Any) -> PeakMemoryInputs:
     values: dict[str, Any] = {
         "layers": [LayerBytes(f"layer {number}", 1000) for number in range(4)],
         "gpu_layers": 1,
@@ -162,7 +162,7 @@ def _terms(**changes: Any) -> ContractTerms:
         "num_ranks": 1,
         **changes,
     }
-    return ContractTerms(**values)
+    return PeakMemoryInputs(**values)
 
 
 def test_each_phase_has_what_it_takes() -> None:

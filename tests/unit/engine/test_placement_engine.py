@@ -23,8 +23,7 @@ from hytrain.kernels import host_memory
 from hytrain.offload import cpu_updater
 from hytrain.offload import mover as mover_module
 from hytrain.offload import pinned as pinned_module
-from hytrain.placement import controller as controller_module
-from hytrain.placement import refused_numbers
+from hytrain.placement import backoff, manager, move
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,16 +32,16 @@ SOLVE: Any = "solve"
 
 def free_solver(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Decides at random, as soon as it may."""
-    rng, solve = random.Random(seed), controller_module.solve
+    rng, solve = random.Random(seed), move.solve
 
     def at_random(costs: Any, method: Any, bounds: Any, **rest: Any) -> Any:
         found = solve(costs, method, bounds, **rest)
         return replace(found, gpu_layers=rng.randint(bounds.min_gpu_layers, bounds.max_gpu_layers))
 
-    monkeypatch.setattr(controller_module, "solve", at_random)
-    monkeypatch.setattr(controller_module, "worth_moving", lambda *_rest, **_more: True)
-    monkeypatch.setattr(controller_module, "inputs_moved", lambda *_rest: True)
-    monkeypatch.setattr(controller_module, "_SETTLED_STEPS", 0)
+    monkeypatch.setattr(move, "solve", at_random)
+    monkeypatch.setattr(move, "worth_moving", lambda *_rest, **_more: True)
+    monkeypatch.setattr(move, "SETTLED_STEPS", 0)
+    monkeypatch.setattr(manager, "CONFIRMING", 1)
 
 
 def number_of_moves(engine: Any) -> Callable[[], int]:
@@ -213,7 +212,8 @@ def test_a_device_without_room_at_random_moves(
     monkeypatch: pytest.MonkeyPatch, delays: str
 ) -> None:
     free_solver(monkeypatch, 4)
-    monkeypatch.setattr(refused_numbers, "RETRY_STEPS", 3)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE", 3)
+    monkeypatch.setattr(backoff, "_LONGEST_PAUSE", 3)
     scarce = ScarceTorch(0.3)
     monkeypatch.setattr(mover_module, "torch", scarce)
     config = make_config(gpu_fraction=SOLVE, clipping=0.02)
@@ -233,7 +233,8 @@ def test_a_device_without_room_at_random_moves(
 @pytest.mark.parametrize("delays", ["", "6:300"])
 def test_a_host_without_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, delays: str) -> None:
     free_solver(monkeypatch, 4)
-    monkeypatch.setattr(refused_numbers, "RETRY_STEPS", 3)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE", 3)
+    monkeypatch.setattr(backoff, "_LONGEST_PAUSE", 3)
     rng, refused, host_zeros = random.Random(6), [0], mover_module.host_zeros
 
     def scarce(*arguments: Any, **keywords: Any) -> torch.Tensor:

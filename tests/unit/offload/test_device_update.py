@@ -21,7 +21,7 @@ from hytrain.offload import device_update
 from hytrain.offload.device_update import batches
 from hytrain.offload.update_groups import LIMITS, GroupLimits, group_begins
 from hytrain.optimizer.offloaded_states import StateKind
-from hytrain.placement.cost_estimator import CostEstimator
+from hytrain.placement.measure import CostEstimator
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(60)]
 

@@ -11,11 +11,12 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from hytrain.placement.controller import ControllerSettings, PlacementController
+from hytrain.placement.backoff import FIRST_PAUSE
+from hytrain.placement.choose import solve
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
 from hytrain.placement.memory import Bounds
+from hytrain.placement.move import ControllerSettings, PlacementController
 from hytrain.placement.records import Decision
-from hytrain.placement.solve import solve
 
 L = 20
 STEP_MOVES = math.ceil(L / 8)
@@ -82,11 +83,7 @@ class Bench:
             gpu_layers_target=begin,
             num_layers=L,
             reason="the first",
-            predicted_seconds=None,
-            measured_seconds=None,
-            closed_form_k=None,
             bounds=Bounds.unlimited(L),
-            costs=None,
             layer_bytes=layer_bytes,
             limits=PLENTY,
         )
@@ -118,7 +115,7 @@ class Bench:
             if self.controller.is_due(self.step):
                 self.controller.consider(self.step, costs, limits)
             self.step += 1
-            self.controller.act(self.step)
+            self.controller.apply_moves(self.step)
             seen.append(self.here)
         return seen
 
@@ -202,13 +199,13 @@ def test_it_is_not_asked_while_times_are_those_of_another_placement() -> None:
             assert not bench.controller.is_due(bench.step)
         bench.run(SLOW)
     assert bench.controller.is_settled
-    bench.controller.order(bench.step, 0, "by hand")
-    bench.controller.act(bench.step, at_once=True)
+    bench.controller.set_target(bench.step, 0, "by hand")
+    bench.controller.apply_moves(bench.step, at_once=True)
     assert bench.here == 0
     settled: list[bool] = []
     for step in range(5):
         settled.append(bench.controller.is_settled)
-        bench.controller.act(step)
+        bench.controller.apply_moves(step)
     assert settled == [False] * 4 + [True]
 
 
@@ -224,32 +221,12 @@ def test_a_gain_that_is_not_worth_a_move_is_left() -> None:
     assert stays.reason.endswith("stay there")
 
 
-def test_the_same_costs_are_not_solved_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hytrain.placement import controller
-
-    calls: list[StepCosts] = []
-
-    def counted(given: StepCosts, *rest: Any, **named: Any) -> Any:
-        calls.append(given)
-        return solve(given, *rest, **named)
-
-    monkeypatch.setattr(controller, "solve", counted)
-    bench = Bench(begin=best(SLOW))
-    bench.run(SLOW, 10)
-    bench.run(costs(4.0 * 1.001), 10)
-    assert calls == [SLOW]
-    bench.run(costs(4.0 * 1.05), 10)
-    assert len(calls) == 2
-    bench.run(costs(4.0 * 1.05), 10, limits_for(most=L - 1))
-    assert len(calls) == 3
-
-
 @pytest.mark.parametrize("interval", [1, 3, 7])
 def test_it_solves_every_interval(interval: int) -> None:
     bench = Bench(interval=interval)
     due: list[int] = []
     for step in range(4, 40):
-        bench.controller._settled = 4
+        bench.controller._settled_steps = 4
         if bench.controller.is_due(step):
             due.append(step)
     assert due == [step for step in range(4, 40) if step % interval == 0]
@@ -303,7 +280,7 @@ def run_idle(bench: Bench, steps: int, limits: MemoryLimits) -> list[int]:
         if bench.controller.is_due(bench.step):
             bench.controller.consider_idle(bench.step, limits)
         bench.step += 1
-        bench.controller.act(bench.step)
+        bench.controller.apply_moves(bench.step)
         seen.append(bench.here)
     return seen
 
@@ -319,8 +296,8 @@ def test_an_idle_gpu_takes_all_that_fits() -> None:
     assert "computes no samples" in decision.reason
     assert "13 of 20 layers" in decision.reason
     assert run_idle(bench, 20, limits_for(most=9))[-1] == 9, "others have taken memory there"
-    assert run_idle(bench, 100, limits_for(most=13))[-1] == 9, "not to and fro"
-    assert run_idle(bench, 150, limits_for(most=13))[-1] == 13
+    assert run_idle(bench, FIRST_PAUSE // 2, limits_for(most=13))[-1] == 9, "not to and fro"
+    assert run_idle(bench, FIRST_PAUSE, limits_for(most=13))[-1] == 13
 
 
 def test_an_idle_gpu_with_less_room_than_it_said() -> None:
@@ -352,17 +329,18 @@ def test_no_room_on_the_gpu(caplog: pytest.LogCaptureFixture) -> None:
     assert "the GPU had no memory for the state of layer 'layer 8'" in decision.reason
     assert "had no memory" in caplog.text
     refused_at = decision.step
-    # Nothing above is tried for 200 steps, whatever the solver would like.
-    seen = bench.run(SLOW, refused_at + 199 - bench.step)
+    # Nothing above is tried for 100 steps, whatever the solver would like.
+    seen = bench.run(SLOW, refused_at + FIRST_PAUSE - 1 - bench.step)
     assert set(seen) == {7}
     assert len(bench.controller.decisions) == 3
-    # Then it is: in vain, or not.
+    # Then it is: in vain, or not; the second time it waits for twice as long.
     seen = bench.run(SLOW, 20)
     assert max(seen) == 8
     assert seen[-1] == 7
     assert "had no memory" in bench.controller.decisions[-1].reason
     bench.mover.gpu_has_room_for = L
-    bench.run(SLOW, 220)
+    assert set(bench.run(SLOW, FIRST_PAUSE)) == {7}
+    bench.run(SLOW, FIRST_PAUSE + 20)
     assert bench.here == best(SLOW)
 
 
@@ -421,7 +399,7 @@ def test_no_room_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
     assert "cannot be mapped" in decision.reason
     assert "had no memory" in caplog.text
     refused_at = decision.step
-    seen = bench.run(FAST, refused_at + 199 - bench.step)
+    seen = bench.run(FAST, refused_at + FIRST_PAUSE - 1 - bench.step)
     assert set(seen) == {9}
     assert len(bench.controller.decisions) == 3
     bench.run(SLOW, 20)  # the other way is open
@@ -454,14 +432,14 @@ def test_no_room_on_either_side() -> None:
 def test_all_at_once_stops_where_there_is_no_room() -> None:
     bench = Bench(begin=3, solves=False)
     bench.mover.gpu_has_room_for, bench.mover.host_has_room_for = 12, L - 2
-    bench.controller.order(1, L, "by hand")
-    bench.controller.act(1, at_once=True)
+    bench.controller.set_target(1, L, "by hand")
+    bench.controller.apply_moves(1, at_once=True)
     assert bench.here == 12
-    bench.controller.act(2)
+    bench.controller.apply_moves(2)
     assert bench.here == 11
-    bench.controller.order(3, 0, "by hand")
-    bench.controller.act(3, at_once=True)
+    bench.controller.set_target(3, 0, "by hand")
+    bench.controller.apply_moves(3, at_once=True)
     assert bench.here == 2
-    bench.controller.act(4)
+    bench.controller.apply_moves(4)
     assert bench.here == 2
     assert bench.controller.target == 2

@@ -20,15 +20,15 @@ from hytrain.hardware.host_share import HostShare
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement import manager as placement
 from hytrain.placement import memory_probe
-from hytrain.placement.controller import ControllerSettings, PlacementController
-from hytrain.placement.cost_estimator import CostEstimator, InitialRates
+from hytrain.placement.choose import solve
 from hytrain.placement.costs import LayerBytes, LayerCosts, StepCosts
 from hytrain.placement.manager import MemorySettings, PlacementManager
+from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds
 from hytrain.placement.memory_probe import Reserves
+from hytrain.placement.move import ControllerSettings, PlacementController
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
-from hytrain.placement.solve import solve
 
 SIZES = (98_000_000, *[113_000_000] * 24, 98_000_000)
 L = len(SIZES)
@@ -132,11 +132,7 @@ class Simulation:
             gpu_layers_target=0,
             num_layers=L,
             reason="",
-            predicted_seconds=None,
-            measured_seconds=None,
-            closed_form_k=None,
             bounds=Bounds.unlimited(L),
-            costs=None,
             layer_bytes=tuple(layer_bytes),
             limits=placement.MemoryLimits(None, 0, 0, 500 * GIB, 0),
         )

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from placement_cases import any_seconds, equal_layers, measured_model, random_costs
 
 from hytrain.errors import PlacementError
+from hytrain.placement.choose import CPU_SLACK, solve, worth_moving
 from hytrain.placement.costs import StepCosts
 from hytrain.placement.memory import Bounds
 from hytrain.placement.prediction import predict
-from hytrain.placement.solve import CPU_SLACK, solve, worth_moving
 
 MEASURED = measured_model()
 FREE = Bounds.unlimited(26)
@@ -41,12 +41,12 @@ def slower_cpu(costs: StepCosts, by: float) -> StepCosts:
     return replace(costs, layers=tuple(layers))
 
 
-@given(problem=costs_and_bounds(), launch_bound=st.booleans())
+@given(problem=costs_and_bounds())
 def test_pipeline_takes_the_fewest_near_the_best_that_fits(
-    problem: tuple[StepCosts, Bounds], launch_bound: bool
+    problem: tuple[StepCosts, Bounds],
 ) -> None:
     costs, bounds = problem
-    found = solve(costs, "pipeline", bounds, launch_bound=launch_bound)
+    found = solve(costs, "pipeline", bounds)
     steps = predict(costs).step_seconds
     assert tuple(c.step_seconds for c in found.predictions) == steps
     assert bounds.allow(found.gpu_layers)
@@ -55,10 +55,8 @@ def test_pipeline_takes_the_fewest_near_the_best_that_fits(
         assert found.gpu_layers == found.unbounded_gpu_layers
         bounds = Bounds.unlimited(bounds.num_layers)
     fitting = range(bounds.min_gpu_layers, bounds.max_gpu_layers + 1)
-    near = near_the_best({k: steps[k] for k in fitting})
     slower = predict(slower_cpu(costs, CPU_SLACK)).step_seconds
-    safe = near & near_the_best({k: slower[k] for k in fitting})
-    assert found.gpu_layers == min(near if launch_bound or not safe else safe)
+    assert found.gpu_layers == min(near_the_best({k: slower[k] for k in fitting}))
 
 
 def test_the_choice_holds_where_the_cpu_is_somewhat_slower_than_measured() -> None:
@@ -67,8 +65,8 @@ def test_the_choice_holds_where_the_cpu_is_somewhat_slower_than_measured() -> No
     slower = solve(slower_cpu(MEASURED, 0.04), "pipeline", FREE)
     fewest = min(near_the_best(dict(enumerate(predict(MEASURED).step_seconds))))
     assert fewest < measured <= fewest + 3
-    assert not worth_moving(slower, measured, [0.0] * 26)
-    assert worth_moving(slower, fewest, [0.0] * 26)
+    assert not worth_moving(slower, measured)
+    assert worth_moving(slower, fewest)
 
 
 @given(problem=costs_and_bounds())
@@ -149,6 +147,43 @@ def test_the_first_layers_end_late() -> None:
     assert found.reason.startswith(
         "updates and copies of the first layers end late: CPU update 15 s, backward 20 s; "
     )
+
+
+# -- measured steps ----------------------------------------------------------------------------
+
+
+def corrections(**residuals: float) -> tuple[float, ...]:
+    """Of the predictions for 26 layers: ``at_3=0.5``."""
+    known = {int(name.removeprefix("at_")): seconds for name, seconds in residuals.items()}
+    found = solve(MEASURED, "pipeline", FREE, residuals=known)
+    plain = predict(MEASURED).step_seconds
+    for candidate, seconds, more in zip(found.predictions, plain, found.corrections, strict=True):
+        assert candidate.step_seconds == pytest.approx(max(0.0, seconds + more))
+    return found.corrections
+
+
+def test_nothing_measured_corrects_nothing() -> None:
+    assert solve(MEASURED, "pipeline", FREE).corrections == ()
+    assert solve(MEASURED, "pipeline", FREE, residuals={}).corrections == ()
+
+
+def test_between_measured_numbers_corrections_are_on_a_line() -> None:
+    found = corrections(at_2=0.3, at_6=-0.1)
+    assert (found[0], found[2], found[6], found[26]) == (0.3, 0.3, -0.1, -0.1)
+    assert found[4] == pytest.approx(0.1)
+
+
+def test_what_is_not_predicted_is_the_cpus_work_and_shrinks_with_it() -> None:
+    found = corrections(at_2=0.24)
+    assert found[14] == pytest.approx(0.12)
+    assert found[26] == 0.0
+
+
+def test_a_number_whose_steps_were_longer_than_predicted_is_left() -> None:
+    first = solve(MEASURED, "pipeline", FREE).gpu_layers
+    found = solve(MEASURED, "pipeline", FREE, residuals={first: 0.1})
+    assert found.gpu_layers > first
+    assert worth_moving(found, first)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hytrain.placement.costs import MemoryLimits
-from tests.support.machines import Machine, ManagedTraining
+from tests.support.machines import Machine, Training
 from tests.support.random_machines import LATE, STAYING, Miss, a_change, a_machine, misses, report
 
 MOST_MISSING = 0.08
@@ -39,7 +39,7 @@ def test_many() -> None:
 @pytest.mark.parametrize("interference", [0.0, 0.3])
 def test_a_miss_is_seen(interference: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself: a solver that never moves misses the best, and what changes."""
-    monkeypatch.setattr("hytrain.placement.controller.PlacementController.act", lambda *_: None)
+    monkeypatch.setattr("hytrain.placement.move.PlacementController.apply_moves", lambda *_: None)
     machine = Machine(8, compute=0.1, cpu=0.5, gpu=0.01, interference=interference)
     monkeypatch.setattr("tests.support.random_machines.a_machine", lambda _: machine)
     found = [miss.what for miss in misses(1)]
@@ -53,7 +53,7 @@ def test_machines_differ_and_changes_are_real() -> None:
         chance = random.Random(seed)
         machine = a_machine(chance)
         assert machine == a_machine(random.Random(seed))
-        training = ManagedTraining(machine, seed)
+        training = Training(machine, seed)
         before: tuple[Machine, MemoryLimits] = training.machine, training.limits
         kinds.add(a_change(training, chance))
         assert (training.machine, training.limits) != before
@@ -61,7 +61,7 @@ def test_machines_differ_and_changes_are_real() -> None:
 
 
 def test_what_is_settled_is_measured_at_times_only() -> None:
-    training = ManagedTraining(Machine(16, compute=0.3, cpu=0.4, gpu=0.02, noise=0.02), 1)
+    training = Training(Machine(16, compute=0.3, cpu=0.4, gpu=0.02, noise=0.02), 1)
     training.run(100)
     before = training.num_measured
     training.run(STAYING)

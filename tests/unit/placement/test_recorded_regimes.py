@@ -40,6 +40,7 @@ class RecordedMachine:
     name: str
     noise: float = 0.0
     drift: float = 0.0
+    outliers: float = 0.0
 
     @property
     def _cell(self) -> dict[str, Any]:

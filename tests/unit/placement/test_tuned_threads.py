@@ -16,9 +16,8 @@ from support.traces import Trace, traced_config
 from hytrain.engine import build_optimizer
 from hytrain.formats import trace_file as names
 from hytrain.offload.threads import ThreadChoice
-from hytrain.placement import tuned_threads
-from hytrain.placement.thread_trials import ThreadTrials
-from hytrain.placement.tuned_threads import TunedThreads
+from hytrain.placement import threads as update_threads
+from hytrain.placement.threads import ThreadTrials, TunedThreads
 
 
 class _Ranks:
@@ -125,9 +124,8 @@ def test_results_do_not_depend_on_them(monkeypatch: pytest.MonkeyPatch, delays: 
         "place_threads",
         lambda *_, **__: ThreadChoice(3, 1e-9, candidates=(1, 2, 3)),
     )
-    monkeypatch.setattr(tuned_threads, "_FROM_STEP", 2)
-    monkeypatch.setattr(tuned_threads, "_ASK_EVERY", 2)
-    monkeypatch.setattr(tuned_threads, "VISIT_STEPS", 4)
+    monkeypatch.setattr(update_threads, "FIRST_QUESTION", 2)
+    monkeypatch.setattr(update_threads, "VISIT_STEPS", 4)
     visits: list[int] = []
     visiting = TunedThreads._visit
 

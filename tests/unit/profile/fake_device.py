@@ -49,28 +49,3 @@ class FakeDevice:
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
-
-
-class NumberedClock:
-    """Hands out numbered marks and keeps account of which are still held."""
-
-    def __init__(self) -> None:
-        self.handed_out = 0
-        self.held: set[int] = set()
-
-    def mark(self) -> int:
-        self.handed_out += 1
-        self.held.add(self.handed_out)
-        return self.handed_out
-
-    def is_past(self, mark: int) -> bool:
-        assert mark in self.held
-        return True
-
-    def seconds(self, begin: int, end: int) -> float:
-        assert {begin, end} <= self.held
-        assert end >= begin
-        return float(end - begin)
-
-    def release(self, mark: int) -> None:
-        self.held.remove(mark)  # not twice

@@ -7,7 +7,8 @@ import logging
 import pytest
 import torch
 
-from hytrain.placement.allocator_watch import EVERY, AllocatorWatch, advise_on_plan, retries_of
+from hytrain.placement.allocator_watch import AllocatorWatch, advise_on_plan, retries_of
+from hytrain.placement.memory_probe import LOOK_EVERY
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, counts: list[int]) -> list[str]:
@@ -15,7 +16,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, counts: list[int]) -> list[str
     looks = iter(counts)
     watch = AllocatorWatch(lambda: next(looks))
     with caplog.at_level(logging.WARNING):
-        for step in range(1, EVERY * len(counts) + 1):
+        for step in range(1, LOOK_EVERY * len(counts) + 1):
             watch.after_step(step)
     return [record.getMessage() for record in caplog.records]
 
@@ -31,7 +32,7 @@ def test_nobody_counts_after_it_was_told(caplog: pytest.LogCaptureFixture) -> No
     looks = iter([0, 1, 2])
     watch = AllocatorWatch(lambda: next(looks))
     with caplog.at_level(logging.WARNING):
-        for step in range(1, 20 * EVERY):
+        for step in range(1, 20 * LOOK_EVERY):
             watch.after_step(step)
     assert len(caplog.records) == 1
 

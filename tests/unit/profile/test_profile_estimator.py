@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 from hytrain import _C
-from hytrain.placement.cost_estimator import CostEstimator, InitialRates
 from hytrain.placement.costs import LayerBytes
+from hytrain.placement.measure import (
+    CONFIRMING,
+    CostEstimator,
+    InitialRates,
+    is_step_change,
+)
 from hytrain.placement.step_timer import StepSample
 
 L = 8
@@ -320,57 +325,47 @@ def test_the_share_of_clipped_steps() -> None:
     assert shares[31] == 1.0
 
 
-# -- news --------------------------------------------------------------------------------------
+# -- changes -----------------------------------------------------------------------------------
 
 
-def test_the_first_sample_is_news() -> None:
+def test_a_change_of_the_step_is_certain_with_the_third_sample() -> None:
     estimator = make()
-    assert estimator.is_news(SAMPLE)
-    estimator.add_samples([SAMPLE])
-    assert not estimator.is_news(SAMPLE)
+    assert estimator.add_samples([SAMPLE] * 8) == 1.0
+    assert not estimator.is_changing
+    for _ in range(2):
+        assert estimator.add_samples([scaled(2.0)]) == 1.0
+        assert estimator.is_changing
+    assert estimator.add_samples([scaled(2.0)]) == 2.0
+    assert not estimator.is_changing
+    assert estimator.num_samples == CONFIRMING
+    # What has become usual is no change.
+    assert estimator.add_samples([scaled(2.0)] * 5) == 1.0
+    assert estimator.is_certain
 
 
-@pytest.mark.parametrize("factor", [0.94, 1.06])
-@pytest.mark.parametrize("part", ["forward", "backward", "between", "tail", "seconds"])
-def test_a_part_that_changes_by_a_twentieth_of_the_step_is_news(part: str, factor: float) -> None:
+def test_a_step_that_was_held_up_is_no_change() -> None:
     estimator = make()
-    estimator.add_samples([SAMPLE] * 3)
-    old = getattr(SAMPLE, part)
-    delta = (factor - 1.0) * SAMPLE.seconds
-    new = [old[0] + delta, *old[1:]] if isinstance(old, list) else old + delta
-    assert estimator.is_news(replace(SAMPLE, **{part: new}))
-    little = [old[0] + 0.8 * delta, *old[1:]] if isinstance(old, list) else old + 0.8 * delta
-    assert not estimator.is_news(replace(SAMPLE, **{part: little}))
+    estimator.add_samples([SAMPLE] * 8)
+    for _ in range(5):
+        assert estimator.add_samples([scaled(3.0), scaled(3.0), SAMPLE]) == 1.0
+        assert not estimator.is_changing
 
 
-def test_what_has_become_usual_is_no_news() -> None:
+def test_the_first_samples_of_a_placement_are_no_change() -> None:
     estimator = make()
-    estimator.add_samples([SAMPLE] * 5)
-    for _ in range(3):
-        assert estimator.is_news(scaled(2.0))
-        estimator.add_samples([scaled(2.0)])
-    assert not estimator.is_news(scaled(2.0))
+    estimator.add_samples([SAMPLE] * 8)
+    estimator.forget_earlier()
+    assert estimator.num_samples == 0
+    assert estimator.add_samples([scaled(2.0)] * 5) == 1.0
+    assert estimator.step_seconds == 2.0 * SAMPLE.seconds
 
 
-def noisy(count: int, scatter: float, seed: int = 0) -> list[StepSample]:
-    rng = random.Random(seed)
-    return [scaled(1.0 + rng.uniform(-scatter, scatter)) for _ in range(count)]
+def test_steps_that_scatter_do_not_change() -> None:
+    estimator, rng = make(), random.Random(0)
+    for _ in range(200):
+        assert estimator.add_samples([scaled(rng.uniform(0.9, 1.1))]) == 1.0
 
 
-def test_steps_that_scatter_are_no_news_but_a_change_is() -> None:
-    estimator = make()
-    estimator.add_samples(noisy(16, 0.15))
-    told = [estimator.is_news(sample) for sample in noisy(200, 0.15, seed=1)]
-    assert sum(told) <= 4
-    assert estimator.is_news(scaled(1.6))
-    assert estimator.is_news(scaled(0.5))
-    # The change itself is no noise: the next one shows as well.
-    estimator.add_samples([scaled(factor * 1.6) for factor in (0.97, 1.02, 1.0, 0.95, 1.04)])
-    assert estimator.is_news(scaled(1.0))
-
-
-def test_little_scatter_hides_no_change_of_a_twentieth() -> None:
-    estimator = make()
-    estimator.add_samples(noisy(16, 0.005))
-    assert estimator.is_news(scaled(1.07))
-    assert not estimator.is_news(scaled(1.03))
+@pytest.mark.parametrize(("factor", "expected"), [(0.84, True), (0.86, False), (1.16, True)])
+def test_a_step_change_is_more_than_scatter(factor: float, expected: bool) -> None:
+    assert is_step_change(1.0, factor) is expected

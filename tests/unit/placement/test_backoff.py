@@ -1,4 +1,4 @@
-"""Moves off the GPU that had to be undone make the next ones wait."""
+"""What has failed waits, each time for twice as long; a neighbour on the host is not followed."""
 
 from __future__ import annotations
 
@@ -7,37 +7,25 @@ from dataclasses import replace
 
 import pytest
 
-from hytrain.placement.leaving_moves import LeavingMoves
-from tests.support.machines import Machine, ManagedTraining
+from hytrain.placement.backoff import FIRST_PAUSE, Backoff
+from tests.support.machines import Machine, Training
 
 SHORT = Machine(26, compute=0.161, cpu=0.12, gpu=0.003, noise=0.015)
 LONG = Machine(34, compute=0.3, cpu=0.5, gpu=0.02, noise=0.015)
 
 
-def test_they_are_allowed_until_one_is_undone() -> None:
-    moves = LeavingMoves()
-    moves.see_move(10, 0, 8)
-    moves.see_move(20, 8, 12)
-    moves.see_move(30, 12, 5)
-    assert moves.are_allowed(31)
-    moves.see_move(40, 5, 11)
-    assert not moves.are_allowed(139)
-    assert moves.are_allowed(140)
+def test_each_failure_makes_the_next_try_wait_twice_as_long() -> None:
+    backoff, step = Backoff(), 0
+    assert backoff.is_over(step)
+    for factor in (1, 2, 4, 8, 16, 16):
+        until = backoff.fail(step)
+        assert until == step + factor * FIRST_PAUSE
+        assert not backoff.is_over(until - 1)
+        assert backoff.is_over(until)
+        step = until
 
 
-def test_each_that_is_undone_makes_the_next_wait_twice_as_long() -> None:
-    moves = LeavingMoves()
-    step = 0
-    for pause in (100, 200, 400, 800, 1600, 1600):
-        moves.see_move(step, 8, 4)
-        moves.see_move(step, 4, 6)
-        moves.see_move(step, 6, 8)  # the same undoing goes on
-        assert not moves.are_allowed(step + pause - 1)
-        step += pause
-        assert moves.are_allowed(step)
-
-
-def beside_a_neighbour(training: ManagedTraining, beside: Machine, steps: int) -> float:
+def beside_a_neighbour(training: Training, beside: Machine, steps: int) -> float:
     """Trains while updates take longer for some twenty steps, then do not, and so on.
 
     Returns:
@@ -62,7 +50,7 @@ def test_a_neighbour_that_comes_and_goes_is_not_followed_each_time(
     moves, regrets = 0, []
     seeds = range(4)
     for seed in seeds:
-        training = ManagedTraining(alone, seed)
+        training = Training(alone, seed)
         training.run(60)
         before = len(training.controller.decisions)
         beside = replace(alone, cpu=factor * alone.cpu)
@@ -76,7 +64,7 @@ def test_a_neighbour_that_comes_and_goes_is_not_followed_each_time(
 def test_what_wins_much_does_not_wait() -> None:
     """A batch behind which all updates hide, where updates on the GPU are dear."""
     dear = replace(LONG, gpu=0.08)
-    training = ManagedTraining(dear)
+    training = Training(dear)
     training.run(60)
     beside_a_neighbour(training, replace(dear, cpu=1.9 * dear.cpu), 300)
     training.machine = replace(dear, compute=1.2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean, median
 from typing import Literal
 
@@ -13,25 +12,25 @@ from hytrain import _C
 from hytrain.placement.costs import LayerBytes, LayerCosts, StepCosts
 from hytrain.placement.step_timer import StepSample
 
-_WINDOW = 5
-"""Steps. Medians over them follow a change within three steps and are blind to an outlier."""
-_LONG_WINDOW = 16
-"""The same while nothing changes: medians over these scatter by half as much, so that a number of
-GPU layers is not left for what is noise."""
-_STALE = 20
-"""Calls of add_spans after which a pass that others have replaced counts as not seen."""
-_CLIP_WINDOW = 16
+WINDOW = 16
+"""Steps that medians are over at most while nothing changes: the more, the less they scatter."""
+CONFIRMING = 3
+"""Steps in a row that differ from those before to be a change; and enough of them to decide by,
+since their median is blind to an outlier."""
+STEP_CHANGE = 0.15
+"""Share by which: more than steps scatter, and than a median of few of them errs."""
+MANY_STEPS = 8
+"""Samples whose median scatters by half of what one does: all of them are measured after a move or
+a change, before what wins little is decided."""
+_RATES = 5
+"""Of the worker and the copies, one a step, that medians are over: they follow within three."""
+_LARGE_SHARE = 0.25
+"""Of a layer's size. Smaller ones tell nothing of the others: launches take most of their time."""
+
 # Bytes of memory traffic a parameter of the three passes, bf16 gradients and weights: what one
 # takes tells what the others will, until they have been seen.
 _Kind = Literal["update", "commit", "preview"]
 _TRAFFIC: dict[_Kind, int] = {"update": 30, "commit": 26, "preview": 16}
-_LARGE_SHARE = 0.25
-_NEWS = 0.05
-"""Share of a step by which a part of it must differ from what it was, to be another."""
-_NEWS_NOISE = 4.0
-"""The same in standard deviations of that part."""
-_NOISE_WINDOW = 16
-"""Samples from which on, and over which, the deviation is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,66 +86,67 @@ class CostEstimator:
         self.update_threads: int | None = None
         """Of the CPU's updates that are measured."""
         self._rates = rates
-        self._history: deque[StepSample] = deque(maxlen=_LONG_WINDOW)
-        self._alike = 0  # of its latest samples, at one placement and of one workload
-        self._was_news = False
-        self._parts: deque[list[float]] = deque(maxlen=_NOISE_WINDOW)
-        self._clipped: deque[bool] = deque(maxlen=_CLIP_WINDOW)
+        self._history: deque[StepSample] = deque(maxlen=WINDOW)
+        self._alike = 0
+        """Of its latest samples: those at one placement and of one workload."""
+        self._changed = 0
+        """Of the latest of these: those that differ from the others."""
+        self._clipped: deque[bool] = deque(maxlen=WINDOW)
         self._jobs: dict[int, _OpenJob] = {}
-        self._passes: dict[_Kind, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in _TRAFFIC}
-        self._calls = 0
-        self._seen_at: dict[_Kind, int] = {}
+        self._passes: dict[_Kind, deque[float]] = {kind: deque(maxlen=_RATES) for kind in _TRAFFIC}
+        self._latest: _Kind | None = None
         self._sums: dict[_Kind, tuple[float, int]] = {}
         self._least = _LARGE_SHARE * median([layer.parameters for layer in layers])
-        self._gpu_rates: deque[float] = deque(maxlen=_WINDOW)
-        self._to_host: deque[float] = deque(maxlen=_WINDOW)
-        self._to_device: deque[float] = deque(maxlen=_WINDOW)
+        self._gpu_rates: deque[float] = deque(maxlen=_RATES)
+        self._to_host: deque[float] = deque(maxlen=_RATES)
+        self._to_device: deque[float] = deque(maxlen=_RATES)
 
     # -- measurements --------------------------------------------------------------------------
 
-    def add_samples(self, samples: Iterable[StepSample]) -> None:
-        """Times on the compute stream."""
+    def add_samples(self, samples: Iterable[StepSample]) -> float:
+        """Times on the compute stream.
+
+        Returns:
+            how many times as long steps have become, where a change is certain now; 1 where not.
+        """
+        ratio = 1.0
         for sample in samples:
-            is_news = self.is_news(sample)
-            if is_news and self._was_news:
-                self._alike = 1  # the one before is of the new times, too
-            self._was_news = is_news
+            usual = self._alike - self._changed
+            before = list(self._history)[len(self._history) - self._alike :][:usual]
             self._history.append(sample)
-            self._alike += 1
-            self._parts.append(_sums(sample))
+            self._alike = min(self._alike + 1, WINDOW)
+            seconds = median([s.seconds for s in before[-MANY_STEPS:]]) if before else 0.0
+            is_change = len(before) >= CONFIRMING and is_step_change(seconds, sample.seconds)
+            self._changed = self._changed + 1 if is_change else 0
+            if self._changed == CONFIRMING:
+                self._alike, self._changed = CONFIRMING, 0
+                ratio = median([s.seconds for s in self._samples]) / seconds
             self._add_gpu_rate(sample)
+        return ratio
 
     def forget_earlier(self) -> None:
         """Layers have moved: times are of another placement from the next sample on."""
-        self._alike = 0
+        self._alike = self._changed = 0
 
     @property
     def _samples(self) -> list[StepSample]:
         """What medians are over."""
-        return list(self._history)[-max(_WINDOW, self._alike) :]
+        return list(self._history)[-max(CONFIRMING, self._alike) :]
 
     @property
     def num_samples(self) -> int:
-        """Steps that the medians are over."""
-        return len(self._samples)
+        """Steps of the present placement and workload that the medians are over."""
+        return self._alike
 
-    def is_news(self, sample: StepSample) -> bool:
-        """Whether a step differs from the last ones by more than 5 % of a step, and than they do.
+    @property
+    def is_certain(self) -> bool:
+        """Whether there are enough of them for decisions that win little."""
+        return self._alike >= MANY_STEPS
 
-        Steps that the host's launches bound scatter by more than that: were each of them news, all
-        of them would be measured, for nothing.
-        """
-        if not self._history:
-            return True
-        columns = list(zip(*self._parts, strict=True))
-        usual = [median(column[-_WINDOW:]) for column in columns]
-        for column, old, now in zip(columns, usual, _sums(sample), strict=True):
-            least = _NEWS * usual[-1]
-            if len(column) == _NOISE_WINDOW:
-                least = max(least, _NEWS_NOISE * _deviation(column))
-            if abs(old - now) > least:
-                return True
-        return False
+    @property
+    def is_changing(self) -> bool:
+        """The latest step differs from those before: the next ones tell whether it is a change."""
+        return self._changed > 0
 
     def _add_gpu_rate(self, sample: StepSample) -> None:
         largest = max(layer.parameters for layer in self._layers)
@@ -161,7 +161,6 @@ class CostEstimator:
 
     def add_spans(self, spans: Iterable[_C.JobSpan]) -> None:
         """The worker's jobs since the last call, in the order they ended; one call a step."""
-        self._calls += 1
         for span in spans:
             seconds = (span.end_ns - span.begin_ns - span.wait_gradient_ns) / 1e9
             job = self._jobs.get(span.layer)
@@ -180,7 +179,7 @@ class CostEstimator:
             # A small layer alone tells nothing about the others.
             if parameters >= self._least:
                 self._passes[kind].append(seconds / parameters)
-                self._seen_at[kind] = self._calls
+                self._latest = kind
                 del self._sums[kind]
 
     def _close(self, layer: int, job: _OpenJob) -> None:
@@ -224,13 +223,11 @@ class CostEstimator:
         return self._rates.gpu_seconds_per_parameter
 
     def cpu_seconds_per_parameter(self, kind: _Kind) -> float:
-        """Of one of the worker's passes; from another one's where it has not been seen."""
-        latest = max(self._seen_at.values(), default=0)
-        if self._passes[kind] and latest - self._seen_at[kind] < _STALE:
+        """Of one of the worker's passes; from the latest one's where it has not been seen."""
+        if self._passes[kind]:
             return median(self._passes[kind])
-        for other in _TRAFFIC:
-            if other in self._seen_at and latest - self._seen_at[other] < _STALE:
-                return median(self._passes[other]) * _TRAFFIC[kind] / _TRAFFIC[other]
+        if self._latest is not None:
+            return median(self._passes[self._latest]) * _TRAFFIC[kind] / _TRAFFIC[self._latest]
         return self._rates.cpu_seconds_per_parameter * _TRAFFIC[kind] / _TRAFFIC["update"]
 
     def costs(self) -> StepCosts | None:
@@ -289,14 +286,6 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [median(column) for column in zip(*rows, strict=True)]
 
 
-def _deviation(values: Sequence[float]) -> float:
-    """Standard deviation, from the differences of neighbours.
-
-    Neither a change, which is one of them, nor some outliers show in it.
-    """
-    # The median of |x - y| for two normal numbers is 0.954 times the deviation of one.
-    return median([abs(y - x) for x, y in pairwise(values)]) / 0.954
-
-
-def _sums(sample: StepSample) -> list[float]:
-    return [sum(sample.forward), sample.between, sum(sample.backward), sample.tail, sample.seconds]
+def is_step_change(usual: float, seconds: float) -> bool:
+    """Whether a step differs from what was usual by more than steps scatter."""
+    return abs(seconds - usual) > STEP_CHANGE * usual

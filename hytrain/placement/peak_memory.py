@@ -51,7 +51,7 @@ class PhasePeak:
 
 
 @dataclass(frozen=True, slots=True)
-class ContractTerms:
+class PeakMemoryInputs:
     """What the peaks follow from.
 
     Attributes:
@@ -84,7 +84,7 @@ _KEY = "hytrain.gpu_fraction"
 PHASES = ("build", "step", "save", "load", "evaluation")
 
 
-def predict_peaks(terms: ContractTerms) -> dict[str, PhasePeak]:
+def predict_peaks(terms: PeakMemoryInputs) -> dict[str, PhasePeak]:
     """The peaks of :data:`PHASES`, each of which may begin as soon as a step has returned."""
     if terms.gpu_base is None:
         return _of_one_memory(terms)
@@ -113,7 +113,7 @@ def predict_peaks(terms: ContractTerms) -> dict[str, PhasePeak]:
     }
 
 
-def _of_one_memory(terms: ContractTerms) -> dict[str, PhasePeak]:
+def _of_one_memory(terms: PeakMemoryInputs) -> dict[str, PhasePeak]:
     """On a CPU: what would be the device's is the host's."""
     state = state_bytes(terms.layers)
     left = gradient_bytes(terms.layers[terms.gpu_layers :])
@@ -132,7 +132,7 @@ def _of_one_memory(terms: ContractTerms) -> dict[str, PhasePeak]:
     return {phase: PhasePeak(host[phase], pinned, None) for phase in PHASES}
 
 
-def _gathered(terms: ContractTerms) -> int:
+def _gathered(terms: PeakMemoryInputs) -> int:
     """What a save or load has of a parameter at a time.
 
     It comes when the update has fetched all gradients, and these have been let go: one or the other

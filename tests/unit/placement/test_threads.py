@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from hytrain.offload.threads import candidates
-from hytrain.placement.thread_trials import LEFT_OUT, VISIT_STEPS, ThreadTrials
+from hytrain.placement.threads import ThreadTrials
+from hytrain.placement.turns import VISIT_STEPS
 from tests.support.machines import Machine
 
 COUNTS = candidates(16)
@@ -46,7 +47,7 @@ def _run(
             seen.append(step(trials.visiting) * drift * (1.0 + abs(source.gauss(0.0, noise))))
             cost += max(0.0, step(trials.visiting) - step(start))
             steps += 1
-        trials.add_visit(statistics.median(seen[LEFT_OUT:]))
+        trials.add_visit(statistics.median(seen))
     return trials.chosen, cost, steps
 
 

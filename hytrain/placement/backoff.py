@@ -1,0 +1,26 @@
+"""What has failed is left alone for a while, for twice as long each time."""
+
+from __future__ import annotations
+
+FIRST_PAUSE = 100
+"""Steps; some seconds to minutes, in which another process's load or memory may have gone."""
+_LONGEST_PAUSE = 1600
+"""Steps; what is tried this seldom costs nothing."""
+
+
+class Backoff:
+    """When to try again."""
+
+    def __init__(self) -> None:
+        self._pause = FIRST_PAUSE
+        self._until = 0
+
+    def fail(self, step: int) -> int:
+        """It has failed at this step; returns the step from which on it may be tried again."""
+        self._until = step + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        return self._until
+
+    def is_over(self, step: int) -> bool:
+        """Whether it may be tried at this step."""
+        return step >= self._until

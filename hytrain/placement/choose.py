@@ -1,0 +1,237 @@
+"""How many layers the GPU updates: the solvers, and whether a move there is worth it.
+
+The published closed form balances backward and updates. The pipeline solver predicts the step for
+every number of GPU layers from measured costs, and adds what steps took longer than was predicted
+for them: a difference that is known at the numbers where training has been.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from hytrain.errors import PlacementError
+from hytrain.placement.closed_form import closed_form
+from hytrain.placement.costs import StepCosts
+from hytrain.placement.memory import Bounds
+from hytrain.placement.prediction import Candidate, predict
+
+Method = Literal["pipeline", "closed_form"]
+Limit = Literal["gpu_memory", "host_memory"]
+
+WITHIN_BEST = 0.01
+"""The fewest GPU layers are taken whose step is at most this much longer than the shortest; as much
+must be won by a move for speed. Medians of steps are not known better."""
+
+CPU_SLACK = 0.05
+"""Share by which updates on the CPU are taken to be slower than measured. With one GPU layer too
+few a step is as much longer as that layer's update on the CPU takes; with one too many, by its
+update on the GPU, a twentieth of it."""
+
+LITTLE_GAIN = 0.05
+"""Share of the step: a move that wins less may be one for noise, and waits for a backoff."""
+
+SAVING_COST = 0.005
+"""Share of the step that a move may cost to be made for GPU memory: less than is noticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a solver found.
+
+    Attributes:
+        gpu_layers: the choice, within ``bounds``.
+        predicted_seconds: the step with it.
+        predictions: for 0..L GPU layers, with ``corrections``.
+        corrections: seconds that measured steps add to what costs alone predict, for 0..L.
+        closed_form_k: the closed form's share of GPU layers, whatever the method.
+        unbounded_gpu_layers: the choice if memory did not bound it.
+        bounds: what fits.
+        limited_by: which memory keeps the choice from ``unbounded_gpu_layers``; None: neither.
+        reason: why, for people.
+    """
+
+    gpu_layers: int
+    predicted_seconds: float
+    predictions: tuple[Candidate, ...]
+    corrections: tuple[float, ...]
+    closed_form_k: float
+    unbounded_gpu_layers: int
+    bounds: Bounds
+    limited_by: Limit | None
+    reason: str
+
+
+def solve(
+    costs: StepCosts,
+    method: Method,
+    bounds: Bounds,
+    *,
+    alpha: float | None = None,
+    residuals: Mapping[int, float] | None = None,
+) -> Solution:
+    """The number of GPU layers.
+
+    ``pipeline`` takes the smallest predicted step with updates on the CPU 5 % slower than measured
+    and, within 1 % of it, the fewest GPU layers; ``closed_form`` rounds the published formula,
+    halves up. What does not fit becomes the nearest that does (closed form), or the best of what
+    fits (pipeline).
+
+    Args:
+        costs: what each layer takes.
+        method: the solver.
+        bounds: which numbers fit in memory.
+        alpha: GPU over CPU update time for the closed form; None: from ``costs``.
+        residuals: seconds by which steps with some numbers of GPU layers took longer than
+            predicted; the closed form takes no notice of them.
+
+    Raises:
+        PlacementError: no number fits, ``bounds`` is of another number of layers, ``alpha`` is
+            negative or not finite, or the method is unknown.
+    """
+    num_layers = len(costs.layers)
+    if bounds.num_layers != num_layers:
+        raise PlacementError(f"bounds of {bounds.num_layers} layers for {num_layers} layers")
+    ratio = costs.alpha if alpha is None else alpha
+    share = closed_form(costs.backward_seconds, costs.cpu_seconds, ratio)
+    added = _corrections(residuals or {}, num_layers)
+    # However wrong a prediction was, no step takes less than nothing.
+    predictions = tuple(
+        replace(candidate, step_seconds=max(0.0, candidate.step_seconds + more))
+        for candidate, more in zip(predict(costs).candidates, added, strict=True)
+    )
+    fitting = range(bounds.min_gpu_layers, bounds.max_gpu_layers + 1)
+    if method == "closed_form":
+        unbounded = math.floor(share * num_layers + 0.5)
+        choice = bounds.clamp(unbounded)
+    elif method == "pipeline":
+        slower = predict(_with_slack(costs)).step_seconds
+        steps = [max(0.0, step + more) for step, more in zip(slower, added, strict=True)]
+        unbounded = _fewest_near_best(steps, range(num_layers + 1))
+        choice = bounds.clamp(unbounded)
+        if choice != unbounded:
+            choice = _fewest_near_best(steps, fitting)
+    else:
+        raise PlacementError(f'unknown method "{method}": "pipeline" or "closed_form"')
+    limited_by = _limit(unbounded, bounds)
+    return Solution(
+        gpu_layers=choice,
+        predicted_seconds=predictions[choice].step_seconds,
+        predictions=predictions,
+        corrections=tuple(added) if residuals else (),
+        closed_form_k=share,
+        unbounded_gpu_layers=unbounded,
+        bounds=bounds,
+        limited_by=limited_by,
+        reason=_reason(costs, predictions, choice, unbounded, limited_by),
+    )
+
+
+def _corrections(residuals: Mapping[int, float], num_layers: int) -> list[float]:
+    """What to add to the predictions for 0..L GPU layers: on lines between what is known.
+
+    What steps take longer than predicted with the most GPU layers that are known is the update
+    threads' work, as far as is known: it is gone where all layers are on the GPU.
+    """
+    known = dict(residuals)
+    if not known:
+        return [0.0] * (num_layers + 1)
+    if known[max(known)] > 0.0:
+        known.setdefault(num_layers, 0.0)
+    numbers = sorted(known)
+    return np.interp(range(num_layers + 1), numbers, [known[n] for n in numbers]).tolist()
+
+
+def _fewest_near_best(steps: Sequence[float], numbers: range) -> int:
+    most = min(steps[number] for number in numbers) * (1.0 + WITHIN_BEST)
+    return next(number for number in numbers if steps[number] <= most)
+
+
+def _with_slack(costs: StepCosts) -> StepCosts:
+    factor = 1.0 + CPU_SLACK
+    layers = tuple(
+        replace(
+            layer,
+            cpu_update=factor * layer.cpu_update,
+            cpu_commit=factor * layer.cpu_commit,
+            cpu_preview=factor * layer.cpu_preview,
+        )
+        for layer in costs.layers
+    )
+    return replace(costs, layers=layers)
+
+
+def _limit(unbounded: int, bounds: Bounds) -> Limit | None:
+    if unbounded > bounds.max_gpu_layers:
+        return "gpu_memory"
+    if unbounded < bounds.min_gpu_layers:
+        return "host_memory"
+    return None
+
+
+def worth_moving(solution: Solution, here: int, *, least_gain: float = WITHIN_BEST) -> bool:
+    """Whether to move from the present number of GPU layers to the solution's.
+
+    True where the present number does not fit, or where the move wins more than ``least_gain``.
+    Where 1 % is enough, also a move that frees the GPU of at least ``max(2, 10 % of L)`` layers for
+    a step at most 0.5 % longer.
+
+    Args:
+        solution: of a solver.
+        here: GPU layers now.
+        least_gain: share of the step.
+
+    Raises:
+        PlacementError: ``here`` is not in 0..L.
+    """
+    num_layers = len(solution.predictions) - 1
+    if not 0 <= here <= num_layers:
+        raise PlacementError(f"{here} GPU layers: must be in 0..{num_layers}")
+    if not solution.bounds.allow(here):
+        return True
+    freed = here - solution.gpu_layers
+    now = solution.predictions[here].step_seconds
+    gain = (now - solution.predicted_seconds) / now if now > 0.0 else 0.0
+    if gain > least_gain:
+        return True
+    saves = freed >= solution.bounds.notable_layers and gain >= -SAVING_COST
+    return saves and least_gain <= WITHIN_BEST
+
+
+# -- for people --------------------------------------------------------------------------------
+
+
+def _reason(
+    costs: StepCosts,
+    predictions: Sequence[Candidate],
+    choice: int,
+    unbounded: int,
+    limited_by: Limit | None,
+) -> str:
+    num_layers = len(costs.layers)
+    there = f"{choice} of {num_layers} layers to the GPU" if choice else "no layers to the GPU"
+    parts = [_why(costs, predictions, unbounded), there]
+    parts.append(f"predicted {predictions[choice].step_seconds:.3f} s")
+    alternative = f"{unbounded} would be best: {predictions[unbounded].step_seconds:.3f} s"
+    if limited_by == "gpu_memory":
+        parts.append(f"bounded by GPU memory ({alternative})")
+    elif limited_by == "host_memory":
+        parts.append(f"host memory does not hold more of the state ({alternative})")
+    return "; ".join(parts)
+
+
+def _why(costs: StepCosts, predictions: Sequence[Candidate], unbounded: int) -> str:
+    update, backward = costs.cpu_seconds, costs.backward_seconds
+    seconds = f"CPU update {update:.3g} s, backward {backward:.3g} s"
+    if unbounded == 0:
+        if predictions[0].bound == "host":
+            return f"host-bound, but GPU updates would win nothing: {seconds}"
+        return f"the CPU keeps up: {seconds}"
+    if update > backward:
+        return f"host-bound: CPU update {update:.3g} s > backward {backward:.3g} s"
+    # The gradients of the first layers come last: nothing is left to hide their updates behind.
+    return f"updates and copies of the first layers end late: {seconds}"

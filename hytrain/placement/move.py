@@ -1,0 +1,397 @@
+"""Carries placement decisions out: which layer's state moves when, and what if it does not fit.
+
+The controller keeps the last decision, moves a few layers a step towards it, and steps back where
+a side turns out to have not enough memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hytrain.model.layer_state import LayerState
+from hytrain.offload.mover import LayerMover
+from hytrain.placement.backoff import Backoff
+from hytrain.placement.choose import (
+    LITTLE_GAIN,
+    Method,
+    Solution,
+    solve,
+    worth_moving,
+)
+from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
+from hytrain.placement.launch_bound import LaunchBoundPlacement
+from hytrain.placement.measure import STEP_CHANGE
+from hytrain.placement.memory import Bounds, bounds
+from hytrain.placement.prediction import predict
+from hytrain.placement.records import Decision
+
+logger = logging.getLogger(__name__)
+
+SETTLED_STEPS = 4
+"""Steps after the last move whose times are taken for those of the new placement: the marks of a
+step are read one step later, and the first ones fill the allocator's caches."""
+_SAME_MEMORY = 1.02
+"""A GPU counts as large as another that has at most this much more memory: drivers differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """How decisions are made.
+
+    Attributes:
+        method: the solver.
+        alpha: GPU over CPU update time, where the user gives it.
+        interval: steps between two solves.
+        staging_bytes: pinned staging on the host.
+    """
+
+    method: Method
+    alpha: float | None
+    interval: int
+    staging_bytes: int
+
+
+class PlacementController:
+    """Solves for the number of GPU layers and moves layers there."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        layer_bytes: Sequence[LayerBytes],
+        mover: LayerMover,
+        settings: ControllerSettings,
+        first: Decision,
+        *,
+        solves: bool,
+    ) -> None:
+        """
+        Args:
+            layers: all layers in forward order, the first of them GPU-placed.
+            layer_bytes: their sizes.
+            mover: re-places them.
+            settings: see :class:`ControllerSettings`.
+            first: the decision that they are placed by now.
+            solves: whether it decides by itself, or only does as it is told.
+        """
+        self._layers = list(layers)
+        self._bytes = tuple(layer_bytes)
+        self._mover = mover
+        self._settings = settings
+        self.solves = solves
+        self.decisions: list[Decision] = [first]
+        self.target = self.num_gpu_layers
+        self._settled_steps = 0
+        # Moves make the worker late: an eighth of the layers a step keeps a hiccup short.
+        self._moves_a_step = max(1, -(-len(self._layers) // 8))
+        self._warned = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is known of other placements, and everything may be tried."""
+        self._most, self._no_gpu_memory = len(self._layers), Backoff()
+        self._fewest, self._no_host_memory = 0, Backoff()
+        self.see_other_workload()
+
+    def see_other_workload(self) -> None:
+        """The workload is another one: what was measured for the last one tells nothing."""
+        self._residuals: dict[int, float] = {}
+        self._little_moves = Backoff()
+        self._launch_bound = LaunchBoundPlacement()
+
+    @property
+    def num_gpu_layers(self) -> int:
+        """GPU-placed layers, always the first ones."""
+        return [layer.placement for layer in self._layers].count("gpu")
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether layers are on their way."""
+        return self.target != self.num_gpu_layers
+
+    # -- deciding ------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether to solve at this step: not while layers move, since times then mislead."""
+        return self.solves and step % self._settings.interval == 0 and self.is_settled
+
+    @property
+    def is_settled(self) -> bool:
+        """No layer has moved for long enough that times are those of this placement."""
+        return not self.is_moving and self._settled_steps >= SETTLED_STEPS
+
+    def add_step(self, seconds: float) -> None:
+        """A step of the present placement took so long; call it only when settled."""
+        self._launch_bound.add_step(self.num_gpu_layers, seconds)
+
+    def consider(
+        self,
+        step: int,
+        costs: StepCosts,
+        limits: MemoryLimits,
+        *,
+        seconds: float | None = None,
+        is_certain: bool = True,
+        launch_bound: bool = False,
+    ) -> None:
+        """Decides anew; sets ``target``.
+
+        Args:
+            step: steps made so far.
+            costs: what the last steps took, layer by layer.
+            limits: what memory there is.
+            seconds: what these steps took in all; None: as predicted from ``costs``.
+            is_certain: they are medians of enough steps for moves that win little.
+            launch_bound: the GPU waits for the host to launch its kernels.
+        """
+        allowed, here = self._allowed(step, limits), self.num_gpu_layers
+        self._launch_bound.is_seen |= launch_bound
+        if seconds is not None:
+            plain = predict(costs, gpu_layers=[here]).step_seconds[0]
+            self._residuals[here] = seconds - plain
+        is_known = self.decisions[-1].costs is not None
+        compared = self._launch_bound
+        if is_known and compared.is_settled and compared.choose(here, allowed, here) == here:
+            return  # the GPU waits for the host's launches: the less the host does the better
+        is_published = self._settings.method == "closed_form"
+        solution = solve(
+            costs,
+            self._settings.method,
+            allowed,
+            alpha=self._settings.alpha,
+            residuals=None if is_published else self._residuals,
+        )
+        number, reason = solution.gpu_layers, solution.reason
+        # The closed form is there to reproduce the published system: it is followed as it is.
+        if not is_published:
+            most = None
+            if self._launch_bound.is_seen:
+                most = self._launch_bound.choose(here, allowed, number)
+            if most is not None:
+                number, reason = most, self._words_of_launch_bound(most)
+            elif not self._is_worth_moving(step, solution, is_certain=is_certain):
+                number, reason = here, f"{reason}; {here} of {len(self._layers)} stay there"
+        # Where nothing moves it is said once why.
+        if number != here or not is_known:
+            self._decide(
+                step,
+                number,
+                reason,
+                predicted_seconds=solution.predictions[number].step_seconds,
+                closed_form_k=solution.closed_form_k,
+                bounds=allowed,
+                costs=costs,
+                limits=limits,
+                corrections=solution.corrections,
+            )
+
+    def _is_worth_moving(self, step: int, solution: Solution, *, is_certain: bool) -> bool:
+        here = self.num_gpu_layers
+        if not is_certain:
+            return worth_moving(solution, here, least_gain=STEP_CHANGE)
+        if worth_moving(solution, here, least_gain=LITTLE_GAIN):
+            return True
+        moves = self._little_moves.is_over(step) and worth_moving(solution, here)
+        if moves:
+            # Noise, and what else runs on the host, make it small gains without end.
+            self._little_moves.fail(step)
+        return moves
+
+    def _words_of_launch_bound(self, number: int) -> str:
+        num_layers = len(self._layers)
+        reason = (
+            "launch-bound: the GPU waits for the host to launch kernels, which updates on the CPU "
+            f"slow down; {number} of {num_layers} layers to the GPU"
+        )
+        if not self._launch_bound.is_settled:
+            return f"{reason}, to compare the solver's choice with all that fit"
+        return reason if number == num_layers else f"{reason}, as many as fit"
+
+    def consider_idle(self, step: int, limits: MemoryLimits) -> None:
+        """Decides for a rank that computes no samples: its GPU has time for every update.
+
+        Sets ``target`` to the most layers that fit there: the host's cores and memory bandwidth are
+        left to ranks that need them, and a step waits for no update on this rank's CPU.
+
+        Args:
+            step: steps made so far.
+            limits: what memory there is.
+        """
+        allowed, here = self._allowed(step, limits), self.num_gpu_layers
+        most = allowed.max_gpu_layers
+        if most == here or (most > here and not self._little_moves.is_over(step)):
+            return
+        if most < here:
+            self._little_moves.fail(step)  # others have taken memory there: not to and fro
+        self._decide(
+            step,
+            most,
+            "this rank computes no samples: its GPU updates all that fits there, "
+            f"{most} of {len(self._layers)} layers",
+            bounds=allowed,
+            limits=limits,
+            costs=None,
+            closed_form_k=None,
+        )
+
+    def _allowed(self, step: int, limits: MemoryLimits) -> Bounds:
+        """What fits, as far as is known, and has not turned out not to."""
+        allowed = bounds(self._bytes, limits, self._settings.staging_bytes)
+        if not self._no_gpu_memory.is_over(step):
+            most = min(allowed.max_gpu_layers, self._most)
+            allowed = replace(allowed, max_gpu_layers=most)
+        if not self._no_host_memory.is_over(step):
+            fewest = max(allowed.min_gpu_layers, self._fewest)
+            allowed = replace(allowed, min_gpu_layers=fewest)
+        if allowed.fits:
+            return allowed
+        # Both sides are full. The placement at hand works as it is; the host would not hold more.
+        here = self.num_gpu_layers
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "neither side has the memory that its reserve asks for: the host wants at least %d "
+                "layers on the GPU, the GPU has memory for %d; training goes on with %d. "
+                "Activation checkpointing, a smaller micro-batch or smaller reserves "
+                '("hytrain.solver.gpu_memory_reserve_bytes", "host_memory_reserve_bytes") help',
+                allowed.min_gpu_layers,
+                allowed.max_gpu_layers,
+                here,
+            )
+        return Bounds(allowed.num_layers, here, here)
+
+    def set_target(self, step: int, gpu_layers: int, reason: str) -> None:
+        """Layers shall move to this number, as somebody else has decided."""
+        self._decide(step, gpu_layers, reason)
+
+    def _decide(self, step: int, gpu_layers: int, reason: str, **found: Any) -> None:
+        """Sets the target; ``found`` are other fields of the decision than those of the last."""
+        self.target = gpu_layers
+        unknown = {"predicted_seconds": None, "measured_seconds": None, "corrections": ()}
+        decision = replace(
+            self.decisions[-1],
+            step=step,
+            gpu_layers_before=self.num_gpu_layers,
+            gpu_layers_target=gpu_layers,
+            reason=reason,
+            **(unknown | found),
+        )
+        self.decisions.append(decision)
+        logger.info(
+            "step %d: %d -> %d GPU layers: %s",
+            decision.step,
+            decision.gpu_layers_before,
+            decision.gpu_layers_target,
+            decision.reason,
+        )
+
+    def resume(self, step: int, history: Sequence[Decision]) -> None:
+        """The decisions of this run follow on those of an earlier one.
+
+        Where the earlier run had the same layers and the same GPU memory, this one starts where
+        that ended; its first solve comes when its own times are known.
+        """
+        mine = [replace(decision, step=step) for decision in self.decisions[-1:]]
+        self.decisions = [*history, *mine]
+        self._forget()
+        if self.solves and history and self._is_comparable(history[-1]):
+            last = mine[0].bounds.clamp(history[-1].gpu_layers_target)
+            if last != self.num_gpu_layers:
+                self.set_target(step, last, f"resumed: {last} layers were on the GPU before")
+
+    def _is_comparable(self, earlier: Decision) -> bool:
+        now = self.decisions[-1]
+        if earlier.layer_bytes != now.layer_bytes:
+            return False
+        if earlier.limits.gpu is None or now.limits.gpu is None:
+            return earlier.limits.gpu is now.limits.gpu
+        return earlier.limits.gpu <= now.limits.gpu * _SAME_MEMORY
+
+    def measured(self, seconds: float) -> None:
+        """What the step takes with the last decision, once it is carried out."""
+        if self.decisions[-1].measured_seconds is None:
+            self.decisions[-1] = replace(self.decisions[-1], measured_seconds=seconds)
+
+    # -- carrying out --------------------------------------------------------------------------
+
+    def apply_moves(self, step: int, *, at_once: bool = False) -> None:
+        """Moves layers towards the target; called between two steps.
+
+        Args:
+            step: steps made so far.
+            at_once: all of them, not only a few.
+        """
+        self._settled_steps += 1
+        moves = len(self._layers) if at_once else self._moves_a_step
+        while moves and self.is_moving:
+            self._settled_steps = 0
+            moves -= 1
+            here = self.num_gpu_layers
+            try:
+                if here < self.target:
+                    self._mover.to_gpu(self._layers[here])
+                else:
+                    self._mover.to_cpu(self._layers[here - 1])
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                if here < self.target:
+                    self._step_back(self._layers[here], step)
+                else:
+                    self._stay(self._layers[here - 1], step, error)
+                return
+        self._mover.release()
+
+    def _step_back(self, layer: LayerState, step: int) -> None:
+        """There was no memory for a layer's state: it and one more stay on the host."""
+        # The allocator could not even serve this: the next forward needs some slack.
+        self._refuse_more(
+            step,
+            1,
+            f"the GPU had no memory for the state of layer '{layer.name}' "
+            f"({self._bytes[layer.index].state_bytes} bytes): stepping back",
+        )
+
+    def retreat(self, step: int) -> bool:
+        """The user's own allocation found no memory on the GPU: some layers leave it, at once.
+
+        Returns:
+            Whether any could: the host must have memory for them.
+        """
+        here = self.num_gpu_layers
+        if self._fewer(self._moves_a_step) == here:
+            return False
+        reason = "the GPU had no memory for an allocation of the model's"
+        self._refuse_more(step, self._moves_a_step, reason)
+        self.apply_moves(step, at_once=True)
+        return self.num_gpu_layers < here
+
+    def _fewer(self, layers: int) -> int:
+        """So many GPU layers less than now, as far as the host holds them."""
+        here = self.num_gpu_layers
+        return max(here - layers, min(here, self.decisions[-1].bounds.min_gpu_layers), 0)
+
+    def _refuse_more(self, step: int, layers: int, reason: str) -> None:
+        """So many layers leave the GPU, which has no memory for them."""
+        self._most = self._fewer(layers)
+        again = self._no_gpu_memory.fail(step)
+        self.set_target(
+            step,
+            self._most,
+            f"{reason}; more than {self._most} layers are not tried again before step {again}",
+        )
+        logger.warning("%s", self.decisions[-1].reason)
+
+    def _stay(self, layer: LayerState, step: int, error: BaseException) -> None:
+        """The host had no memory for a layer's state: it stays on the GPU."""
+        self._fewest = here = self.num_gpu_layers
+        again = self._no_host_memory.fail(step)
+        self.set_target(
+            step,
+            here,
+            f"the host had no memory for the state of layer '{layer.name}' ({error}): it stays on "
+            f"the GPU; fewer than {here} layers there are not tried again before step {again}",
+        )
+        logger.warning("%s", self.decisions[-1].reason)
