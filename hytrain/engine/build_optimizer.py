@@ -148,7 +148,7 @@ def _build_on(
     cpu_settings = CpuSettings(
         0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
     )
-    plan = plan_placement(
+    first, peak_inputs = plan_placement(
         weights,
         config,
         settings.host,
@@ -166,7 +166,7 @@ def _build_on(
     )
     for state in states:
         state.moments = MomentFormat(config.moments, config.moments_seed)
-        state.placement = "gpu" if state.index < plan.num_gpu else "cpu"
+        state.placement = "gpu" if state.index < first.gpu_layers_target else "cpu"
         _allocate_state(state, threads)
     # The worker's threads stay there; the thread that registers pinned memory touches it.
     with on_cores(threads.cores):
@@ -188,7 +188,9 @@ def _build_on(
             collectives,
             _step_settings(weights, config, settings, collectives.world_size),
             engine,
-            build_placement(plan, pipeline, config, threads, collectives),
+            build_placement(
+                first, peak_inputs, pipeline, config, settings.host, threads, collectives
+            ),
             passes,
             LossScaling(settings.scaler),
             model.parameters(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import psutil
@@ -21,11 +20,11 @@ from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement.calibration import gpu_seconds_per_parameter
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.manager import MemorySettings, PlacementManager
+from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds, bounds, check_fits, host_bytes
-from hytrain.placement.memory_probe import MemoryProbe, Reserves
-from hytrain.placement.move import ControllerSettings, PlacementController
+from hytrain.placement.memory_probe import MemoryProbe
+from hytrain.placement.move import PlacementController
 from hytrain.placement.peak_memory import (
     PeakMemoryInputs,
     hard_limit,
@@ -39,23 +38,8 @@ from hytrain.zero3.layer_weights import BuiltWeights
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementPlan:
-    """Where the layers are to begin with.
-
-    Attributes:
-        num_gpu: how many of the first layers' state is on the GPU.
-        layer_bytes: sizes of the layers' shards.
-        memory: what the budget depends on.
-        decision: for the record.
-        terms: what the memory contract follows from, by the number of layers on the GPU.
-    """
-
-    num_gpu: int
-    layer_bytes: tuple[LayerBytes, ...]
-    memory: MemorySettings
-    decision: Decision
-    terms: Callable[[int], PeakMemoryInputs]
+PeakInputs = Callable[[int], PeakMemoryInputs]
+"""What peaks of memory follow from, by the number of layers on the GPU."""
 
 
 def plan_placement(
@@ -67,7 +51,7 @@ def plan_placement(
     device: torch.device,
     *,
     kept_gradients: int = 0,
-) -> PlacementPlan:
+) -> tuple[Decision, PeakInputs]:
     """Decides, before any optimizer state is allocated, where it goes.
 
     A fixed ``gpu_fraction`` is taken as it is; where the host seems too small for the rest, that is
@@ -82,6 +66,9 @@ def plan_placement(
         collectives: the ranks.
         device: where layers are computed.
         kept_gradients: see :class:`PeakMemoryInputs`.
+
+    Returns:
+        where the layers are to begin with, and what peaks of memory follow from.
 
     Raises:
         MemoryBudgetError: the state of some rank fits in no split of GPU and host or, with a fixed
@@ -99,32 +86,26 @@ def plan_placement(
         )
         for state in states
     )
-    memory = MemorySettings(
-        reserves=Reserves(
-            config.solver.gpu_memory_reserve_bytes, config.solver.host_memory_reserve_bytes
-        ),
-        gpu_base=_known_gpu_bytes(weights, collectives.world_size, device),
-        host=host,
-        staging_bytes=staging_bytes(states, cpu),
-    )
-    limits = MemoryProbe(layer_bytes, device).limits(memory.reserves, memory.gpu_base, 0, host)
+    gpu_base = _known_gpu_bytes(weights, collectives.world_size, device)
+    staging = staging_bytes(states, cpu)
+    limits = MemoryProbe(layer_bytes, device).limits(config.solver, gpu_base, 0, host)
     shared = partial(
         PeakMemoryInputs,
         layers=layer_bytes,
         home_bytes=0 if weights.home is None else weights.home.num_bytes,
         largest_parameter=max(slot.numel for layer in weights.layers for slot in layer.slots),
         gradients=_gradients(weights),
-        gpu_base=memory.gpu_base if device.type == "cuda" else None,
+        gpu_base=gpu_base if device.type == "cuda" else None,
         num_ranks=collectives.world_size,
         kept_gradients=kept_gradients,
         largest_frozen=weights.largest_frozen,
     )
 
-    def terms(gpu_layers: int) -> PeakMemoryInputs:
+    def peak_inputs(gpu_layers: int) -> PeakMemoryInputs:
         pinned = pinned_bytes(states, cpu, gpu_layers)
         return shared(gpu_layers=gpu_layers, pinned_bytes=pinned)
 
-    refusal = _refusal(config, layer_bytes, limits, memory, terms)
+    refusal = _refusal(config, host, layer_bytes, limits, staging, peak_inputs)
     unfit = torch.tensor([float(refusal is not None)], device=device)
     # Nobody allocates before all ranks of the host have seen what it has, and that all have enough.
     collectives.all_reduce(unfit)
@@ -136,13 +117,13 @@ def plan_placement(
             "in the one that is given: see that rank's message; nothing was allocated"
         )
     if config.gpu_fraction == "solve":
-        allowed = bounds(layer_bytes, limits, memory.staging_bytes)
+        allowed = bounds(layer_bytes, limits, staging)
         num_gpu, reason = _first_number(config, allowed, collectives)
     else:
         allowed = Bounds.unlimited(len(states))
         num_gpu = round(config.gpu_fraction * len(states))
         reason = f"gpu_fraction is {config.gpu_fraction}"
-        _warn_of_host(layer_bytes, num_gpu, config.gpu_fraction, limits, memory.staging_bytes)
+        _warn_of_host(layer_bytes, num_gpu, config.gpu_fraction, limits, staging)
     decision = Decision(
         step=0,
         gpu_layers_before=num_gpu,
@@ -152,9 +133,9 @@ def plan_placement(
         bounds=allowed,
         layer_bytes=layer_bytes,
         limits=limits,
-        staging_bytes=memory.staging_bytes,
+        staging_bytes=staging,
     )
-    return PlacementPlan(num_gpu, layer_bytes, memory, decision, terms)
+    return decision, peak_inputs
 
 
 def _gradients(weights: BuiltWeights) -> list[int]:
@@ -174,18 +155,19 @@ def _shares(host: HostShare) -> dict[str, int]:
 
 def _refusal(
     config: HyTrainConfig,
+    host: HostShare,
     layers: Sequence[LayerBytes],
     limits: MemoryLimits,
-    memory: MemorySettings,
-    terms: Callable[[int], PeakMemoryInputs],
+    staging: int,
+    peak_inputs: PeakInputs,
 ) -> MemoryBudgetError | None:
     """Why this rank's state fits nowhere, or not where it is asked for; None where it does."""
     try:
         if config.gpu_fraction == "solve":
-            check_fits(layers, limits, memory.staging_bytes, num_ranks=terms(0).num_ranks)
+            check_fits(layers, limits, staging, num_ranks=peak_inputs(0).num_ranks)
             return None
-        peaks = predict_peaks(terms(round(config.gpu_fraction * len(layers))))
-        limit = hard_limit(_shares(memory.host))
+        peaks = predict_peaks(peak_inputs(round(config.gpu_fraction * len(layers))))
+        limit = hard_limit(_shares(host))
         refuse_what_cannot_fit(peaks, limit, limits.gpu, config.gpu_fraction)
     except MemoryBudgetError as error:
         return error
@@ -262,13 +244,15 @@ def _known_gpu_bytes(weights: BuiltWeights, num_ranks: int, device: torch.device
 
 
 def build_placement(
-    plan: PlacementPlan,
+    first: Decision,
+    peak_inputs: PeakInputs,
     pipeline: UpdatePipeline,
     config: HyTrainConfig,
+    host: HostShare,
     threads: ThreadChoice,
     collectives: ShardCollectives,
 ) -> PlacementManager:
-    """What measures the steps and moves layers, for a pipeline placed by the plan."""
+    """What measures the steps and moves layers, for a pipeline placed as first decided."""
     device = pipeline.streams.device
     solver = config.solver
     solves = config.gpu_fraction == "solve"
@@ -278,37 +262,26 @@ def build_placement(
     else:
         dtype = pipeline.layers[0].gradient_dtype
         gpu_rate = gpu_seconds_per_parameter(device, dtype, config.moments)
-    controller = PlacementController(
-        pipeline.layers,
-        plan.layer_bytes,
-        pipeline.mover,
-        ControllerSettings(solver.method, solver.alpha, solver.interval, plan.memory.staging_bytes),
-        plan.decision,
-        solves=solves,
-    )
     estimator = CostEstimator(
-        plan.layer_bytes,
+        first.layer_bytes,
         config.offload.chunk_elements,
         InitialRates(cpu_rate, gpu_rate),
         updates_overlap=device.type == "cuda",
     )
+    tuned = None
+    if config.offload.cpu_threads is None:
+        tuned = TunedThreads(
+            ThreadTrials(threads.candidates, threads.num_threads),
+            pipeline.cpu.set_threads,
+            lambda values: collectives.maximum(values, "the agreement on update threads"),
+        )
     return PlacementManager(
         pipeline,
-        plan.layer_bytes,
-        controller,
+        PlacementController(pipeline.layers, pipeline.mover, solver, first, solves=solves),
         estimator,
-        plan.memory,
-        plan.terms,
+        solver,
+        host,
+        peak_inputs,
         threads,
-        _tuned(pipeline, threads, collectives) if config.offload.cpu_threads is None else None,
-    )
-
-
-def _tuned(
-    pipeline: UpdatePipeline, threads: ThreadChoice, collectives: ShardCollectives
-) -> TunedThreads:
-    return TunedThreads(
-        ThreadTrials(threads.candidates, threads.num_threads),
-        pipeline.cpu.set_threads,
-        lambda values: collectives.maximum(values, "the agreement on update threads"),
+        tuned,
     )

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hytrain import _C
+from hytrain.config import SolverConfig
 from hytrain.errors import ConfigError
-from hytrain.hardware.gpu_memory import usable_gpu_bytes
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import Outcome
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
-from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
+from hytrain.placement.costs import MemoryLimits, StepCosts
 from hytrain.placement.measure import CONFIRMING, MANY_STEPS, CostEstimator
-from hytrain.placement.memory import check_fits, gpu_reserve, state_bytes
-from hytrain.placement.memory_probe import LOOK_EVERY, MemoryProbe, Reserves
+from hytrain.placement.memory import check_fits, state_bytes
+from hytrain.placement.memory_probe import LOOK_EVERY, MemoryProbe
 from hytrain.placement.move import PlacementController
 from hytrain.placement.peak_memory import PeakMemoryInputs, PhasePeak, predict_peaks
 from hytrain.placement.records import Decision
@@ -31,52 +31,37 @@ _OTHER_WORKLOAD = 1.33
 that others use as well makes steps longer by less, for a while."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemorySettings:
-    """What the memory budget depends on, fixed for a run.
-
-    Attributes:
-        reserves: what stays free.
-        gpu_base: GPU bytes known to be needed before anything has been measured.
-        host: this rank's part of its host.
-        staging_bytes: pinned staging on the host.
-    """
-
-    reserves: Reserves
-    gpu_base: int
-    host: HostShare
-    staging_bytes: int
-
-
 class PlacementManager:
     """Follows every step of an optimizer; moves layers where the controller decides so."""
 
     def __init__(
         self,
         pipeline: UpdatePipeline,
-        layer_bytes: Sequence[LayerBytes],
         controller: PlacementController,
         estimator: CostEstimator,
-        memory: MemorySettings,
-        terms: Callable[[int], PeakMemoryInputs],
+        solver: SolverConfig,
+        host: HostShare,
+        peak_inputs: Callable[[int], PeakMemoryInputs],
         threads: ThreadChoice,
         tuned_threads: TunedThreads | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self._bytes = list(layer_bytes)
         self.controller = controller
+        self._first = controller.decisions[0]
+        self._bytes = self._first.layer_bytes
         self._estimator = estimator
-        self._memory = memory
-        self._terms = terms
+        self._solver = solver
+        self.host = host
+        """This rank's part of its host."""
+        self._peak_inputs = peak_inputs
         self.threads = threads
         """Of the CPU's updates."""
         estimator.update_threads = threads.num_threads
         self.timer = StepTimer(len(pipeline.layers), pipeline.streams.device)
         pipeline.observer = self.timer
-        self._probe = MemoryProbe(layer_bytes, pipeline.streams.device)
+        self._probe = MemoryProbe(self._bytes, pipeline.streams.device)
         self._allocator = AllocatorWatch(retries_of(pipeline.streams.device))
         self._probing = False
-        self._usable: int | None = None
         self._waits_seen = 0
         self._limits: MemoryLimits | None = None
         self._limits_at = 0  # steps made when they were asked for
@@ -88,14 +73,9 @@ class PlacementManager:
         self.tuned_threads = tuned_threads
         """Tries numbers of them; None: it is fixed."""
 
-    @property
-    def host(self) -> HostShare:
-        """This rank's part of its host."""
-        return self._memory.host
-
     def memory_peaks(self) -> dict[str, PhasePeak]:
         """What each phase takes at most where the layers are now; see :func:`predict_peaks`."""
-        return predict_peaks(self._terms(self.controller.num_gpu_layers))
+        return predict_peaks(self._peak_inputs(self.controller.num_gpu_layers))
 
     # -- through a step ------------------------------------------------------------------------
 
@@ -114,12 +94,9 @@ class PlacementManager:
         """Has backward wait for the worker before the plan's reserve is touched."""
         if not self._probe.wanted or self.controller.num_gpu_layers == len(self._bytes):
             return
-        if self._usable is None or self._steps % LOOK_EVERY == 0:
-            self._usable = usable_gpu_bytes(self._pipeline.streams.device)
-        if self._usable is None:
-            return
-        reserve = gpu_reserve(self._memory.reserves.gpu, self._usable)
-        self._pipeline.room.begin_step(self._usable, reserve, self._probe.transient)
+        limits = self._current_limits()
+        if limits.gpu is not None:
+            self._pipeline.room.begin_step(limits.gpu, limits.gpu_reserve, self._probe.transient)
 
     def gradient(self, index: int) -> None:
         """A layer's final gradient has been handed over."""
@@ -208,16 +185,10 @@ class PlacementManager:
         return self._measured_since <= MANY_STEPS or self._steps % _MEASURE_EVERY == 0
 
     def _current_limits(self) -> MemoryLimits:
-        # The next look may be as many steps from here as lie between two measured ones.
-        age = self._steps - self._limits_at + _MEASURE_EVERY
-        if self._limits is None or age > LOOK_EVERY:
+        if self._limits is None or self._steps - self._limits_at >= LOOK_EVERY:
             self._limits_at = self._steps
-            self._limits = self._probe.limits(
-                self._memory.reserves,
-                self._memory.gpu_base,
-                self.host_bytes,
-                self._memory.host,
-            )
+            base = self._first.limits.gpu_base
+            self._limits = self._probe.limits(self._solver, base, self.host_bytes, self.host)
         return self._limits
 
     @property
@@ -270,7 +241,7 @@ class PlacementManager:
             raise ConfigError(f'gpu_fraction must be "solve" or a number in [0, 1], got {value}')
         number = round(value * len(self._bytes))
         limits = self._current_limits()
-        allowed = check_fits(self._bytes, limits, self._memory.staging_bytes)
+        allowed = check_fits(self._bytes, limits, self._first.staging_bytes)
         if not allowed.allow(number):
             raise ConfigError(
                 f"gpu_fraction {value} means {number} of {len(self._bytes)} layers, but between "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
@@ -107,20 +107,18 @@ class CostEstimator:
         """Times on the compute stream.
 
         Returns:
-            how many times as long steps have become, where a change is certain now; 1 where not.
+            how many times as long compute has become, where a change is certain now; 1 where not.
         """
         ratio = 1.0
         for sample in samples:
-            usual = self._alike - self._changed
-            before = list(self._history)[len(self._history) - self._alike :][:usual]
+            before = self._samples[: self._alike - self._changed]
             self._history.append(sample)
             self._alike = min(self._alike + 1, WINDOW)
-            seconds = median([s.seconds for s in before[-MANY_STEPS:]]) if before else 0.0
-            is_change = len(before) >= CONFIRMING and is_step_change(seconds, sample.seconds)
+            is_change = len(before) >= CONFIRMING and is_step_change(before, sample)
             self._changed = self._changed + 1 if is_change else 0
             if self._changed == CONFIRMING:
                 self._alike, self._changed = CONFIRMING, 0
-                ratio = median([s.seconds for s in self._samples]) / seconds
+                ratio = _usual(self._samples, _compute) / _usual(before, _compute)
             self._add_gpu_rate(sample)
         return ratio
 
@@ -286,6 +284,19 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [median(column) for column in zip(*rows, strict=True)]
 
 
-def is_step_change(usual: float, seconds: float) -> bool:
-    """Whether a step differs from what was usual by more than steps scatter."""
-    return abs(seconds - usual) > STEP_CHANGE * usual
+def is_step_change(before: Sequence[StepSample], sample: StepSample) -> bool:
+    """Whether a step, or its compute, differs from what was usual by more than steps scatter."""
+    pairs = [(_usual(before, of), of(sample)) for of in (_total, _compute)]
+    return any(abs(now - usual) > STEP_CHANGE * usual for usual, now in pairs)
+
+
+def _usual(samples: Sequence[StepSample], of: Callable[[StepSample], float]) -> float:
+    return median([of(sample) for sample in samples[-MANY_STEPS:]])
+
+
+def _total(sample: StepSample) -> float:
+    return sample.seconds
+
+
+def _compute(sample: StepSample) -> float:
+    return sample.seconds - sample.cpu_wait - sample.gpu_wait

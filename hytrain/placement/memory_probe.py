@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
+from hytrain.config import SolverConfig
 from hytrain.hardware.gpu_memory import allocated_bytes, usable_gpu_bytes
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import host_memory_pools
@@ -15,14 +16,6 @@ from hytrain.placement.memory import gpu_reserve, host_reserve, state_bytes
 
 LOOK_EVERY = 10
 """Steps between two looks at memory: asking takes tenths of a millisecond."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reserves:
-    """Bytes that stay free; None: a share of what there is."""
-
-    gpu: int | None = None
-    host: int | None = None
 
 
 class MemoryProbe:
@@ -95,12 +88,12 @@ class MemoryProbe:
         return self.transient or 0
 
     def limits(
-        self, reserves: Reserves, gpu_base: int, host_held: int, share: HostShare
+        self, solver: SolverConfig, gpu_base: int, host_held: int, share: HostShare
     ) -> MemoryLimits:
         """What there is now.
 
         Args:
-            reserves: what stays free.
+            solver: how much stays free.
             gpu_base: what is known to be needed on the GPU before anything has been measured.
             host_held: host bytes that this rank's layers hold already.
             share: this rank's part of what the host has left.
@@ -109,10 +102,10 @@ class MemoryProbe:
         host = share.memory(host_memory_pools()) + host_held
         limits = MemoryLimits(
             gpu=gpu,
-            gpu_reserve=gpu_reserve(reserves.gpu, gpu or 0),
+            gpu_reserve=gpu_reserve(solver.gpu_memory_reserve_bytes, gpu or 0),
             gpu_base=gpu_base,
             host=host,
-            host_reserve=host_reserve(reserves.host, host),
+            host_reserve=host_reserve(solver.host_memory_reserve_bytes, host),
         )
         return self.with_base(limits)
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from hytrain.config import SolverConfig
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
 from hytrain.placement.backoff import Backoff
 from hytrain.placement.choose import (
     LITTLE_GAIN,
-    Method,
     Solution,
     solve,
     worth_moving,
 )
-from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
+from hytrain.placement.costs import MemoryLimits, StepCosts
 from hytrain.placement.launch_bound import LaunchBoundPlacement
 from hytrain.placement.measure import STEP_CHANGE
 from hytrain.placement.memory import Bounds, bounds
@@ -39,32 +39,14 @@ _SAME_MEMORY = 1.02
 """A GPU counts as large as another that has at most this much more memory: drivers differ."""
 
 
-@dataclass(frozen=True, slots=True)
-class ControllerSettings:
-    """How decisions are made.
-
-    Attributes:
-        method: the solver.
-        alpha: GPU over CPU update time, where the user gives it.
-        interval: steps between two solves.
-        staging_bytes: pinned staging on the host.
-    """
-
-    method: Method
-    alpha: float | None
-    interval: int
-    staging_bytes: int
-
-
 class PlacementController:
     """Solves for the number of GPU layers and moves layers there."""
 
     def __init__(
         self,
         layers: Sequence[LayerState],
-        layer_bytes: Sequence[LayerBytes],
         mover: LayerMover,
-        settings: ControllerSettings,
+        solver: SolverConfig,
         first: Decision,
         *,
         solves: bool,
@@ -72,16 +54,16 @@ class PlacementController:
         """
         Args:
             layers: all layers in forward order, the first of them GPU-placed.
-            layer_bytes: their sizes.
             mover: re-places them.
-            settings: see :class:`ControllerSettings`.
-            first: the decision that they are placed by now.
+            solver: how decisions are made.
+            first: the decision that they are placed by now, with their sizes.
             solves: whether it decides by itself, or only does as it is told.
         """
         self._layers = list(layers)
-        self._bytes = tuple(layer_bytes)
+        self._bytes = first.layer_bytes
+        self._staging_bytes = first.staging_bytes
         self._mover = mover
-        self._settings = settings
+        self._solver = solver
         self.solves = solves
         self.decisions: list[Decision] = [first]
         self.target = self.num_gpu_layers
@@ -117,7 +99,7 @@ class PlacementController:
 
     def is_due(self, step: int) -> bool:
         """Whether to solve at this step: not while layers move, since times then mislead."""
-        return self.solves and step % self._settings.interval == 0 and self.is_settled
+        return self.solves and step % self._solver.interval == 0 and self.is_settled
 
     @property
     def is_settled(self) -> bool:
@@ -149,32 +131,25 @@ class PlacementController:
             launch_bound: the GPU waits for the host to launch its kernels.
         """
         allowed, here = self._allowed(step, limits), self.num_gpu_layers
-        self._launch_bound.is_seen |= launch_bound
-        if seconds is not None:
-            plain = predict(costs, gpu_layers=[here]).step_seconds[0]
-            self._residuals[here] = seconds - plain
         is_known = self.decisions[-1].costs is not None
+        self._see_launches(
+            step, launch_bound, is_certain=is_certain and here == allowed.max_gpu_layers
+        )
         compared = self._launch_bound
         if is_known and compared.is_settled and compared.choose(here, allowed, here) == here:
             return  # the GPU waits for the host's launches: the less the host does the better
-        is_published = self._settings.method == "closed_form"
+        if seconds is not None:
+            plain = predict(costs, gpu_layers=[here]).step_seconds[0]
+            self._residuals[here] = seconds - plain
+        method = self._solver.method
         solution = solve(
             costs,
-            self._settings.method,
+            method,
             allowed,
-            alpha=self._settings.alpha,
-            residuals=None if is_published else self._residuals,
+            alpha=self._solver.alpha,
+            residuals=self._residuals if method == "pipeline" else None,
         )
-        number, reason = solution.gpu_layers, solution.reason
-        # The closed form is there to reproduce the published system: it is followed as it is.
-        if not is_published:
-            most = None
-            if self._launch_bound.is_seen:
-                most = self._launch_bound.choose(here, allowed, number)
-            if most is not None:
-                number, reason = most, self._words_of_launch_bound(most)
-            elif not self._is_worth_moving(step, solution, is_certain=is_certain):
-                number, reason = here, f"{reason}; {here} of {len(self._layers)} stay there"
+        number, reason = self._choose(step, solution, is_certain=is_certain)
         # Where nothing moves it is said once why.
         if number != here or not is_known:
             self._decide(
@@ -188,6 +163,28 @@ class PlacementController:
                 limits=limits,
                 corrections=solution.corrections,
             )
+
+    def _choose(self, step: int, solution: Solution, *, is_certain: bool) -> tuple[int, str]:
+        """The number to move to, and why."""
+        here, solved = self.num_gpu_layers, solution.gpu_layers
+        if self._solver.method == "closed_form":
+            # It is there to reproduce the published system: it is followed as it is.
+            return solved, solution.reason
+        if self._launch_bound.is_seen:
+            number = self._launch_bound.choose(here, solution.bounds, solved)
+            if number is not None:
+                return number, self._words_of_launch_bound(number)
+        if self._is_worth_moving(step, solution, is_certain=is_certain):
+            return solved, solution.reason
+        return here, f"{solution.reason}; {here} of {len(self._layers)} stay there"
+
+    def _see_launches(self, step: int, launch_bound: bool, *, is_certain: bool) -> None:
+        """Whether this workload's steps are launch-bound, which only shows with few CPU updates."""
+        if launch_bound or not is_certain:
+            self._launch_bound.is_seen |= launch_bound
+        elif self._launch_bound.is_seen and self._little_moves.is_over(step):
+            self._launch_bound = LaunchBoundPlacement()
+            self._little_moves.fail(step)
 
     def _is_worth_moving(self, step: int, solution: Solution, *, is_certain: bool) -> bool:
         here = self.num_gpu_layers
@@ -240,7 +237,7 @@ class PlacementController:
 
     def _allowed(self, step: int, limits: MemoryLimits) -> Bounds:
         """What fits, as far as is known, and has not turned out not to."""
-        allowed = bounds(self._bytes, limits, self._settings.staging_bytes)
+        allowed = bounds(self._bytes, limits, self._staging_bytes)
         if not self._no_gpu_memory.is_over(step):
             most = min(allowed.max_gpu_layers, self._most)
             allowed = replace(allowed, max_gpu_layers=most)

@@ -84,18 +84,18 @@ _KEY = "hytrain.gpu_fraction"
 PHASES = ("build", "step", "save", "load", "evaluation")
 
 
-def predict_peaks(terms: PeakMemoryInputs) -> dict[str, PhasePeak]:
+def predict_peaks(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
     """The peaks of :data:`PHASES`, each of which may begin as soon as a step has returned."""
-    if terms.gpu_base is None:
-        return _of_one_memory(terms)
-    away, here = terms.layers[: terms.gpu_layers], terms.layers[terms.gpu_layers :]
-    base, on_host = terms.gpu_base + state_bytes(away), state_bytes(here)
-    gathered, left = _gathered(terms), gradient_bytes(here)
+    if inputs.gpu_base is None:
+        return _of_one_memory(inputs)
+    away, here = inputs.layers[: inputs.gpu_layers], inputs.layers[inputs.gpu_layers :]
+    base, on_host = inputs.gpu_base + state_bytes(away), state_bytes(here)
+    gathered, left = _gathered(inputs), gradient_bytes(here)
     rounded = any(layer.moments != FP32 for layer in away)
-    copied = gathered + _ROUNDED_BYTES * terms.largest_parameter * rounded
-    ahead = left + max(terms.gradients) if here else 0
-    kept = terms.kept_gradients
-    pinned = terms.pinned_bytes + terms.home_bytes
+    copied = gathered + _ROUNDED_BYTES * inputs.largest_parameter * rounded
+    ahead = left + max(inputs.gradients) if here else 0
+    kept = inputs.kept_gradients
+    pinned = inputs.pinned_bytes + inputs.home_bytes
     return {
         "build": PhasePeak(max(on_host, CALIBRATION_BYTES), pinned, base),
         # Where gradients are kept from one micro-batch to the next, those in flight are among them.
@@ -104,7 +104,7 @@ def predict_peaks(terms: PeakMemoryInputs) -> dict[str, PhasePeak]:
         ),
         # Frozen weights are written when all else is.
         "save": PhasePeak(
-            on_host + max(copied, terms.largest_frozen) + _THREADS_BYTES,
+            on_host + max(copied, inputs.largest_frozen) + _THREADS_BYTES,
             pinned,
             base + max(gathered, left),
         ),
@@ -113,13 +113,13 @@ def predict_peaks(terms: PeakMemoryInputs) -> dict[str, PhasePeak]:
     }
 
 
-def _of_one_memory(terms: PeakMemoryInputs) -> dict[str, PhasePeak]:
+def _of_one_memory(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
     """On a CPU: what would be the device's is the host's."""
-    state = state_bytes(terms.layers)
-    left = gradient_bytes(terms.layers[terms.gpu_layers :])
-    gathered = _gathered(terms)
+    state = state_bytes(inputs.layers)
+    left = gradient_bytes(inputs.layers[inputs.gpu_layers :])
+    gathered = _gathered(inputs)
     # A backward may be that far ahead of the update; autograd's own of one layer is copied.
-    ahead = sum(terms.gradients) + max(terms.gradients)
+    ahead = sum(inputs.gradients) + max(inputs.gradients)
     host = {
         "build": max(state, CALIBRATION_BYTES),
         "step": state + ahead,
@@ -128,18 +128,18 @@ def _of_one_memory(terms: PeakMemoryInputs) -> dict[str, PhasePeak]:
         "load": state + max(gathered, left + _THREADS_BYTES),
         "evaluation": state + left,
     }
-    pinned = terms.pinned_bytes + terms.home_bytes
+    pinned = inputs.pinned_bytes + inputs.home_bytes
     return {phase: PhasePeak(host[phase], pinned, None) for phase in PHASES}
 
 
-def _gathered(terms: PeakMemoryInputs) -> int:
+def _gathered(inputs: PeakMemoryInputs) -> int:
     """What a save or load has of a parameter at a time.
 
     It comes when the update has fetched all gradients, and these have been let go: one or the other
     is there.
     """
     # Whole parameters come together from the ranks' pieces, which are there as well.
-    return MASTER_BYTES * terms.largest_parameter * (2 if terms.num_ranks > 1 else 1)
+    return MASTER_BYTES * inputs.largest_parameter * (2 if inputs.num_ranks > 1 else 1)
 
 
 def hard_limit(pools: Mapping[str, int]) -> tuple[str, int] | None:

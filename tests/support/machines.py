@@ -10,11 +10,12 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+from hytrain.config import SolverConfig
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds, bounds
-from hytrain.placement.move import ControllerSettings, PlacementController
+from hytrain.placement.move import PlacementController
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.placement.step_timer import StepSample
@@ -165,12 +166,7 @@ class Training:
         )
         mover: Any = self
         self.controller = PlacementController(
-            self.layers,
-            layer_bytes,
-            mover,
-            ControllerSettings("pipeline", None, 1, 0),
-            first,
-            solves=True,
+            self.layers, mover, SolverConfig(), first, solves=True
         )
         self.step = 0
         self.drift = 0.0

@@ -287,7 +287,7 @@ def test_the_engine_says_what_its_model_keeps(changes: dict[str, Any], itemsize:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
     model[1].requires_grad_(False)
     with built(model, make_config(**changes)) as engine:
-        terms = engine.optimizer.placement._terms(0)
+        terms = engine.optimizer.placement._peak_inputs(0)
         assert terms.kept_gradients == itemsize * 2 * 64 * 64
         assert terms.largest_frozen == 2 * 64 * 64
 

@@ -11,11 +11,12 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from hytrain.config import SolverConfig
 from hytrain.placement.backoff import FIRST_PAUSE
 from hytrain.placement.choose import solve
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
 from hytrain.placement.memory import Bounds
-from hytrain.placement.move import ControllerSettings, PlacementController
+from hytrain.placement.move import PlacementController
 from hytrain.placement.records import Decision
 
 L = 20
@@ -91,9 +92,8 @@ class Bench:
         mover: Any = self.mover
         self.controller = PlacementController(
             layers,
-            layer_bytes,
             mover,
-            ControllerSettings(method, alpha, interval, 0),
+            SolverConfig(method=method, alpha=alpha, interval=interval),
             first,
             solves=solves,
         )

@@ -16,17 +16,17 @@ import pytest
 import torch
 
 from hytrain import _C
+from hytrain.config import SolverConfig
 from hytrain.hardware.host_share import HostShare
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement import manager as placement
 from hytrain.placement import memory_probe
 from hytrain.placement.choose import solve
 from hytrain.placement.costs import LayerBytes, LayerCosts, StepCosts
-from hytrain.placement.manager import MemorySettings, PlacementManager
+from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds
-from hytrain.placement.memory_probe import Reserves
-from hytrain.placement.move import ControllerSettings, PlacementController
+from hytrain.placement.move import PlacementController
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 
@@ -137,24 +137,19 @@ class Simulation:
             limits=placement.MemoryLimits(None, 0, 0, 500 * GIB, 0),
         )
         mover: Any = self.mover
-        self.controller = PlacementController(
-            layers,
-            layer_bytes,
-            mover,
-            ControllerSettings(method, None, 1, 0),
-            first,
-            solves=True,
+        solver = SolverConfig(
+            method=method, gpu_memory_reserve_bytes=0, host_memory_reserve_bytes=0
         )
+        self.controller = PlacementController(layers, mover, solver, first, solves=True)
         estimator = CostEstimator(
             layer_bytes, 16 << 20, InitialRates(1 / 4e9, 1 / 120e9), updates_overlap=False
         )
-        memory = MemorySettings(Reserves(0, 0), 0, HostShare(1, 1, {}), 0)
         self.manager = PlacementManager(
             pipeline,
-            layer_bytes,
             self.controller,
             estimator,
-            memory,
+            solver,
+            HostShare(1, 1, {}),
             lambda _: pytest.fail("asked"),
             ThreadChoice(1, 1 / 4e9),
         )
@@ -262,7 +257,7 @@ def settled(simulation: Simulation) -> Simulation:
 def assert_is_there(simulation: Simulation) -> None:
     """The layers are where the new truth wants them, as near as hysteresis asks for."""
     assert simulation.controller.target == simulation.here
-    if simulation.controller._settings.method == "pipeline":
+    if simulation.controller._solver.method == "pipeline":
         assert simulation.machine.loss(simulation.here) < 0.025
         # And no more memory than needed.
         assert simulation.here <= simulation.machine.best() + 3
@@ -385,6 +380,7 @@ class CountingProbe:
     def __init__(self) -> None:
         self.begun = 0
         self.asked = 0
+        self.gpu: int | None = None
 
     def begin_backward(self) -> None:
         self.begun += 1
@@ -397,7 +393,7 @@ class CountingProbe:
 
     def limits(self, *_arguments: Any) -> Any:
         self.asked += 1
-        return placement.MemoryLimits(None, 0, 0, 500 * GIB, 0)
+        return placement.MemoryLimits(self.gpu, GIB, 0, 500 * GIB, 0)
 
     def with_base(self, limits: Any) -> Any:
         return limits
@@ -408,21 +404,17 @@ def test_backward_is_held_to_what_the_plan_leaves_free(
 ) -> None:
     """Less what a layer's backward takes for a moment and the reserve; where the host updates."""
     probe: Any = CountingProbe()
-    probe.transient = 3 * GIB
+    probe.transient, probe.gpu = 3 * GIB, 24 * GIB
     simulation.manager._probe = probe
-    monkeypatch.setattr(placement, "usable_gpu_bytes", lambda _: 24 * GIB)
     told: list[tuple[int, int, int]] = []
     room = simulation.manager._pipeline.room
     monkeypatch.setattr(room, "begin_step", lambda *sizes: told.append(sizes), raising=False)
     simulation.run(1)
-    assert told == [(24 * GIB, 0, 3 * GIB)]  # this simulation's reserve is none
-    simulation.manager._memory = replace(simulation.manager._memory, reserves=Reserves())
-    simulation.run(1)
-    assert told[1:] == [(24 * GIB, GIB, 3 * GIB)]
+    assert told == [(24 * GIB, GIB, 3 * GIB)]
     for layer in simulation.layers:
         layer.placement = "gpu"
     simulation.manager.begin_backward()
-    assert len(told) == 2
+    assert len(told) == 1
 
 
 def test_memory_is_followed_now_and_then_and_after_a_change(simulation: Simulation) -> None:

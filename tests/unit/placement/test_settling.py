@@ -97,6 +97,16 @@ def test_launch_bound_steps_that_become_gpu_bound_are_followed() -> None:
     assert training.regret < 0.03
 
 
+def test_steps_that_are_little_longer_but_no_more_launch_bound_are_solved_for() -> None:
+    training = Training(replace(LAUNCH_BOUND, noise=0.03))
+    training.run(100)
+    assert training.controller.num_gpu_layers == 18
+    # Nobody else's work keeps the launching thread from its core any more.
+    training.machine = replace(training.machine, compute=0.066, cpu=0.05, interference=0.0)
+    training.run(200)
+    assert training.controller.num_gpu_layers < 5
+
+
 def test_a_decision_keeps_what_measurements_added() -> None:
     training = Training(DEAR_LAUNCHES)
     training.run(60)

@@ -368,4 +368,9 @@ def test_steps_that_scatter_do_not_change() -> None:
 
 @pytest.mark.parametrize(("factor", "expected"), [(0.84, True), (0.86, False), (1.16, True)])
 def test_a_step_change_is_more_than_scatter(factor: float, expected: bool) -> None:
-    assert is_step_change(1.0, factor) is expected
+    assert is_step_change([SAMPLE] * 3, scaled(factor)) is expected
+
+
+def test_compute_that_changes_behind_a_wait_for_the_cpu_is_a_change() -> None:
+    sample = replace(SAMPLE, cpu_wait=0.5 * SAMPLE.seconds)
+    assert is_step_change([SAMPLE] * 3, sample)

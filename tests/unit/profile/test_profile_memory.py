@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hytrain.config import SolverConfig
 from hytrain.hardware.gpu_memory import give_back_cached, usable_gpu_bytes
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels import host_limits as host_room
@@ -17,7 +18,7 @@ from hytrain.offload import threads
 from hytrain.placement import memory_probe
 from hytrain.placement.calibration import gpu_seconds_per_parameter
 from hytrain.placement.costs import LayerBytes
-from hytrain.placement.memory_probe import MemoryProbe, Reserves
+from hytrain.placement.memory_probe import MemoryProbe
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -112,7 +113,12 @@ LAYERS = [LayerBytes(f"layer {index}", 1000) for index in range(4)]
 
 def test_ranks_share_the_host_and_each_keeps_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_probe, "host_memory_pools", lambda: {"machine": 80 * GIB})
-    limits = MemoryProbe(LAYERS, CPU).limits(Reserves(5, 6), 0, 7 * GIB, HostShare(4, 1, {}))
+    limits = MemoryProbe(LAYERS, CPU).limits(
+        SolverConfig(gpu_memory_reserve_bytes=5, host_memory_reserve_bytes=6),
+        0,
+        7 * GIB,
+        HostShare(4, 1, {}),
+    )
     assert limits.host == 27 * GIB
     assert (limits.gpu, limits.gpu_reserve, limits.host_reserve) == (None, 5, 6)
     assert limits.gpu_base_at == ()
@@ -123,7 +129,7 @@ def test_the_reserve_is_a_share_and_a_gib_at_least(
     monkeypatch: pytest.MonkeyPatch, host: int, reserve: int
 ) -> None:
     monkeypatch.setattr(memory_probe, "host_memory_pools", lambda: {"machine": host})
-    limits = MemoryProbe(LAYERS, CPU).limits(Reserves(), 0, 0, ALONE)
+    limits = MemoryProbe(LAYERS, CPU).limits(SolverConfig(), 0, 0, ALONE)
     assert limits.host_reserve == reserve
     assert limits.gpu_reserve == GIB
 
@@ -223,11 +229,11 @@ def test_state_on_its_way_out_is_no_base(allocator: FakeAllocator) -> None:
 def test_limits_go_by_the_measured_base(allocator: FakeAllocator) -> None:
     allocator.free = allocator.total = 1000 * GIB
     probe = MemoryProbe(LAYERS, GPU)
-    before = probe.limits(Reserves(host=0), 12345, 0, ALONE)
+    before = probe.limits(SolverConfig(host_memory_reserve_bytes=0), 12345, 0, ALONE)
     assert (before.gpu_base, before.gpu_base_at) == (12345, ())
     assert before.gpu_reserve == 40 * GIB
     probe_step(probe, allocator, [1, 2, 3, 4], begin=9, peak=0, k=0)
-    after = probe.limits(Reserves(host=0), 12345, 0, ALONE)
+    after = probe.limits(SolverConfig(host_memory_reserve_bytes=0), 12345, 0, ALONE)
     assert (after.gpu_base, after.gpu_base_at) == (9, (1, 2, 3, 9))
 
 
