@@ -21,7 +21,6 @@ from hytrain.placement.memory import Bounds
 from hytrain.placement.prediction import Candidate, predict
 
 Method = Literal["pipeline", "closed_form"]
-Limit = Literal["gpu_memory", "host_memory"]
 
 WITHIN_BEST = 0.01
 """The fewest GPU layers are taken whose step is at most this much longer than the shortest; as much
@@ -49,9 +48,7 @@ class Solution:
         predictions: for 0..L GPU layers, with ``corrections``.
         corrections: seconds that measured steps add to what costs alone predict, for 0..L.
         closed_form_k: the closed form's share of GPU layers, whatever the method.
-        unbounded_gpu_layers: the choice if memory did not bound it.
         bounds: what fits.
-        limited_by: which memory keeps the choice from ``unbounded_gpu_layers``; None: neither.
         reason: why, for people.
     """
 
@@ -60,9 +57,7 @@ class Solution:
     predictions: tuple[Candidate, ...]
     corrections: tuple[float, ...]
     closed_form_k: float
-    unbounded_gpu_layers: int
     bounds: Bounds
-    limited_by: Limit | None
     reason: str
 
 
@@ -104,7 +99,6 @@ def solve(
         replace(candidate, step_seconds=max(0.0, candidate.step_seconds + more))
         for candidate, more in zip(predict(costs).candidates, added, strict=True)
     )
-    fitting = range(bounds.min_gpu_layers, bounds.max_gpu_layers + 1)
     if method == "closed_form":
         unbounded = math.floor(share * num_layers + 0.5)
         choice = bounds.clamp(unbounded)
@@ -114,20 +108,18 @@ def solve(
         unbounded = _fewest_near_best(steps, range(num_layers + 1))
         choice = bounds.clamp(unbounded)
         if choice != unbounded:
+            fitting = range(bounds.min_gpu_layers, bounds.max_gpu_layers + 1)
             choice = _fewest_near_best(steps, fitting)
     else:
         raise PlacementError(f'unknown method "{method}": "pipeline" or "closed_form"')
-    limited_by = _limit(unbounded, bounds)
     return Solution(
         gpu_layers=choice,
         predicted_seconds=predictions[choice].step_seconds,
         predictions=predictions,
         corrections=tuple(added) if residuals else (),
         closed_form_k=share,
-        unbounded_gpu_layers=unbounded,
         bounds=bounds,
-        limited_by=limited_by,
-        reason=_reason(costs, predictions, choice, unbounded, limited_by),
+        reason=_reason(costs, predictions, choice, unbounded, bounds),
     )
 
 
@@ -163,14 +155,6 @@ def _with_slack(costs: StepCosts) -> StepCosts:
         for layer in costs.layers
     )
     return replace(costs, layers=layers)
-
-
-def _limit(unbounded: int, bounds: Bounds) -> Limit | None:
-    if unbounded > bounds.max_gpu_layers:
-        return "gpu_memory"
-    if unbounded < bounds.min_gpu_layers:
-        return "host_memory"
-    return None
 
 
 def worth_moving(solution: Solution, here: int, *, least_gain: float = WITHIN_BEST) -> bool:
@@ -210,16 +194,16 @@ def _reason(
     predictions: Sequence[Candidate],
     choice: int,
     unbounded: int,
-    limited_by: Limit | None,
+    bounds: Bounds,
 ) -> str:
     num_layers = len(costs.layers)
     there = f"{choice} of {num_layers} layers to the GPU" if choice else "no layers to the GPU"
     parts = [_why(costs, predictions, unbounded), there]
     parts.append(f"predicted {predictions[choice].step_seconds:.3f} s")
     alternative = f"{unbounded} would be best: {predictions[unbounded].step_seconds:.3f} s"
-    if limited_by == "gpu_memory":
+    if unbounded > bounds.max_gpu_layers:
         parts.append(f"bounded by GPU memory ({alternative})")
-    elif limited_by == "host_memory":
+    elif unbounded < bounds.min_gpu_layers:
         parts.append(f"host memory does not hold more of the state ({alternative})")
     return "; ".join(parts)
 

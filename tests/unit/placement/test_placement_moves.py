@@ -23,9 +23,7 @@ def solution(steps: list[float], choice: int, bounds: Bounds | None = None) -> S
         predictions=tuple(Candidate(k, seconds, 0, 0, 0) for k, seconds in enumerate(steps)),
         corrections=(),
         closed_form_k=0.0,
-        unbounded_gpu_layers=choice,
         bounds=bounds or Bounds.unlimited(len(steps) - 1),
-        limited_by=None,
         reason="",
     )
 
