@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from hytrain.kernels import cpu_adam
 from hytrain.kernels import host_limits as host_room
 from hytrain.tools import cli
 from hytrain.tools.kernel_bench import subjects as kernel_subjects
-from hytrain.tools.kernel_bench.subjects import BYTES_PER_PARAM
 
 SMALL = ["--elements", "100000", "--threads", "1,2", "--repeats", "2"]
 
@@ -27,54 +25,58 @@ def _without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_subjects, "build_deepspeed_adam", missing)
 
 
+BYTES = {
+    "commit": 28,
+    "commit_then_preview": 30,
+    "preview": 16,
+    "read_write": 24,
+    "commit_bf16": 20,
+    "commit_then_preview_bf16": 22,
+    "preview_bf16": 12,
+    "read_write_bf16": 16,
+    "commit_8bit": 16 + 1 / 16,
+    "commit_then_preview_8bit": 18 + 1 / 16,
+    "preview_8bit": 10 + 1 / 32,
+    "read_write_8bit": 12 + 1 / 16,
+    "torch_fused": 28,
+}
+"""That a parameter moves: counted by hand."""
+
+
 def test_json_has_every_subject(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "kernel", "--json", *SMALL]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert set(result) == {*BYTES_PER_PARAM, "machine"}
-    for name, num_bytes in BYTES_PER_PARAM.items():
-        if name.startswith("deepspeed"):
-            assert result[name] is None
-            continue
+    assert set(result) == {*BYTES, "deepspeed_adam", "deepspeed_path", "machine"}
+    assert result["deepspeed_adam"] is result["deepspeed_path"] is None
+    for name, num_bytes in BYTES.items():
         figures = result[name]
         assert figures["num_threads"] in (1, 2)
         assert figures["gbytes_per_s"] == pytest.approx(
             figures["gparams_per_s"] * num_bytes, rel=0.02, abs=0.01
         )
-    assert result["machine"]["num_elements"] == 100000
+        _, _, kind = name.rpartition("_")
+        assert (figures["over_fp32"] is None) == (kind not in ("bf16", "8bit"))
+        if name.startswith("read_write"):
+            assert figures["of_read_write"] == 1.0
+    assert result["machine"]["num_elements"] == 100032  # whole blocks of codes
     assert result["machine"]["isa"] == cpu_adam.active_isa()
 
 
-def test_table_and_variants_print(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "kernel", *SMALL]) == 0
     printed = capsys.readouterr().out
-    assert "not measured" in printed  # DeepSpeed's
     assert "over fp32" in printed.splitlines()[0]
+    assert printed.count("not measured") == 2  # DeepSpeed's
     assert cli.main(["bench", "kernel", "--ours", *SMALL]) == 0
     assert capsys.readouterr().out.count("not measured") == 3
-    before = cpu_adam.active_isa()
-    assert cli.main(["bench", "kernel", "--variants", *SMALL]) == 0
-    heading, below, *rows = capsys.readouterr().out.splitlines()
-    assert "prefetch" in heading
-    assert "elements" in below
-    assert rows[0].startswith("commit")
-    assert cpu_adam.active_isa() == before
-
-
-def test_subjects_keep_their_arrays_alive() -> None:
-    """The kernel takes addresses; where DeepSpeed is missing nothing else held the tensors."""
-    arrays = kernel_subjects.Arrays.random(1000)
-    alive = [weakref.ref(getattr(arrays, name)) for name in ("previous", "current", "out")]
-    subjects = kernel_subjects.our_subjects(arrays, non_temporal=False)
-    del arrays
-    assert all(reference() is not None for reference in alive)
-    del subjects
-    assert all(reference() is None for reference in alive)
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["bench", "kernel", "--threads", "0"])
     assert "is not a whole number of at least 1" in capsys.readouterr().err
+    assert cli.main(["bench", "kernel", "--threads", "1,1025"]) == 2
+    assert "--threads 1025: the kernels run on at most 1024" in capsys.readouterr().err
 
 
 def test_machine_facts_are_sane() -> None:

@@ -21,8 +21,7 @@ from hytrain.tools.explain.candidates import CandidateRow, candidate_rows
 from hytrain.tools.explain.decision_report import candidates_text
 from hytrain.tools.explain.history import Median, read_history
 from hytrain.tools.explain.run_report import explain_run
-from hytrain.tools.kernel_bench.run import format_table, format_variants
-from hytrain.tools.kernel_bench.subjects import BYTES_PER_PARAM
+from hytrain.tools.kernel_bench.run import format_table
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
@@ -257,17 +256,11 @@ def test_bench(factor: float) -> None:
         "gparams_per_s": 5.1234 * factor,
         "gbytes_per_s": 143.256 * factor,
         "num_threads": int(16 * factor),
+        "of_read_write": 0.95 * factor,
+        "over_fp32": 1.5 * factor,
     }
-    result: dict[str, Any] = dict.fromkeys(BYTES_PER_PARAM, figures)
-    result["deepspeed_adam"] = None
-    check_width(format_table(result))
-    variant = {
-        **{"subject": "commit_then_preview", "isa": "avx512_bf16", "prefetch_elements": 1024},
-        **{"block_elements": 65536, "dynamic_schedule": False, "non_temporal": False},
-    }
-    text = format_variants({"variants": [variant | figures] * 2})
-    check_width(text)
-    assert "prefetch" in text
+    names = ["commit", "commit_then_preview_8bit"]
+    check_width(format_table(dict.fromkeys(names, figures) | {"deepspeed_adam": None}))
 
 
 def _case(name: str, capacity: float, factor: float) -> UnevenCase:

@@ -19,13 +19,13 @@ from hytrain.placement.calibration import (
     accumulation_seconds_per_parameter,
     gpu_seconds_per_parameter,
 )
-from hytrain.tools.kernel_bench.training_load import TrainingLoad
 from hytrain.tools.profiler import rates
 from hytrain.tools.profiler.launching import measure_slowdown
 from hytrain.tools.profiler.layer_profile import LayerProfile, LayerProfiling
 from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.progress import Progress
 from hytrain.tools.profiler.ranks import Ranks
+from hytrain.tools.profiler.training_load import TrainingLoad
 from hytrain.tools.profiler.update_launches import UpdatedKind, update_launches
 
 _PAUSES = 3

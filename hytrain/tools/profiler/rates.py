@@ -29,8 +29,8 @@ from hytrain.kernels.moments import Rounding, native_moments
 from hytrain.model.moment_format import MomentFormat, StateArrays
 from hytrain.model.partition import align_up
 from hytrain.offload.threads import candidates
-from hytrain.tools.kernel_bench.training_load import TrainingLoad
 from hytrain.tools.profiler.ranks import Ranks
+from hytrain.tools.profiler.training_load import TrainingLoad
 
 _COPY_BYTES = 64 * 2**20
 _COPIES = 4

@@ -14,12 +14,11 @@ import torch
 from hytrain.formats.moment_kinds import MomentsName
 from hytrain.kernels.cpu_adam import commit_then_preview
 from hytrain.model.moment_format import StateArrays
-from hytrain.tools.kernel_bench import training_load
-from hytrain.tools.kernel_bench.training_load import TrainingLoad
-from hytrain.tools.profiler import rates
+from hytrain.tools.profiler import rates, training_load
 from hytrain.tools.profiler.collective_profile import collective_samples, uneven_sizes
 from hytrain.tools.profiler.ranks import Ranks
 from hytrain.tools.profiler.rates import UpdateArrays
+from hytrain.tools.profiler.training_load import TrainingLoad
 
 CPU = torch.device("cpu")
 ALONE = Ranks(alone=True)
