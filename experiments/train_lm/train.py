@@ -38,8 +38,8 @@ from options import OptionError, build_parser, parse_options
 from hytrain.checkpoint.commit import saved_tags
 from hytrain.errors import HyTrainError
 
-# What --overwrite takes away beside the checkpoints; the last is `hytrain explain`'s picture.
-_WRITTEN = ("metrics.jsonl", "loss.png", "summary.json", "metrics.placement.png")
+# What --overwrite takes away beside the checkpoints.
+_WRITTEN = ("metrics.jsonl", "loss.png", "summary.json")
 _USER_ERRORS = (OptionError, corpus.DataError, models.ModelError, HyTrainError)
 
 

@@ -206,7 +206,7 @@ def test_metrics(tmp_path: Path) -> None:
         lines = values if isinstance(values, list) else [values]
         return b"\n".join(json.dumps(line).encode() for line in lines)
 
-    command = ["explain", str(file), "--no-png"]
+    command = ["explain", str(file)]
     _hold(Subject(file, [command, [*command, "--json"]], unpack, pack))
 
 
@@ -245,7 +245,7 @@ def test_models(tmp_path: Path) -> None:
         **{"intermediate_size": 64, "num_attention_heads": 4, "tie_word_embeddings": False},
     }
     file.write_text(json.dumps(llama))
-    _hold(Subject(file, [["explain", str(config), "--model", str(file), "--no-png"]]))
+    _hold(Subject(file, [["explain", str(config), "--model", str(file)]]))
 
 
 @pytest.fixture(scope="module")

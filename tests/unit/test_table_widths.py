@@ -18,9 +18,8 @@ from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import table
 from hytrain.tools import cli
 from hytrain.tools.explain.candidates import CandidateRow, candidate_rows
-from hytrain.tools.explain.decision_report import candidates_text
 from hytrain.tools.explain.history import Median, read_history
-from hytrain.tools.explain.run_report import explain_run
+from hytrain.tools.explain.report import candidates_text, run_text
 from hytrain.tools.kernel_bench.run import format_table
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
@@ -172,9 +171,9 @@ def test_profile(factor: float) -> None:
 
 def test_explain_a_run() -> None:
     records = typical_run(clipped_share=0.5)
-    text = explain_run(read_history(text_of(records)))
+    text = run_text(read_history(text_of(records)))
     check_width(fold(text))
-    table = text.split("Candidates\n\n")[1].split("\nworker:")[0]
+    table = text.split("Candidates\n\n")[1].split("worker:")[0]
     check_width(table)
     assert "<- chosen" in table
 
@@ -184,7 +183,7 @@ def test_explain_a_run_with_a_long_reason(tmp_path: Path, capsys: Any) -> None:
     record["placement"]["reason"] = "a reason that takes many words to be told, " * 6
     path = tmp_path / "metrics.jsonl"
     path.write_text(text_of([record]), encoding="utf-8")
-    assert cli.main(["explain", str(path), "--no-png"]) == 0
+    assert cli.main(["explain", str(path)]) == 0
     check_width(capsys.readouterr().out)
 
 
@@ -194,7 +193,7 @@ def test_explain_candidates(seconds: float) -> None:
     widest = [_wide(row, seconds) for row in rows]
     check_width(candidates_text(rows))
     check_width(candidates_text(widest))
-    both = candidates_text([replace(row, is_chosen=True, is_closed_form=True) for row in rows])
+    both = candidates_text([replace(row, marks=("chosen", "closed form")) for row in rows])
     check_width(both)
     assert "<- chosen," in both
 
@@ -209,8 +208,7 @@ def _wide(row: CandidateRow, seconds: float) -> CandidateRow:
         gpu_bytes=9999 * GIB,
         host_bytes=99999 * GIB,
         error=-0.999,
-        is_chosen=True,
-        is_closed_form=True,
+        marks=("chosen", "closed form"),
     )
 
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hytrain.placement.memory import Bounds, bounds, gpu_peak_bytes, host_bytes
-from hytrain.placement.prediction import Candidate, predict
+from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.history import Median
-
-MeasuredAt = Callable[[int], "Median | None"]
-"""What was measured with a number of GPU layers."""
-
-
-def not_measured(gpu_layers: int) -> Median | None:
-    """Of an estimate: no step was made."""
-    del gpu_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +18,6 @@ class CandidateRow:
 
     Attributes:
         gpu_layers: K.
-        k: its share of all layers.
         predicted_seconds: the step; None where nothing has been measured to predict it from.
         worker_seconds: of it, the CPU worker is busy.
         exposed_seconds: of it, compute stands still for weights.
@@ -34,15 +25,12 @@ class CandidateRow:
         gpu_bytes: the GPU's peak.
         host_bytes: what the host holds.
         fits: whether both fit, with the reserves.
-        measured_seconds: median of the steady steps at this number; None where none ran.
-        measured_steps: how many those were.
+        measured: the steady steps at this number; None where none ran.
         error: predicted over measured, less 1.
-        is_chosen: the decision's target; no row's where nothing fits.
-        is_closed_form: the closed form's number, as far as it fits.
+        marks: "chosen" of the decision's target, if that fits, and "closed form" of its number.
     """
 
     gpu_layers: int
-    k: float
     predicted_seconds: float | None
     worker_seconds: float | None
     exposed_seconds: float | None
@@ -50,56 +38,50 @@ class CandidateRow:
     gpu_bytes: int
     host_bytes: int
     fits: bool
-    measured_seconds: float | None
-    measured_steps: int
+    measured: Median | None
     error: float | None
-    is_chosen: bool
-    is_closed_form: bool
+    marks: tuple[str, ...]
 
 
 def candidate_rows(
-    decision: Decision, measured_at: MeasuredAt = not_measured
+    decision: Decision, measured_at: Callable[[int], Median | None]
 ) -> list[CandidateRow]:
-    """A row for each number of GPU layers, 0..L."""
-    num_layers = decision.num_layers
-    candidates = _predicted(decision)
-    closed, fitting = closed_form_layers(decision), fitting_bounds(decision)
+    """A row for each number of GPU layers, 0..L.
+
+    Args:
+        decision: that was made among them.
+        measured_at: what was measured with a number of GPU layers.
+    """
+    numbers = range(decision.num_layers + 1)
+    candidates = None if decision.costs is None else predict(decision.costs).candidates
+    # What measured steps add to the predictions, as the decision saw them.
+    added = decision.corrections or (0.0,) * len(numbers)
+    marked = {"closed form": closed_form_layers(decision)}
+    if decision.bounds.fits:
+        marked = {"chosen": decision.gpu_layers_target, **marked}
+    fitting = fitting_bounds(decision)
     rows: list[CandidateRow] = []
-    for number in range(num_layers + 1):
-        candidate = candidates[number] if candidates is not None else None
+    for number in numbers:
+        one = None if candidates is None else candidates[number]
+        predicted = None if one is None else one.step_seconds + added[number]
         measured = measured_at(number)
-        error = None
-        if candidate is not None and measured is not None and measured.seconds > 0.0:
-            error = candidate.step_seconds / measured.seconds - 1.0
+        is_known = predicted is not None and measured is not None and measured.seconds > 0.0
         rows.append(
             CandidateRow(
                 gpu_layers=number,
-                k=number / num_layers,
-                predicted_seconds=None if candidate is None else candidate.step_seconds,
-                worker_seconds=None if candidate is None else candidate.worker_seconds,
-                exposed_seconds=None if candidate is None else candidate.exposed_seconds,
-                bound=None if candidate is None else candidate.bound,
+                predicted_seconds=predicted,
+                worker_seconds=None if one is None else one.worker_seconds,
+                exposed_seconds=None if one is None else one.exposed_seconds,
+                bound=None if one is None else one.bound,
                 gpu_bytes=gpu_peak_bytes(decision.layer_bytes, decision.limits, number),
                 host_bytes=host_bytes(decision.layer_bytes, number, decision.staging_bytes),
                 fits=fitting.allow(number),
-                measured_seconds=None if measured is None else measured.seconds,
-                measured_steps=0 if measured is None else measured.num_steps,
-                error=error,
-                is_chosen=number == decision.gpu_layers_target and decision.bounds.fits,
-                is_closed_form=number == closed,
+                measured=measured,
+                error=predicted / measured.seconds - 1.0 if is_known else None,
+                marks=tuple(mark for mark, its in marked.items() if its == number),
             )
         )
     return rows
-
-
-def _predicted(decision: Decision) -> list[Candidate] | None:
-    """As the decision saw them, what measured steps add included; None before any measurement."""
-    if decision.costs is None:
-        return None
-    candidates = predict(decision.costs).candidates
-    added = decision.corrections or (0.0,) * len(candidates)
-    pairs = zip(candidates, added, strict=True)
-    return [replace(c, step_seconds=c.step_seconds + seconds) for c, seconds in pairs]
 
 
 def fitting_bounds(decision: Decision) -> Bounds:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from hytrain.errors import PlacementError
 from hytrain.formats.record import checked, parse_json
@@ -49,22 +48,6 @@ class History:
     ranks: tuple[int, ...]
     decisions: tuple[Decision, ...]
     steps: tuple[MeasuredStep, ...]
-
-    @property
-    def newest(self) -> Decision:
-        """The last decision."""
-        return self.decisions[-1]
-
-    @property
-    def last_move(self) -> Decision | None:
-        """The last decision that changed anything."""
-        moves = (d for d in reversed(self.decisions) if moves_layers(d))
-        return next(moves, None)
-
-    @property
-    def newest_measured(self) -> Decision | None:
-        """The last decision that was made from measured costs."""
-        return next((d for d in reversed(self.decisions) if d.costs is not None), None)
 
     def measured_at(self, gpu_layers: int) -> Median | None:
         """The steady steps with this number of GPU layers, whenever they ran."""
@@ -120,7 +103,7 @@ def read_history(text: str, rank: int = 0) -> History:
     for record in records:
         if "placement" in record:
             decision = _decision(record["placement"])
-            mine = decisions.setdefault(_rank(record), [])
+            mine = decisions.setdefault(record["rank"], [])
             while mine and mine[-1].step >= decision.step:
                 mine.pop()
             mine.append(decision)
@@ -137,7 +120,7 @@ def read_history(text: str, rank: int = 0) -> History:
             f"no decision of rank {rank} in the file: it has those of rank {seen}; give one with "
             "--rank"
         )
-    own = [step for step in steps if _rank(step) == rank]
+    own = [step for step in steps if step["rank"] == rank]
     # Steps of rank 0 tell the time for all, since ranks step together, but only rank 0's k.
     return History(
         rank=rank,
@@ -165,7 +148,9 @@ def _records(text: str) -> list[dict[str, Any]]:
                 f'line {number} is not an object with a whole number "step": give a metrics file '
                 "or a DeepSpeed configuration"
             )
-        records.append(cast("dict[str, Any]", record))
+        if not isinstance(record.get("rank", 0), int):
+            raise PlacementError(f'"rank" must be a whole number, got {record["rank"]!r}')
+        records.append({"rank": 0, **record})
     return records
 
 
@@ -187,13 +172,6 @@ def _decision(record: Any) -> Decision:
             f"numbers in {', '.join(wrong) or 'it'}"
         )
     return decision
-
-
-def _rank(record: Mapping[str, Any]) -> int:
-    rank = record.get("rank", 0)
-    if not isinstance(rank, int):
-        raise PlacementError(f'"rank" must be a whole number, got {rank!r}')
-    return rank
 
 
 def _is_number(value: Any) -> bool:

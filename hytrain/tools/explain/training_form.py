@@ -46,22 +46,21 @@ def read_form(config: Mapping[str, Any]) -> TrainingForm:
     Raises:
         ConfigError: a key has a value of the wrong kind.
     """
-    bf16, fp16 = _section(config, "bf16"), _section(config, "fp16")
-    if not bf16 and "bfloat16" in config:
-        bf16 = _section(config, "bfloat16")
+    bf16 = _section(config, "bf16") or _section(config, "bfloat16")
+    dtype, check_overflow = "float32", True
     if bf16.get("enabled"):
-        dtype, check = "bfloat16", bool(bf16.get("check_grad_overflow", True))
-    else:
-        dtype, check = ("float16" if fp16.get("enabled") else "float32"), True
+        dtype, check_overflow = "bfloat16", bool(bf16.get("check_grad_overflow", True))
+    elif _section(config, "fp16").get("enabled"):
+        dtype = "float16"
     accumulated = _section(config, "data_types").get("grad_accum_dtype")
-    clipping = config.get("gradient_clipping", 0.0)
     zero = _section(config, "zero_optimization")
+    steps = _number(config, "gradient_accumulation_steps", 1)
     return TrainingForm(
         dtype=dtype,
         gradient_dtype=TORCH_NAMES.get(str(accumulated)),
-        clipping=None if clipping == "auto" else _number("gradient_clipping", clipping),
-        check_overflow=check,
-        accumulation=_accumulation(config),
+        clipping=_number(config, "gradient_clipping", 0.0),
+        check_overflow=check_overflow,
+        accumulation=max(1, int(steps or 1)),
         shards_weights=zero.get("stage") == 3,
         weights_on_host=_section(zero, "offload_param").get("device") == "cpu",
         gather_keys={k: v for k, v in zero.items() if k.startswith("stage3_") and type(v) is int},
@@ -75,12 +74,11 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", section)
 
 
-def _number(name: str, value: Any) -> float:
+def _number(config: Mapping[str, Any], name: str, default: float) -> float | None:
+    """None where "auto" leaves it to the trainer."""
+    value = config.get(name, default)
+    if value == "auto":
+        return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f'"{name}" must be a number, got {value!r}')
     return float(value)
-
-
-def _accumulation(config: Mapping[str, Any]) -> int:
-    value = config.get("gradient_accumulation_steps", 1)
-    return 1 if value == "auto" else max(1, int(_number("gradient_accumulation_steps", value)))

@@ -17,7 +17,7 @@ from hytrain.errors import ConfigError
 from hytrain.offload.slots import plan_slots
 from hytrain.optimizer.model_cut import CutLayer, cut_model, live_bytes
 from hytrain.placement.costs import LayerBytes
-from hytrain.tools.explain.config_estimate import ModelSizes
+from hytrain.tools.explain.config import ModelSizes
 from hytrain.tools.explain.training_form import TrainingForm
 from hytrain.tools.profiler.language_model import build_language_model, read_config
 from hytrain.zero3.plan import GatherSettings, gather_settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.placement_runs import (
@@ -20,21 +19,11 @@ from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError, PlacementError
 from hytrain.placement.costs import LayerBytes, StepCosts
 from hytrain.placement.memory import Bounds
+from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows, closed_form_layers
-from hytrain.tools.explain.chart import draw_chart
-from hytrain.tools.explain.config_estimate import (
-    ModelSizes,
-    estimate_costs,
-    expected_decision,
-    explain_model,
-    memory_limits,
-    model_json,
-)
-from hytrain.tools.explain.config_words import config_words
-from hytrain.tools.explain.decision_report import candidates_text, costs_text, layer_groups
+from hytrain.tools.explain.config import ModelSizes, config_words, first_decision, model_text
 from hytrain.tools.explain.history import read_history
-from hytrain.tools.explain.rates import Rates
-from hytrain.tools.explain.run_report import explain_run, explained, run_json
+from hytrain.tools.explain.report import costs_text, explained, layer_groups, run_json, run_text
 from hytrain.tools.explain.training_form import read_form
 
 GIB = 1024**3
@@ -61,8 +50,6 @@ def test_a_decision_to_stay_does_not_end_the_steps_of_the_one_before() -> None:
     moved = history.measured_after(1)
     assert moved is not None
     assert moved.num_steps == 7
-    assert history.last_move is history.decisions[1]
-    assert "The last move was after step 10: from 0 to 13" in explain_run(history)
 
 
 def test_steps_with_another_k_do_not_count() -> None:
@@ -113,12 +100,12 @@ def test_ranks_are_kept_apart() -> None:
     records.insert(12, {**decision(10, 2, 20, measured=costs()).metrics_record(), "rank": 1})
     first, second = read_history(text_of(records)), read_history(text_of(records), 1)
     assert first.ranks == second.ranks == (0, 1)
-    assert first.newest.gpu_layers_target == 13
-    assert second.newest.gpu_layers_target == 20
+    assert first.decisions[-1].gpu_layers_target == 13
+    assert second.decisions[-1].gpu_layers_target == 20
     measured = second.measured_at(20)  # rank 0's step times, not its k
     assert measured is not None
     assert measured.num_steps == 7
-    assert "Rank 1 of the 2" in explain_run(second)
+    assert "Rank 1 of the 2" in run_text(second)
     with pytest.raises(PlacementError, match=r"no decision of rank 2.*rank 0, 1"):
         read_history(text_of(records), 2)
 
@@ -131,7 +118,7 @@ def test_ranks_are_kept_apart() -> None:
         ('{"loss": 1}\n{"loss": 2}\n', 'line 1 is not an object with a whole number "step"'),
         ('{"step": 1, "placement": 5}\n', r'"placement", .*should be a dictionary'),
         ('{"step": 1, "placement": {"step": 1}}\n', '"placement", gpu_layers_before: Field'),
-        ('{"step": 1, "rank": "a", "placement": null}\n', r'"placement", .*should be a dictionary'),
+        ('{"step": 1, "rank": "a", "placement": null}\n', '"rank" must be a whole number'),
     ],
 )
 def test_other_files_are_refused(text: str, message: str) -> None:
@@ -148,33 +135,33 @@ def test_rows_hold_prediction_measurement_and_error() -> None:
     rows = candidate_rows(newest, history.measured_at)
     assert [row.gpu_layers for row in rows] == list(range(NUM_LAYERS + 1))
     chosen = rows[13]
-    assert chosen.is_chosen
-    assert sum(row.is_chosen for row in rows) == 1
+    assert "chosen" in chosen.marks
+    assert sum("chosen" in row.marks for row in rows) == 1
     assert chosen.predicted_seconds == pytest.approx(newest.predicted_seconds)
     assert chosen.error == pytest.approx(chosen.predicted_seconds / 0.35 - 1.0)
-    assert (rows[0].measured_seconds, rows[1].measured_seconds) == (0.55, None)
+    assert rows[0].measured is not None
+    assert (rows[0].measured.seconds, rows[1].measured) == (0.55, None)
     assert [row.fits for row in rows] == [newest.bounds.allow(row.gpu_layers) for row in rows]
     assert not rows[-1].fits
     closed = closed_form_layers(newest)
-    assert [row.gpu_layers for row in rows if row.is_closed_form] == [closed]
+    assert [row.gpu_layers for row in rows if "closed form" in row.marks] == [closed]
 
 
 def test_what_fits_is_worked_out_where_the_decision_did_not_ask() -> None:
     fixed = replace(decision(0, 20, 20), bounds=Bounds.unlimited(NUM_LAYERS))
     rows = candidate_rows(fixed, lambda _: None)
     assert [row.gpu_layers for row in rows if row.fits] == list(range(16))
-    assert rows[20].is_chosen
+    assert rows[20].marks == ("chosen",)
 
 
 def test_equal_neighbours_are_one_group() -> None:
     groups = layer_groups(costs())
-    assert [(g.num_layers, g.mean.parameters) for g in groups] == [
+    assert [(count, mean.parameters) for count, mean in groups] == [
         (1, 98_000_000),
         (24, 113_000_000),
         (1, 99_000_000),
     ]
-    assert groups[1].mean.backward == pytest.approx(0.0089)
-    assert groups[1].mean.name == "layer 1 .. layer 24"
+    assert groups[1][1].backward == pytest.approx(0.0089)
 
 
 def test_clipped_passes_are_shown_where_steps_are_clipped() -> None:
@@ -194,9 +181,10 @@ def test_threads_are_told_where_they_are_known() -> None:
 
 
 def test_the_text_has_the_decision_its_outcome_and_all_tables() -> None:
-    text = explain_run(read_history(text_of(typical_run())))
-    assert "After step 10: from 0 to 13 of 26 layers on the GPU (k = 0.5)." in text
-    assert "measured afterwards: 0.350 s (median of 7 steps)" in text
+    text = run_text(read_history(text_of(typical_run())))
+    assert "13 of 26 layers on the GPU (k = 0.5): " in text
+    (moved,) = [line for line in text.splitlines() if line.split()[:3] == ["10", "0", "13"]]
+    assert moved.split()[4:6] == ["0.350", "7"]
     assert "24 x 113.0 M: forward 4.4 ms, backward 8.9 ms, CPU update 22.6 ms" in text
     for words in ("t_B", "t_U", "alpha", "clipped share", "<- chosen", "<- closed form"):
         assert words in text
@@ -206,41 +194,30 @@ def test_the_text_has_the_decision_its_outcome_and_all_tables() -> None:
 
 def test_a_run_that_has_measured_nothing_yet() -> None:
     history = read_history(text_of([decision(0, 0, 0).metrics_record()]))
-    text = explain_run(history)
-    assert "Before the first step: stays at 0 of 26" in text
-    assert "not measured yet" in text
+    text = run_text(history)
+    assert "0 of 26 layers on the GPU (k = 0): nothing measured yet" in text
     assert "Nothing yet" in text
-    assert run_json(history)["costs"] is None
+    assert "predicted s" not in text.split("Candidates")[1]
+    assert run_json(history)["sums"] is None
 
 
 def test_a_decisions_own_measurement_stands_in_for_missing_steps() -> None:
     record = decision(10, 0, 13, measured=costs(), measured_seconds=0.4).metrics_record()
-    text = explain_run(read_history(text_of([record])))
-    assert "measured afterwards: 0.400 s" in text
+    measured = read_history(text_of([record])).measured_after(0)
+    assert measured is not None
+    assert (measured.seconds, measured.num_steps) == (0.4, 0)
 
 
 def test_json_has_the_same() -> None:
     history = read_history(text_of(typical_run()))
     result = json.loads(json.dumps(run_json(history), allow_nan=False))
-    assert result["gpu_layers"] == 13
     assert [d["gpu_layers_target"] for d in result["decisions"]] == [0, 13]
-    assert result["decisions"][1]["measured_seconds"] == 0.35
+    assert result["decisions"][1]["measured"]["seconds"] == 0.35
     assert len(result["candidates"]) == NUM_LAYERS + 1
-    assert result["costs"]["backward_seconds"] == pytest.approx(costs().backward_seconds)
-    assert [group["num_layers"] for group in result["costs"]["groups"]] == [1, 24, 1]
-
-
-def test_the_picture_is_written(tmp_path: Path) -> None:
-    history = read_history(text_of(typical_run()))
-    newest = explained(history)
-    assert newest.costs is not None
-    rows = candidate_rows(newest, history.measured_at)
-    path = tmp_path / "k.png"
-    draw_chart(path, rows, newest.costs)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 5000
-    with pytest.raises(ConfigError, match="cannot write"):
-        draw_chart(tmp_path / "missing" / "k.png", rows, newest.costs)
+    assert Decision.from_json(result["decision"]) == history.decisions[-1]
+    assert result["closed_form_gpu_layers"] == closed_form_layers(history.decisions[-1])
+    assert result["sums"]["backward_seconds"] == pytest.approx(costs().backward_seconds)
+    assert result["sums"]["alpha"] == pytest.approx(costs().alpha)
 
 
 # -- before any run ----------------------------------------------------------------------------
@@ -250,7 +227,7 @@ def _words(section: dict[str, object], **rest: object) -> str:
     config = {"hytrain": section, **rest}
     parsed = HyTrainConfig.from_deepspeed(config)
     assert parsed is not None
-    return config_words(parsed, read_form(config), None)
+    return config_words(parsed, read_form(config))
 
 
 def test_words_tell_what_decides_k() -> None:
@@ -260,8 +237,6 @@ def test_words_tell_what_decides_k() -> None:
     assert '"closed_form"' in closed
     assert "given: 0.04" in closed
     assert "every 10 steps" in closed
-    reserved = _words({"solver": {"gpu_memory_reserve_bytes": 3 * GIB}})
-    assert "GPU 3.00 GiB" in reserved
     ignored = _words({"gpu_fraction": 0.5, "solver": {"method": "closed_form"}})
     assert "Without effect: solver.method" in ignored
 
@@ -269,8 +244,7 @@ def test_words_tell_what_decides_k() -> None:
 def test_words_tell_what_a_plan_decides() -> None:
     assert "fewest layers" in _words({})
     planned = _words({"plan": "plan.json"})
-    assert "as planned in plan.json" in planned
-    assert "as many layers on the GPU as the plan says" in planned
+    assert "as many layers on the GPU as plan.json says" in planned
     assert "numbers of layers on the ranks' GPUs: 5, 0" in _words({"solver": {"start": [5, 0]}})
 
 
@@ -282,11 +256,6 @@ def test_words_tell_whether_clipping_is_direct() -> None:
     )
     assert "Clipping: none; a step with inf or NaN is skipped" in _words({}, bf16={"enabled": True})
     assert "the trainer fills in" in _words({}, gradient_clipping="auto")
-
-
-def test_words_tell_ranks_and_shares() -> None:
-    assert "Ranks: unknown here" in _words({})
-    assert "Ranks: 2 by shard_fractions" in _words({"shard_fractions": [0.7, 0.3]})
 
 
 @pytest.mark.parametrize(
@@ -311,56 +280,43 @@ def _sizes(num_ranks: int = 1) -> ModelSizes:
     )
 
 
-def test_an_estimate_follows_from_the_rates() -> None:
-    sizes, rates = _sizes(num_ranks=2), Rates(gpu_tflops=100.0, tokens=1000, cpu_gparams_per_s=2.0)
-    found = estimate_costs(sizes, rates, accumulation=3, chunk_elements=1 << 24)
-    compute = 6 * sum(sizes.parameters) * 1000 / 100e12
-    assert found.forward_seconds == pytest.approx(compute / 3)
-    assert found.backward_seconds == pytest.approx(compute * 2 / 3)
-    assert found.between == pytest.approx(2 * compute)
-    assert found.cpu_seconds == pytest.approx(sum(sizes.parameters) / 2 / 2e9)
-    given = estimate_costs(sizes, rates, accumulation=1, chunk_elements=1 << 24, alpha=0.1)
-    assert given.alpha == pytest.approx(0.1)
+def _text(config: HyTrainConfig, gpu_gib: int, host_gib: int) -> str:
+    found = first_decision(config, _sizes(), gpu_gib * GIB, host_gib * GIB)
+    return model_text(config, _sizes(), found)
 
 
 def test_several_ranks_need_room_for_all_gradients_of_the_first_backward() -> None:
     config = HyTrainConfig()
-    one, two = (memory_limits(config, _sizes(n), 139 * GIB, 128 * GIB).gpu_base for n in (1, 2))
+    one, two = (
+        first_decision(config, _sizes(n), 139 * GIB, 128 * GIB).limits.gpu_base for n in (1, 2)
+    )
     assert two - one == 2 * sum(_sizes().parameters)
 
 
-def test_the_expected_choice_is_the_solvers_or_the_fixed_one() -> None:
-    sizes, rates = _sizes(), Rates()
-    found = estimate_costs(sizes, rates, accumulation=1, chunk_elements=1 << 24)
-    solved, fixed = HyTrainConfig(), HyTrainConfig(gpu_fraction=0.5)
-    limits = memory_limits(solved, sizes, 139 * GIB, 128 * GIB)
-    assert limits.gpu_reserve == int(0.04 * 139 * GIB)
-    chosen = expected_decision(solved, sizes, limits, found)
-    assert 8 < chosen.gpu_layers_target < 18
-    assert expected_decision(fixed, sizes, limits, found).gpu_layers_target == 13
-    text = explain_model(chosen, sizes, rates)
-    assert "An estimate, not a measurement" in text
-    assert "measured s" not in text
+@pytest.mark.parametrize(("host_gib", "is_limited"), [(128, False), (30, True)])
+def test_a_run_begins_with_the_fewest_layers_that_fit(host_gib: int, is_limited: bool) -> None:
+    found = first_decision(HyTrainConfig(), _sizes(), 139 * GIB, host_gib * GIB)
+    assert found.limits.gpu_reserve == int(0.04 * 139 * GIB)
+    assert found.gpu_layers_target == found.bounds.min_gpu_layers
+    assert (found.gpu_layers_target > 0) == is_limited
+
+
+def test_a_run_begins_with_the_fixed_number() -> None:
+    text = _text(HyTrainConfig(gpu_fraction=0.5), 139, 128)
+    assert "13 of 26 layers on the GPU (k = 0.5): gpu_fraction is fixed." in text
     assert "Activations are not counted" in text
-    assert model_json(chosen, sizes, rates)["is_estimate"] is True
 
 
 def test_what_fits_nowhere_is_explained() -> None:
-    sizes, rates, config = _sizes(), Rates(), HyTrainConfig()
-    found = estimate_costs(sizes, rates, accumulation=1, chunk_elements=1 << 24)
-    limits = memory_limits(config, sizes, 20 * GIB, 10 * GIB)
-    chosen = expected_decision(config, sizes, limits, found)
-    text = explain_model(chosen, sizes, rates)
+    text = _text(HyTrainConfig(), 20, 10)
     assert "A run would be refused" in text
     assert "What would make it fit" in text
     assert "<- chosen" not in text
 
 
 def test_a_fixed_number_that_does_not_fit_is_told() -> None:
-    sizes, rates, config = _sizes(), Rates(), HyTrainConfig(gpu_fraction=1.0)
-    found = estimate_costs(sizes, rates, accumulation=1, chunk_elements=1 << 24)
-    limits = memory_limits(config, sizes, 20 * GIB, 128 * GIB)
-    chosen = expected_decision(config, sizes, limits, found)
-    assert "26, does not fit: the run would start" in explain_model(chosen, sizes, rates)
-    last = candidates_text(candidate_rows(chosen, lambda _: None)).splitlines()[-2]
-    assert last.split()[8:] == ["no", "<-", "chosen"]
+    text = _text(HyTrainConfig(gpu_fraction=1.0), 20, 128)
+    assert "The fixed number of GPU layers, 26, does not fit: the run would start" in text
+    last = text.split("Candidates")[1].split("Memory\n")[0].strip().splitlines()[-1]
+    assert last.split()[0] == "26"
+    assert last.split()[4:] == ["no", "<-", "chosen"]

@@ -47,7 +47,7 @@ def _values(out: Path) -> list[dict[str, Any]]:
 
 
 def _explained(out: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    status = hytrain.tools.cli.main(["explain", str(out / "metrics.jsonl"), "--no-png"])
+    status = hytrain.tools.cli.main(["explain", str(out / "metrics.jsonl")])
     output = capsys.readouterr()
     assert status == 0, output.err
     return output.out

@@ -1,0 +1,171 @@
+"""Before any run: what a configuration will do, and the memory that a model takes with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hytrain.config import HyTrainConfig
+from hytrain.errors import MemoryBudgetError
+from hytrain.placement.costs import LayerBytes, MemoryLimits
+from hytrain.placement.memory import (
+    bounds,
+    check_fits,
+    gpu_reserve,
+    host_reserve,
+)
+from hytrain.placement.records import Decision
+from hytrain.tools.explain.report import decision_text
+from hytrain.tools.explain.training_form import TrainingForm
+
+
+def config_words(config: HyTrainConfig, form: TrainingForm) -> str:
+    """What will happen with a configuration, and what of it has no effect."""
+    return "\n".join([*_placement_words(config), _clipping_words(form)])
+
+
+def _placement_words(config: HyTrainConfig) -> list[str]:
+    solver = config.solver
+    if isinstance(config.gpu_fraction, float):
+        ignored = sorted(solver.model_fields_set & {"method", "alpha", "interval"})
+        return [
+            f"Placement: gpu_fraction is fixed at {config.gpu_fraction:g}: that share of the "
+            "layers, counted from the first, is updated on the GPU; nothing is solved, and whether "
+            "it fits is not checked.",
+            *[f"Without effect: solver.{name}." for name in ignored],
+        ]
+    how = (
+        'by "pipeline": the step is predicted for every number of GPU layers from measured times, '
+        "and the shortest that fits is taken"
+    )
+    if solver.method == "closed_form":
+        alpha = "measured" if solver.alpha is None else f"given: {solver.alpha:g}"
+        how = (
+            'by "closed_form": k = (t_U - t_B) / ((1 + alpha) t_U), t_U and t_B measured, alpha '
+            f"{alpha}"
+        )
+    start = "the fewest layers on the GPU that memory allows: nothing is measured before it"
+    if config.plan is not None:
+        start = f"as many layers on the GPU as {config.plan} says"
+    elif config.solver.start is not None:
+        numbers = ", ".join(map(str, config.solver.start))
+        start = f"these numbers of layers on the ranks' GPUs: {numbers}"
+    every = "every step" if solver.interval == 1 else f"every {solver.interval} steps"
+    return [
+        f'Placement: gpu_fraction is "solve": the number of GPU layers is solved {every}, {how}.',
+        f"The first step runs with {start}.",
+    ]
+
+
+def _clipping_words(form: TrainingForm) -> str:
+    if form.is_direct:
+        return (
+            "Clipping: direct: no clipping and no overflow check, so each update is committed at "
+            "once and no gradient waits."
+        )
+    why = "at a threshold that the trainer fills in"
+    if form.clipping is not None:
+        why = f"at {form.clipping:g}" if form.clipping > 0.0 else "none"
+    checks = "a step with inf or NaN is skipped" if form.check_overflow else "no overflow check"
+    return (
+        f"Clipping: {why}; {checks}. Exact: updates are previewed during backward and committed "
+        "when the step's outcome is known; until then the gradients wait."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """A model as one rank holds it.
+
+    Attributes:
+        source: where the model's shape is from.
+        layers: this rank's shards, in forward order.
+        parameters: of each whole layer.
+        training_copy_bytes: of weights on this rank's GPU at the peak of a step.
+        staging_bytes: pinned staging on the host, weights that are kept there included.
+        num_ranks: ranks that share the state.
+        rank: this one.
+        shards_weights: ZeRO-3: the first backward keeps no whole gradients.
+    """
+
+    source: str
+    layers: tuple[LayerBytes, ...]
+    parameters: tuple[int, ...]
+    training_copy_bytes: int
+    staging_bytes: int
+    num_ranks: int
+    rank: int
+    shards_weights: bool = False
+
+
+def first_decision(
+    config: HyTrainConfig, sizes: ModelSizes, gpu_bytes: int | None, host_bytes: int
+) -> Decision:
+    """What a run begins with, before anything but sizes is known.
+
+    Args:
+        config: its reserves and its fixed number of GPU layers count.
+        sizes: the model's.
+        gpu_bytes: of the rank's GPU; None for none.
+        host_bytes: that the rank may take.
+    """
+    solver, base = config.solver, sizes.training_copy_bytes
+    if sizes.num_ranks > 1:
+        # The first backward learns the order of the layers and keeps all gradients until its end.
+        whole = zip(sizes.parameters, sizes.layers, strict=True)
+        gradients = [parameters * layer.gradient_itemsize for parameters, layer in whole]
+        # Under ZeRO-3 one is reduced while the next one comes.
+        base += 2 * max(gradients) if sizes.shards_weights else sum(gradients)
+    limits = MemoryLimits(
+        gpu=gpu_bytes,
+        gpu_reserve=gpu_reserve(solver.gpu_memory_reserve_bytes, gpu_bytes or 0),
+        gpu_base=base,
+        host=host_bytes,
+        host_reserve=host_reserve(solver.host_memory_reserve_bytes, host_bytes),
+    )
+    fitting = bounds(sizes.layers, limits, sizes.staging_bytes)
+    target, reason = fitting.min_gpu_layers if fitting.fits else 0, "the fewest that fit"
+    if isinstance(config.gpu_fraction, float):
+        target, reason = round(config.gpu_fraction * len(sizes.layers)), "gpu_fraction is fixed"
+    return Decision(
+        step=0,
+        gpu_layers_before=target,
+        gpu_layers_target=target,
+        num_layers=len(sizes.layers),
+        reason=reason,
+        predicted_seconds=None,
+        measured_seconds=None,
+        closed_form_k=None,
+        bounds=fitting,
+        costs=None,
+        layer_bytes=sizes.layers,
+        limits=limits,
+        staging_bytes=sizes.staging_bytes,
+    )
+
+
+def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> str:
+    """Sizes and memory, for people."""
+    num_layers, target = decision.num_layers, decision.gpu_layers_target
+    shared = ""
+    if sizes.num_ranks > 1:
+        own = sum(layer.parameters for layer in sizes.layers)
+        shared = f"; rank {sizes.rank} of {sizes.num_ranks} owns the state of {own / 1e6:,.1f} M"
+    lines = [
+        f"Model: {sizes.source}: {sum(sizes.parameters) / 1e6:,.1f} M parameters in {num_layers} "
+        f"layers{shared}. Activations are not counted: a run measures them in its first step, and "
+        "the times that decide k. For an estimate of the step: `hytrain plan --gpus`.",
+    ]
+    fixed = isinstance(config.gpu_fraction, float)
+    if fixed and not decision.bounds.allow(target):
+        lines.append(
+            f"The fixed number of GPU layers, {target}, does not fit: the run would start and take "
+            "the reserve, or run out of memory."
+        )
+    if not fixed and not decision.bounds.fits:
+        try:
+            check_fits(
+                sizes.layers, decision.limits, sizes.staging_bytes, num_ranks=sizes.num_ranks
+            )
+        except MemoryBudgetError as error:
+            lines.append(f"A run would be refused: {error}")
+    return "\n".join(lines) + f"\n\n{decision_text(decision, lambda _: None)}"

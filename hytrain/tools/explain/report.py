@@ -1,0 +1,205 @@
+"""A decision, of a run or of what a configuration begins with, for people and as JSON."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from hytrain.formats.text_table import align
+from hytrain.placement.costs import LayerCosts, StepCosts
+from hytrain.placement.memory import table
+from hytrain.placement.records import Decision
+from hytrain.tools.explain.candidates import (
+    CandidateRow,
+    candidate_rows,
+    closed_form_layers,
+    fitting_bounds,
+)
+from hytrain.tools.explain.history import UNSTEADY_STEPS, History, Median, moves_layers
+
+_GIB = 1024**3
+_MOST_DECISIONS = 20
+"""Rows of the table of decisions; older moves are counted, not shown."""
+
+
+def explained(history: History) -> Decision:
+    """The newest decision, with the newest costs."""
+    newest = history.decisions[-1]
+    measured = (d for d in reversed(history.decisions) if d.costs is not None)
+    found = next(measured, newest)
+    return replace(newest, costs=found.costs, closed_form_k=found.closed_form_k)
+
+
+def run_text(history: History) -> str:
+    """All about a run."""
+    head = ""
+    if len(history.ranks) > 1:
+        head = f"Rank {history.rank} of the {len(history.ranks)} that wrote decisions.\n"
+    found = decision_text(explained(history), history.measured_at)
+    return f"{head}Decisions\n\n{_history_table(history)}\n\n{found}"
+
+
+def decision_text(decision: Decision, measured_at: Callable[[int], Median | None]) -> str:
+    """A decision's choice, costs, candidates and memory."""
+    target, num_layers = decision.gpu_layers_target, decision.num_layers
+    costs = "Nothing yet: only sizes are known, no times."
+    columns = sorted({0, target, num_layers})
+    if decision.costs is not None:
+        costs, columns = costs_text(decision.costs), [target]
+    fitting = fitting_bounds(decision)
+    fits = f"No number of the {num_layers} layers on the GPU fits."
+    if fitting.fits:
+        fits = f"Fits: {fitting.min_gpu_layers} to {fitting.max_gpu_layers}"
+        fits += f" of {num_layers} layers on the GPU."
+    memory = table(decision.layer_bytes, decision.limits, decision.staging_bytes, columns)
+    return (
+        f"{target} of {num_layers} layers on the GPU (k = {target / num_layers:.3g}): "
+        f"{decision.reason}.\n\n"
+        f"Measured\n\n{costs}\n\n"
+        f"Candidates\n\n{candidates_text(candidate_rows(decision, measured_at))}\n\n"
+        f"Memory\n\n{fits}\n{memory}"
+    )
+
+
+def decision_json(
+    decision: Decision, measured_at: Callable[[int], Median | None]
+) -> dict[str, Any]:
+    """The decision's own record, with what follows from it, as plain JSON values."""
+    names = ("forward_seconds", "backward_seconds", "compute_seconds", "cpu_seconds", "alpha")
+    costs = decision.costs
+    return {
+        "decision": decision.to_json(),
+        "closed_form_gpu_layers": closed_form_layers(decision),
+        "sums": None if costs is None else {name: getattr(costs, name) for name in names},
+        "fits": asdict(fitting_bounds(decision)),
+        "candidates": [asdict(row) for row in candidate_rows(decision, measured_at)],
+    }
+
+
+def run_json(history: History) -> dict[str, Any]:
+    """All about a run, as plain JSON values."""
+    names = ("step", "gpu_layers_before", "gpu_layers_target", "predicted_seconds", "reason")
+    decisions: list[dict[str, Any]] = []
+    for index, decision in enumerate(history.decisions):
+        measured = history.measured_after(index)
+        row = {name: getattr(decision, name) for name in names}
+        decisions.append(row | {"measured": None if measured is None else asdict(measured)})
+    found = decision_json(explained(history), history.measured_at)
+    return {"rank": history.rank, "ranks": history.ranks, "decisions": decisions, **found}
+
+
+def _history_table(history: History) -> str:
+    """The first decision, the last one, and those that moved layers."""
+    last = len(history.decisions) - 1
+    shown = [i for i, d in enumerate(history.decisions) if moves_layers(d) or i in (0, last)]
+    rows = [("step", "from", "to", "predicted s", "measured s", "steps", "reason")]
+    for index in shown[-_MOST_DECISIONS:]:
+        decision, measured = history.decisions[index], history.measured_after(index)
+        rows.append(
+            (
+                str(decision.step),
+                str(decision.gpu_layers_before),
+                str(decision.gpu_layers_target),
+                _seconds(decision.predicted_seconds),
+                _seconds(None if measured is None else measured.seconds),
+                "-" if measured is None else str(measured.num_steps),
+                decision.reason,
+            )
+        )
+    lines = align(rows, left=(6,))
+    lines.append(
+        f"measured: the median of the steps with that k; the first {UNSTEADY_STEPS} after a change "
+        "do not count."
+    )
+    if len(shown) <= last:
+        lines.append(f"({last + 1 - len(shown)} more that moved nothing)")
+    if len(shown) > _MOST_DECISIONS:
+        lines.append(f"({len(shown) - _MOST_DECISIONS} older ones)")
+    return "\n".join(lines)
+
+
+def layer_groups(costs: StepCosts) -> list[tuple[int, LayerCosts]]:
+    """Neighbours of equal size: how many, and the mean of their times."""
+    groups: list[tuple[int, LayerCosts]] = []
+    for _, group in itertools.groupby(costs.layers, lambda layer: layer.parameters):
+        layers = list(group)
+        times = {
+            each.name: statistics.mean(getattr(layer, each.name) for layer in layers)
+            for each in fields(LayerCosts)
+            if each.name not in ("name", "parameters")
+        }
+        groups.append((len(layers), replace(layers[0], **times)))
+    return groups
+
+
+def costs_text(costs: StepCosts) -> str:
+    """What the layers take, neighbours of equal size in one line; the closed form's t_B, t_U and
+    alpha among their sums."""
+    lines = ["a layer's mean, on this rank (sizes are of its shard):"]
+    for count, mean in layer_groups(costs):
+        times = [
+            ("forward", mean.forward),
+            ("backward", mean.backward),
+            ("CPU update", mean.cpu_update),
+            ("GPU update", mean.gpu_update),
+            ("D2H", mean.to_host),
+            ("H2D", mean.to_device),
+        ]
+        if costs.clipped_share > 0.0:
+            times += [("clipped: commit", mean.cpu_commit), ("preview", mean.cpu_preview)]
+        words = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in times)
+        lines.append(f"  {count} x {mean.parameters / 1e6:.1f} M: {words}")
+    threads = "" if costs.update_threads is None else f" ({costs.update_threads} threads)"
+    lines += [
+        f"t_B, backward of all layers: {costs.backward_seconds:.3f} s",
+        f"t_U, CPU update of all layers: {costs.cpu_seconds:.3f} s{threads}",
+        f"alpha, GPU over CPU update: {costs.alpha:.3g}",
+        f"clipped share of the steps: {costs.clipped_share:.1%}",
+        f"step without any update: {costs.compute_seconds:.3f} s (forward "
+        f"{costs.forward_seconds:.3f}, between {costs.between:.3f}, backward "
+        f"{costs.backward_seconds:.3f}, tail {costs.tail:.3f})",
+    ]
+    return "\n".join(lines)
+
+
+def candidates_text(rows: Sequence[CandidateRow]) -> str:
+    """The table of all numbers of GPU layers; times where there are any."""
+    is_predicted = any(row.predicted_seconds is not None for row in rows)
+    is_measured = any(row.measured is not None for row in rows)
+    predicted = ("predicted s", "worker s", "exposed s", "bound") if is_predicted else ()
+    measured = ("measured s", "error") if is_measured else ()
+    marks = ("",) if any(row.marks for row in rows) else ()
+    head = ["GPU layers", "k", *predicted, "GPU GiB", "host GiB", "fits", *measured, *marks]
+    cells = [head]
+    for row in rows:
+        line = [str(row.gpu_layers), f"{row.gpu_layers / rows[-1].gpu_layers:.3f}"]
+        if is_predicted:
+            times = (row.predicted_seconds, row.worker_seconds, row.exposed_seconds)
+            line += [*map(_seconds, times), row.bound or "-"]
+        line += [f"{size / _GIB:.1f}" for size in (row.gpu_bytes, row.host_bytes)]
+        line.append("yes" if row.fits else "no")
+        if is_measured:
+            error = "-" if row.error is None else f"{row.error:+.1%}"
+            line += [_seconds(row.measured and row.measured.seconds), error]
+        if marks:
+            line.append(f"<- {', '.join(row.marks)}" if row.marks else "")
+        cells.append(line)
+    lines = align(cells, left=(len(head) - 1,) if marks else ())
+    if is_predicted:
+        lines.append(
+            "worker: the CPU worker is busy; exposed: compute waits for weights; bound: what the "
+            "step waits for."
+        )
+    if is_measured:
+        lines.append(
+            "error: predicted, with the share of clipped steps above, against measured, the median "
+            "of the steady\nsteps with that k, whenever they were and however many clipped."
+        )
+    return "\n".join(lines)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
