@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-
-import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.hardware.host_share import HostShare, NearCores, machine_identity
 from hytrain.hardware.machine import last_level_cache_bytes
 from hytrain.hardware.numa import call_on, prefers_near
-from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
 from hytrain.kernels.host_limits import available_host_bytes
-from hytrain.kernels.host_memory import host_zeros, taking_host_memory
-from hytrain.kernels.moments import MOMENT_BLOCK, Rounding
-from hytrain.model.moment_format import MomentFormat
+from hytrain.kernels.host_memory import taking_host_memory
+from hytrain.kernels.moments import MOMENT_BLOCK
+from hytrain.offload.update_arrays import PURPOSE, UpdateArrays, array_bytes
 
 _LEAST_ELEMENTS = 1 << 24
-"""256 MiB: enough where a speed is a first guess, which training replaces by its own."""
+"""288 MiB with moments in fp32: enough where a speed is a first guess, which training replaces by
+its own."""
 _CACHES = 3
 """Last-level caches that what is updated takes, where speeds are compared. What lay in a cache of
 300 MiB was updated 1.7 times as fast as from memory, and how counts compare there says little of
@@ -31,8 +28,6 @@ how they do in training (an H200's host of 16 cores)."""
 _MEMORY_SHARE = 1 / 16
 """Of the memory that the host has left, the most that is taken for it."""
 _REPEATS = 5
-_COPY_BYTES = 4
-"""Of an element beside its state: a gradient and the outgoing copy in bf16."""
 _NEAR_BEST = 1.03
 """A count that is so close to the fastest is as good; fewer leave cores to others."""
 
@@ -135,7 +130,7 @@ def measure_threads(
             beyond the caches.
 
     Raises:
-        HostMemoryError: the memory that it takes cannot be had: 256 MiB, or three last-level caches
+        HostMemoryError: the memory that it takes cannot be had: 288 MiB, or three last-level caches
             where speeds are compared, of which a sixteenth of what the host has left is enough.
 
     The launching thread and autograd's thread need a core as well; they get it because the count
@@ -162,33 +157,18 @@ def measured_elements(cores: int, moments: MomentsName, *, compares: bool) -> in
     usable = len(os.sched_getaffinity(0))
     caches = _CACHES * last_level_cache_bytes() * min(1.0, cores / usable)
     num_bytes = min(caches, _MEMORY_SHARE * available_host_bytes())
-    block_bytes = MomentFormat(moments).state_bytes(MOMENT_BLOCK) + _COPY_BYTES * MOMENT_BLOCK
-    return max(_LEAST_ELEMENTS, int(num_bytes) // block_bytes * MOMENT_BLOCK)
+    block_bytes = array_bytes(moments) * MOMENT_BLOCK
+    return max(_LEAST_ELEMENTS, int(num_bytes / block_bytes) * MOMENT_BLOCK)
 
 
 def _measure(counts: Sequence[int], moments: MomentsName, elements: int) -> dict[int, float]:
     """Seconds of a pass over so many elements by the number of threads, measured in turns."""
-    purpose = "measuring the CPU's update, for some milliseconds"
-    how = MomentFormat(moments)
-    with taking_host_memory(purpose, how.state_bytes(elements) + _COPY_BYTES * elements):
-        # Touched as a layer's state is, which decides on which nodes it lies.
-        memory = host_zeros(
-            how.state_bytes(elements),
-            dtype=torch.uint8,
-            purpose=purpose,
-            touch_threads=max(counts),
-        )
-        state = how.split(memory, elements)
-        gradient = torch.zeros(elements, dtype=torch.bfloat16)
-        out = torch.empty(elements, dtype=torch.bfloat16)
-    record = Gradient(gradient, 1.0, AdamHyper(lr=1e-3))
+    with taking_host_memory(PURPOSE, int(array_bytes(moments) * elements)):
+        arrays = UpdateArrays(elements, moments, threads=max(counts))
     times: dict[int, list[float]] = {count: [] for count in counts}
     for repeat in range(_REPEATS + 1):
         for count in counts:
-            begin = time.perf_counter()
-            commit_then_preview(
-                *state, record, record, rounding=Rounding(0, 0), out=out, num_threads=count
-            )
-            if repeat:  # the first round touches the pages
-                times[count].append(time.perf_counter() - begin)
+            seconds = arrays.update(count)
+            if repeat:  # the first round wakes the threads
+                times[count].append(seconds)
     return {count: statistics.median(values) for count, values in times.items()}

@@ -146,7 +146,6 @@ def _measure(arguments: argparse.Namespace) -> int:
         ranks = Ranks()
         progress = Progress(sys.stderr if ranks.rank == 0 else None)
         profile = profile_ranks(subject, device, options, ranks=ranks, progress=progress)
-        progress.close()
         if ranks.rank == 0:
             _write(arguments, profile)
             print(fold(profile_table(profile)))

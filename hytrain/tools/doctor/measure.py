@@ -18,8 +18,9 @@ from hytrain.kernels.host_memory import host_zeros
 from hytrain.offload.pinning import Pinning
 from hytrain.offload.threads import choose_threads
 from hytrain.tools.doctor.findings import NumaFacts, Rates
+from hytrain.tools.profiler.copies import copy_rates
 from hytrain.tools.profiler.ranks import Ranks
-from hytrain.tools.profiler.rates import copy_rates, cpu_rates
+from hytrain.tools.profiler.rates import cpu_rates
 
 _SECONDS = 0.3
 _FILE_BYTES = 64 * 2**20

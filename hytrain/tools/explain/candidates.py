@@ -65,7 +65,9 @@ def candidate_rows(
         one = None if candidates is None else candidates[number]
         predicted = None if one is None else one.step_seconds + added[number]
         measured = measured_at(number)
-        is_known = predicted is not None and measured is not None and measured.seconds > 0.0
+        error = None
+        if predicted is not None and measured is not None and measured.seconds > 0.0:
+            error = predicted / measured.seconds - 1.0
         rows.append(
             CandidateRow(
                 gpu_layers=number,
@@ -77,7 +79,7 @@ def candidate_rows(
                 host_bytes=host_bytes(decision.layer_bytes, number, decision.staging_bytes),
                 fits=fitting.allow(number),
                 measured=measured,
-                error=predicted / measured.seconds - 1.0 if is_known else None,
+                error=error,
                 marks=tuple(mark for mark, its in marked.items() if its == number),
             )
         )

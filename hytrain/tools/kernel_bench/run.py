@@ -100,12 +100,13 @@ def run_bench(
     def figures(name: str, subject: Subject) -> dict[str, float | None]:
         sweep = subjects[subject.baseline]
         moved = speed(name, subject.num_bytes)
+        fp32 = subject.in_fp32
         return {
             "gparams_per_s": round(speed(name), 4),
             "gbytes_per_s": round(moved, 3),
             "num_threads": best[name][1],
             "of_read_write": round(moved / speed(subject.baseline, sweep.num_bytes), 4),
-            "over_fp32": subject.in_fp32 and round(speed(name) / speed(subject.in_fp32), 3),
+            "over_fp32": None if fp32 is None else round(speed(name) / speed(fp32), 3),
         }
 
     measured_on = {"num_elements": n, "thread_counts": list(counts), "num_rounds": num_rounds}

@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from hytrain.errors import ConfigError
 from hytrain.formats.profile_file import LayerSample, OutsideSample
-from hytrain.hardware.gpu_memory import usable_gpu_bytes
-from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.tools.profiler.launching import spread
 from hytrain.tools.profiler.layer_bench import LayerBench
-from hytrain.tools.profiler.layer_samples import DEPTH, Row, SizeMeasurements
+from hytrain.tools.profiler.layer_samples import DEPTH, SizeMeasurements
 from hytrain.tools.profiler.measured_model import MeasuredModel
 
 logger = logging.getLogger(__name__)
@@ -43,10 +40,12 @@ _LAUNCH_TURNS = 40
 """Of launches, about: within a second hosts launch the same in 0.7 to 1.3 times their mean."""
 _LAUNCH_SHARE = 0.4
 """Of the time, for these turns, beyond it; after the first."""
-_FILL_SECONDS = 0.5
-"""Of passes of a size that fills a gap."""
+_FILL_SHARE, _FILL_SECONDS = 0.8, 0.5
+"""Gaps are filled up to this part of the time, each with passes of so many seconds."""
 _FILLED_UP_TO = 32
-"""Where a size more or less is a few percent, nothing is gained by a finer choice."""
+"""Where a size more or less is a few percent, nothing is gained by a finer choice ..."""
+_WIDEST_GAP = 1.5
+"""... than a size of so many times the one below."""
 _TRIED_WITHOUT_GPU = 4
 """Doublings on a CPU at most, which is for trying only."""
 
@@ -57,9 +56,9 @@ class LayerOptions:
 
     Attributes:
         micro_batches: samples of a micro-batch, ascending; None: 1, 2, 4, ... until a pass does not
-            fit (then half as much again as the last, if that does), or 8 or more gain less than
-            3 % twice in a row; then the middles of what lies between, up to 32 and while there is
-            time: a plan chooses among sizes that were measured.
+            fit, or 8 or more gain less than 3 % twice in a row; then, while there is time, the
+            middles of what lies between, the size that did not fit included: a plan chooses among
+            sizes that were measured.
         seconds: of measuring, about; sizes that were given, else at least two, are all measured.
     """
 
@@ -98,30 +97,6 @@ class LayerProfile:
     block_tensors: int = 1
 
 
-def profile_layer(
-    subject: MeasuredModel,
-    device: torch.device,
-    options: LayerOptions,
-    *,
-    on_size: Callable[[int, float], None] = lambda size, share: None,
-) -> LayerProfile:
-    """Measures on the current stream of a device, and nothing else meanwhile.
-
-    Args:
-        subject: the model.
-        device: where; on a CPU it works for trying, memory of operations' insides not counted.
-        options: which sizes, and how long.
-        on_size: called with a size when it begins, and the share of the work that is done.
-
-    Raises:
-        ConfigError: as :class:`LayerProfiling` and its methods.
-    """
-    with LayerProfiling(subject, device, options) as layers:
-        layers.measure(on_size)
-        layers.launch_again()
-        return layers.result()
-
-
 class LayerProfiling:
     """A copy of the model on a device, and what has been measured of it; within ``with``."""
 
@@ -142,10 +117,17 @@ class LayerProfiling:
                 f"--model {subject.name}: {DEPTH} of its layers and what is outside of them do "
                 f"not fit on {device} ({_first_line(error)})"
             ) from error
-        self._is_cuda = device.type == "cuda"
-        self._options = options
+        self._subject, self._device, self._options = subject, device, options
         self._bench = LayerBench(subject, model, device)
-        self._sizes = _Sizes(subject, self._bench, device)
+        self._found: dict[int, SizeMeasurements] = {}
+        """By micro-batch size."""
+        self._too_large: int | None = None
+        """The smallest size that did not fit."""
+        self._turns: dict[int, list[float]] = {}
+        """Seconds of a pass in each turn of launches, by micro-batch size."""
+        self._launch_bound: list[int] = []
+        """Sizes that may wait for launches."""
+        self._idle_bytes = 0
         self._slowdown: float | None = None
 
     def __enter__(self) -> LayerProfiling:
@@ -154,8 +136,12 @@ class LayerProfiling:
     def __exit__(self, *failure: object) -> None:
         self._bench.close()
         # What is measured next must not miss the copy's memory, whoever still has this.
-        del self._bench, self._sizes
+        del self._bench
         self._give_back()
+
+    def _give_back(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def measure(self, on_size: Callable[[int, float], None] = lambda size, share: None) -> None:
         """All sizes; on a GPU what passes leave in the allocator is given back to the device.
@@ -167,94 +153,96 @@ class LayerProfiling:
             ConfigError: the model has no loss, its blocks are not called one after another, or not
                 even the smallest size fits.
         """
+        begin, seconds = time.monotonic(), self._options.seconds
+        weights = self._bench.allocated()
         try:
-            self._sizes.run(self._options, on_size)
+            with self._bench.recomputing():
+                for size, its_seconds in self._sizes(begin):
+                    on_size(size, min(1.0, (time.monotonic() - begin) / seconds))
+                    self._visit(size, its_seconds)
+                # Once more the small sizes, then the larger ones.
+                for size in sorted(self._found):
+                    if time.monotonic() < begin + seconds:
+                        self._again(size, self._bench.measure_again)
         finally:
             self._give_back()
-
-    def launch_again(self, pauses: int = 1) -> None:
-        """Launches of all sizes that may wait for them, in some of their turns.
-
-        Args:
-            pauses: in how many calls of this all turns are made.
-        """
-        seconds = _LAUNCH_SHARE * self._options.seconds / pauses
-        self._sizes.launch_in_turns(-(-_LAUNCH_TURNS // pauses), time.monotonic() + seconds)
-
-    def launch_beside(self, measure: Callable[[Callable[[], float]], float]) -> None:
-        """Launches beside updates on the CPU.
-
-        Args:
-            measure: the slowdown; is given what launches passes of the smallest size and returns
-                the seconds of one.
-        """
-        if self._is_cuda:  # without, the host computes
-            size = self._sizes.smallest
-            self._slowdown = measure(lambda: self._bench.launch_seconds(size))
-
-    def result(self) -> LayerProfile:
-        """What has been measured so far."""
-        return replace(self._sizes.result(), launch_slowdown=self._slowdown)
-
-    def _give_back(self) -> None:
-        if self._is_cuda:
-            torch.cuda.empty_cache()
-
-
-class _Sizes:
-    """Which sizes are measured, and what was found."""
-
-    def __init__(self, subject: MeasuredModel, bench: LayerBench, device: torch.device) -> None:
-        self._subject = subject
-        self._bench = bench
-        self._device = device
-        self._rows: list[Row] = []
-        self._visited: dict[int, SizeMeasurements] = {}
-        self._is_cuda = device.type == "cuda"
-        self._idle_bytes = 0
-        self._launch_bound: list[int] = []
-        self._turns: dict[int, list[float]] = {}
-        """Seconds of a pass in each turn of launches, by size."""
-
-    def run(self, options: LayerOptions, on_size: Callable[[int, float], None]) -> None:
-        begin = time.monotonic()
-        weights = self._bench.allocated()
-        with self._bench.recomputing():
-            for size in options.micro_batches or self._doublings(begin + options.seconds):
-                spent = time.monotonic() - begin
-                on_size(size, min(1.0, spent / options.seconds))
-                seconds = max(0.2, (options.seconds - spent) / 4)
-                if options.micro_batches is not None:
-                    seconds = _PASSES_SHARE * options.seconds / len(options.micro_batches)
-                measured = self._measure_if_it_fits(size, seconds)
-                if measured is not None:
-                    self._rows.append(measured)
-                elif options.micro_batches is not None:
-                    break
-            if options.micro_batches is None and self._is_cuda:
-                self._fill(begin + 0.8 * options.seconds)
-            self._revisit(begin + options.seconds)
-        if not self._rows:
+        if not self._found:
             raise ConfigError(
                 f"--model {self._subject.name}: not even the smallest micro-batch fits on "
                 f"{self._device}: give a smaller --seq-len or --micro-batches"
             )
-        idle = torch.cuda.memory_allocated(self._device) - weights if self._is_cuda else 0
-        self._idle_bytes = max(0, idle)
+        if self._device.type == "cuda":
+            left = torch.cuda.memory_allocated(self._device) - weights
+            self._idle_bytes = max(0, left)
         self._launch_bound = [
-            size for size in sorted(self._visited) if self._visited[size].may_be_launch_bound
+            size for size in sorted(self._found) if self._found[size].may_be_launch_bound
         ]
 
-    @property
-    def smallest(self) -> int:
-        """Samples, of the sizes measured."""
-        return min(self._visited)
+    # -- which sizes ---------------------------------------------------------------------------
 
-    def launch_in_turns(self, turns: int, deadline: float) -> None:
-        """Of all sizes that may wait for launches; the first turn whatever the time."""
+    def _sizes(self, begin: float) -> Iterator[tuple[int, float]]:
+        """Sizes to visit, with the seconds of their passes; goes by what the last visit found."""
+        given, seconds = self._options.micro_batches, self._options.seconds
+        for size in given or self._doublings(begin + seconds):
+            left = begin + seconds - time.monotonic()
+            yield size, _PASSES_SHARE * seconds / len(given) if given else max(0.2, left / 4)
+            if self._too_large is not None:
+                break
+        while given is None and self._found and time.monotonic() < begin + _FILL_SHARE * seconds:
+            size = widest_middle(
+                self._found if self._too_large is None else [*self._found, self._too_large]
+            )
+            if size is None:
+                return
+            yield size, _FILL_SECONDS
+
+    def _doublings(self, deadline: float) -> Iterator[int]:
+        """1, 2, 4, ...: at least two, until time is up or nothing is gained."""
+        for power in itertools.count():
+            yield 2**power
+            is_tried = self._device.type != "cuda" and power >= _TRIED_WITHOUT_GPU
+            if (power and time.monotonic() > deadline) or self._gains_nothing() or is_tried:
+                return
+
+    def _gains_nothing(self) -> bool:
+        samples = [self._found[size].row(size)[0] for size in sorted(self._found)[-3:]]
+        speeds = [one.samples / (one.forward_ms + one.recompute_backward_ms) for one in samples]
+        gains = [after / before for before, after in itertools.pairwise(speeds)]
+        return len(gains) == 2 and max(gains) < _KNEE and samples[-1].samples >= _SMALLEST_LAST
+
+    def _visit(self, size: int, seconds: float) -> None:
+        try:
+            self._found[size] = self._bench.measure(size, seconds)
+            return
+        except torch.cuda.OutOfMemoryError as error:
+            logger.info("a micro-batch of %d does not fit (%s)", size, _first_line(error))
+        # Not in the handler: the exception holds the pass's tensors.
+        self._bench.clean()
+        self._too_large = size
+
+    def _again(self, size: int, measure: Callable[[int, SizeMeasurements], None]) -> bool:
+        """Adds to what was measured of a size; False where it has no room this time."""
+        try:
+            measure(size, self._found[size])
+            return True
+        except torch.cuda.OutOfMemoryError as error:
+            # It fitted before; what was measured then counts.
+            logger.info("a micro-batch of %d did not fit again (%s)", size, _first_line(error))
+        self._bench.clean()
+        return False
+
+    # -- launches ------------------------------------------------------------------------------
+
+    def launch_again(self, pauses: int = 1) -> None:
+        """Launches of all sizes that may wait for them, in some of their turns; at least in one.
+
+        Args:
+            pauses: in how many calls of this all turns are made.
+        """
+        deadline = time.monotonic() + _LAUNCH_SHARE * self._options.seconds / pauses
         with self._bench.recomputing():
-            for turn in range(turns):
-                if not self._launch_bound or (turn and time.monotonic() > deadline):
+            for turn in range(-(-_LAUNCH_TURNS // pauses)):
+                if turn and time.monotonic() > deadline:
                     return
                 self._launch_bound = [
                     size for size in self._launch_bound if self._again(size, self._launch)
@@ -265,114 +253,45 @@ class _Sizes:
         if taken is not None:
             self._turns.setdefault(size, []).append(taken)
 
+    def launch_beside(self, measure: Callable[[Callable[[], float]], float]) -> None:
+        """Launches beside updates on the CPU.
+
+        Args:
+            measure: the slowdown; is given what launches passes of the smallest size and returns
+                the seconds of one.
+        """
+        if self._device.type == "cuda":  # without, the host computes
+            size = min(self._found)
+            self._slowdown = measure(lambda: self._bench.launch_seconds(size))
+
     def result(self) -> LayerProfile:
-        """Of all visits so far."""
-        rows = [self._visited[size].row(size) for size in sorted(self._visited)]
+        """What has been measured so far."""
+        rows = [self._found[size].row(size) for size in sorted(self._found)]
         return LayerProfile(
             layer=tuple(block for block, _ in rows),
             outside=tuple(around for _, around in rows),
             boundary_bytes=self._bench.boundary_bytes,
             idle_bytes=self._idle_bytes,
+            launch_slowdown=self._slowdown,
             launch_spread=spread(self._turns[min(self._turns)]) if self._turns else None,
             sums_squares=self._bench.sums_squares,
             block_tensors=self._bench.block_tensors,
         )
 
-    def _measure_if_it_fits(self, size: int, seconds: float) -> Row | None:
-        try:
-            self._visited[size] = found = self._bench.measure(size, seconds)
-            return found.row(size)
-        except torch.cuda.OutOfMemoryError as error:
-            logger.info("a micro-batch of %d does not fit (%s)", size, _first_line(error))
-        # Not in the handler: the exception holds the pass's tensors.
-        self._bench.clean()
-        return None
 
-    # -- which sizes ---------------------------------------------------------------------------
-
-    def _doublings(self, deadline: float) -> Iterator[int]:
-        """1, 2, 4, ...; where memory ends that, half as much again as the last."""
-        for size in itertools.accumulate(itertools.repeat(2), operator.mul, initial=1):
-            yield size
-            if len(self._rows) < size.bit_length():
-                break  # it did not fit
-            is_time_up = size > 1 and time.monotonic() > deadline
-            if is_time_up or self._gains_nothing() or self._was_only_tried():
-                return
-            if not self._is_likely_to_fit(2.0):
-                break
-        last = self._rows[-1][0].samples if self._rows else 0
-        if last > 1 and self._is_likely_to_fit(1.5):
-            yield last + last // 2
-
-    def _fill(self, deadline: float) -> None:
-        """Middles of the relatively widest gaps, until there are none or time is up."""
-        while time.monotonic() < deadline:
-            size = widest_middle([size for size in self._visited if size <= _FILLED_UP_TO])
-            if size is None or self._measure_if_it_fits(size, _FILL_SECONDS) is None:
-                return
-
-    def _revisit(self, deadline: float) -> None:
-        """Once more the small sizes, then the larger ones, until time is up."""
-        for size in sorted(self._visited):
-            if time.monotonic() >= deadline:
-                break
-            self._again(size, self._bench.measure_again)
-
-    def _again(self, size: int, measure: Callable[[int, SizeMeasurements], None]) -> bool:
-        """Adds to what was measured of a size; False where it has no room this time."""
-        try:
-            measure(size, self._visited[size])
-            return True
-        except torch.cuda.OutOfMemoryError as error:
-            # It fitted before; what was measured then counts.
-            logger.info("a micro-batch of %d did not fit again (%s)", size, _first_line(error))
-        self._bench.clean()
-        return False
-
-    def _gains_nothing(self) -> bool:
-        speeds = [block.samples / _pass_ms(block) for block, _ in self._rows[-3:]]
-        gains = [after / before for before, after in itertools.pairwise(speeds)]
-        is_large = self._rows[-1][0].samples >= _SMALLEST_LAST
-        return is_large and len(gains) == 2 and max(gains) < _KNEE
-
-    def _was_only_tried(self) -> bool:
-        return not self._is_cuda and len(self._rows) > _TRIED_WITHOUT_GPU
-
-    def _is_likely_to_fit(self, factor: float) -> bool:
-        """Whether so many times the last size may fit, on a straight line through the last two."""
-        if len(self._rows) < 2:
-            return True
-        (before, last), peaks = self._rows[-2:], [_peak(row) for row in self._rows[-2:]]
-        growth = (peaks[1] - peaks[0]) / (last[0].samples - before[0].samples)
-        if self._is_cuda:
-            room = usable_gpu_bytes(self._device) or 0
-            room -= torch.cuda.memory_allocated(self._device)
-        else:
-            room = available_host_bytes() // 2
-        return peaks[1] + growth * (factor - 1.0) * last[0].samples < room
-
-
-def widest_middle(sizes: Sequence[int]) -> int | None:
+def widest_middle(sizes: Iterable[int]) -> int | None:
     """The middle of the relatively widest gap, of equal ones the first; None where there is none.
 
     >>> widest_middle([1, 2, 4, 8]), widest_middle([1, 2, 3, 4, 8]), widest_middle([1, 2])
     (3, 6, None)
     """
-    gaps = [(high / low, low, high) for low, high in itertools.pairwise(sorted(sizes))]
-    gaps = [gap for gap in gaps if gap[2] - gap[1] > 1]
-    if not gaps:
-        return None
-    _, low, high = max(gaps, key=lambda gap: gap[0])
-    return (low + high) // 2
-
-
-def _peak(row: Row) -> int:
-    return max(part.peak_bytes for part in row)
-
-
-def _pass_ms(block: LayerSample) -> float:
-    return block.forward_ms + block.recompute_backward_ms
+    gaps = [
+        (low, high)
+        for low, high in itertools.pairwise(sorted(sizes))
+        if high - low > 1 and (high <= _FILLED_UP_TO or high > _WIDEST_GAP * low)
+    ]
+    low, high = max(gaps, key=lambda gap: gap[1] / gap[0], default=(0, 0))
+    return (low + high) // 2 or None
 
 
 def _first_line(error: Exception) -> str:

@@ -53,22 +53,26 @@ class SizeMeasurements:
 
     def row(self, size: int) -> Row:
         """What a profile has of it."""
-        layer = _layer_sample(size, self.times, self.memory)
-        outside = _outside_sample(size, self.times, self.memory)
-        return (
-            layer.model_copy(
-                update={
-                    "launch_ms": _kept_layer(self.launches, usual),
-                    "device_ms": _kept_layer(self.queued, _median),
-                }
-            ),
-            outside.model_copy(
-                update={
-                    "launch_ms": _outside(self.launches, usual),
-                    "device_ms": _outside(self.queued, _median),
-                }
-            ),
+        forward, backward = _block_ms(self.times, _median)
+        around_forward, around_backward = _outside_ms(self.times, _median)
+        layer = LayerSample(
+            samples=size,
+            forward_ms=forward,
+            backward_ms=backward,
+            recompute_backward_ms=_recompute_ms(self.times),
+            launch_ms=_both(_block_ms, self.launches, usual),
+            device_ms=_both(_block_ms, self.queued, _median),
+            **_block_bytes(self.memory),
         )
+        outside = OutsideSample(
+            samples=size,
+            forward_ms=around_forward,
+            backward_ms=around_backward,
+            peak_bytes=_outside_bytes(self.memory),
+            launch_ms=_both(_outside_ms, self.launches, usual),
+            device_ms=_both(_outside_ms, self.queued, _median),
+        )
+        return layer, outside
 
 
 def set_once(points: dict[Point, Value], point: Point, value: Value) -> None:
@@ -91,53 +95,46 @@ def complete(points: dict[Point, Value], name: str) -> Pass[Value]:
 
 
 _Times = Sequence[tuple[int, Pass[float]]]
-_MemoryOfTurns = Mapping[int, Pass[Allocated]]
-
-
 _Between = Callable[[Sequence[Pass[float]], Point, Point], float]
+_Passes = Callable[[_Times, _Between], tuple[float, float]]
 
 
-def _kept_layer(times: _Times, between: _Between) -> float | None:
-    """Both passes of a block that keeps its activations."""
-    if not times:
-        return None
-    each: list[float] = []
+def _both(passes: _Passes, times: _Times, between: _Between) -> float | None:
+    """Of forward and backward together; None where nothing was timed."""
+    return sum(passes(times, between)) if times else None
+
+
+def _block_ms(times: _Times, between: _Between) -> tuple[float, float]:
+    """Forward and backward of a block that keeps its activations.
+
+    Blocks may be of several kinds in turns: each is looked at alone, and their mean is taken.
+    """
+    forward: list[float] = []
+    backward: list[float] = []
     for block in TURNS:
         keeping = [points for turn, points in times if turn == block]
-        forward = between(keeping, ("enter", block), ("leave", block))
-        each.append(forward + between(keeping, ("gradient", block), ("gradient", block - 1)))
+        forward.append(between(keeping, ("enter", block), ("leave", block)))
+        backward.append(between(keeping, ("gradient", block), ("gradient", block - 1)))
+    return statistics.mean(forward), statistics.mean(backward)
+
+
+def _recompute_ms(times: _Times) -> float:
+    """Backward of a block that recomputes its activations."""
+    each: list[float] = []
+    for block in TURNS:
+        others = [points for turn, points in times if turn != block]
+        each.append(_median(others, ("gradient", block), ("gradient", block - 1)))
     return statistics.mean(each)
 
 
-def _outside(times: _Times, between: _Between) -> float | None:
-    return sum(_outside_passes(times, between)) if times else None
-
-
-def _layer_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> LayerSample:
-    # Blocks may be of several kinds in turns: each is looked at alone, and their mean is taken.
-    forward: list[float] = []
-    backward: list[float] = []
-    recompute: list[float] = []
-    for block in TURNS:
-        keeping = [points for turn, points in times if turn == block]
-        others = [points for turn, points in times if turn != block]
-        forward.append(_median(keeping, ("enter", block), ("leave", block)))
-        backward.append(_median(keeping, ("gradient", block), ("gradient", block - 1)))
-        recompute.append(_median(others, ("gradient", block), ("gradient", block - 1)))
-    kept, peaks = zip(*(_block_bytes(memory[block], block) for block in TURNS), strict=True)
-    recompute_peaks = [
-        _block_bytes(memory[turn], block)[1]
-        for turn, block in zip(TURNS, reversed(TURNS), strict=True)
-    ]
-    return LayerSample(
-        samples=size,
-        forward_ms=statistics.mean(forward),
-        backward_ms=statistics.mean(backward),
-        recompute_backward_ms=statistics.mean(recompute),
-        kept_bytes=max(kept),
-        peak_bytes=max(peaks),
-        recompute_peak_bytes=max(recompute_peaks),
-    )
+def _outside_ms(times: _Times, between: _Between) -> tuple[float, float]:
+    """Forward and backward of what is outside of the blocks; not negative."""
+    last = DEPTH - 1
+    passes = [points for _, points in times]
+    forward = between(passes, BEGIN, ("enter", 0)) + between(passes, ("leave", last), LOSS)
+    backward = between(passes, LOSS, ("gradient", last))
+    backward += between(passes, ("gradient", -1), END)
+    return max(0.0, forward), max(0.0, backward)
 
 
 def _median(passes: Sequence[Pass[float]], begin: Point, end: Point) -> float:
@@ -154,31 +151,35 @@ def usual(passes: Sequence[Pass[float]], begin: Point, end: Point) -> float:
     return statistics.mean(seconds[: len(seconds) - len(seconds) // 10])
 
 
-def _block_bytes(points: Pass[Allocated], block: int) -> tuple[int, int]:
-    """What its forward leaves, and the most above weights and input in both passes.
+_MemoryOfTurns = Mapping[int, Pass[Allocated]]
+
+
+def _block_bytes(memory: _MemoryOfTurns) -> dict[str, int]:
+    """What a block's forward leaves, and the most above weights and input in both passes.
 
     When backward begins, the gradient of the output has taken the output's place.
     """
-    before, after = points["enter", block], points["leave", block]
-    kept = max(0, after.now - before.now)
-    top, bottom = points["gradient", block], points["gradient", block - 1]
-    return kept, max(after.peak - before.now, bottom.peak - top.now + kept)
+    kept: list[int] = []
+    peaks: dict[bool, list[int]] = {True: [], False: []}  # by whether it keeps its activations
+    for turn, points in memory.items():
+        for block in TURNS:
+            before, after = points["enter", block], points["leave", block]
+            left = max(0, after.now - before.now)
+            top, bottom = points["gradient", block], points["gradient", block - 1]
+            peak = max(after.peak - before.now, bottom.peak - top.now + left)
+            peaks[turn == block].append(peak)
+            kept += [left] if turn == block else []
+    return {
+        "kept_bytes": max(kept),
+        "peak_bytes": max(peaks[True]),
+        "recompute_peak_bytes": max(peaks[False]),
+    }
 
 
-def _outside_passes(times: _Times, between: _Between = _median) -> tuple[float, float]:
-    """Forward and backward of what is outside of the blocks; not negative."""
+def _outside_bytes(memory: _MemoryOfTurns) -> int:
+    """The most that is allocated outside of the blocks above what was there before."""
     last = DEPTH - 1
-    passes = [points for _, points in times]
-    forward = between(passes, BEGIN, ("enter", 0)) + between(passes, ("leave", last), LOSS)
-    backward = between(passes, LOSS, ("gradient", last))
-    backward += between(passes, ("gradient", -1), END)
-    return max(0.0, forward), max(0.0, backward)
-
-
-def _outside_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> OutsideSample:
-    last = DEPTH - 1
-    forward, backward = _outside_passes(times)
-    peaks: list[int] = []
+    peaks = [0]
     for points in memory.values():
         leave = points["leave", last].now
         peaks += [
@@ -188,6 +189,4 @@ def _outside_sample(size: int, times: _Times, memory: _MemoryOfTurns) -> Outside
         ]
         if points["gradient", -1] is not points[END]:
             peaks.append(points[END].peak - points["gradient", -1].now)
-    return OutsideSample(
-        samples=size, forward_ms=forward, backward_ms=backward, peak_bytes=max(0, *peaks)
-    )
+    return max(peaks)

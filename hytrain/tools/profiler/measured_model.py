@@ -23,6 +23,8 @@ import torch
 from torch import nn
 
 from hytrain.errors import ConfigError
+from hytrain.formats.dtypes import TORCH_NAMES
+from hytrain.formats.profile_file import ProfiledModel
 from hytrain.model.discovery import LayerParameters, can_be_sharded, find_layers
 from hytrain.tools.profiler.language_model import build_language_model, check_length, read_config
 
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 MakeBatch = Callable[[int], Mapping[str, Any]]
 """Keyword arguments of the model's forward for so many samples, on torch's default device."""
 
+_DTYPES: dict[torch.dtype, Any] = {getattr(torch, n): dtype for dtype, n in TORCH_NAMES.items()}
+
 Build = Callable[[int | None, int], tuple[nn.Module, MakeBatch]]
 """A model with so many layers (None: all of them), for so many tokens a sample.
 
@@ -38,33 +42,6 @@ It is called with torch's default device and dtype set to those of the measureme
 layers the device is "meta", where weights have shapes and no memory. Called with a batch, the model
 returns its loss, or an object with a ``loss``, or a tuple that begins with it.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class SubjectSizes:
-    """A model as equal layers.
-
-    Attributes:
-        num_layers: transformer blocks.
-        layer_parameters: trained ones of a block; where blocks differ, their mean.
-        outside_parameters: trained ones before the first block, and after the last one.
-        frozen_layer_parameters: of a block, those that are not trained.
-        frozen_outside_parameters: the same of what is before the first block, and after the last.
-        frozen_block_parameters: of all blocks in which nothing is trained, which are not counted as
-            layers.
-    """
-
-    num_layers: int
-    layer_parameters: int
-    outside_parameters: tuple[int, int]
-    frozen_layer_parameters: int = 0
-    frozen_outside_parameters: tuple[int, int] = (0, 0)
-    frozen_block_parameters: int = 0
-
-    @property
-    def parameters(self) -> int:
-        """Trained ones of the model."""
-        return self.num_layers * self.layer_parameters + sum(self.outside_parameters)
 
 
 class Copy:
@@ -117,8 +94,8 @@ class MeasuredModel:
     dtype: torch.dtype = torch.bfloat16
     block_class: str | None = None
 
-    def sizes(self) -> SubjectSizes:
-        """Of the whole model, which is not built.
+    def sizes(self) -> ProfiledModel:
+        """Of the whole model, which is not built; what lies between two blocks is not known.
 
         Raises:
             ConfigError: no block is found, or the model cannot be made on the meta device.
@@ -132,7 +109,7 @@ class MeasuredModel:
             ) from error
         return self._count(model)
 
-    def _count(self, model: nn.Module) -> SubjectSizes:
+    def _count(self, model: nn.Module) -> ProfiledModel:
         parameters = list(model.parameters())
         trained = [p for p in parameters if p.requires_grad]
         frozen = [p for p in parameters if can_be_sharded(p)]
@@ -147,7 +124,11 @@ class MeasuredModel:
         before = [layer for layer in layers[:first] if layer.block is None]
         sizes = [sum(map(_trained, those)) for those in (blocks, before, outside)]
         others = [sum(map(_frozen, those)) for those in (blocks, before, outside)]
-        return SubjectSizes(
+        return ProfiledModel(
+            name=self.name,
+            seq_len=self.seq_len,
+            dtype=_DTYPES[self.dtype],
+            boundary_bytes=0,
             num_layers=len(blocks),
             layer_parameters=round(sizes[0] / len(blocks)),
             outside_parameters=(sizes[1], sum(p.numel() for p in trained) - sizes[0] - sizes[1]),
@@ -319,13 +300,12 @@ def _import(module: str) -> ModuleType:
             f"--model {module}: cannot be imported ({error}): give a path that ends with .py, or a "
             "module on PYTHONPATH"
         ) from error
-    except SyntaxError as error:
-        raise ConfigError(
-            f"--model {module}: {error.filename}, line {error.lineno}: {error.msg}: mend the file"
-        ) from error
     except Exception as error:  # whatever the user's own code raises
         *_, last = traceback.extract_tb(error.__traceback__)
+        where = last.filename, last.lineno
+        if isinstance(error, SyntaxError):
+            where = error.filename, error.lineno
         raise ConfigError(
-            f"--model {module}: {last.filename}, line {last.lineno}: {type(error).__name__}: "
-            f"{error}: mend the file, or see `python {module}`"
+            f"--model {module}: {where[0]}, line {where[1]}: {type(error).__name__}: {error}: mend "
+            f"the file, or see `python {module}`"
         ) from error

@@ -16,9 +16,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -243,76 +244,55 @@ class TrainedSteps:
         self.optimizer.destroy()
 
 
-_Steps = TrainedSteps | BarePasses
-
-
-@contextmanager
-def _all_of(
-    device: torch.device, kind: UpdatedKind
-) -> Generator[tuple[list[TrainedSteps], list[BarePasses]]]:
-    trained: list[TrainedSteps] = []
-    bare: list[BarePasses] = []
-    try:
-        for case in CASES:
-            trained.append(TrainedSteps(case, device, kind))
-            bare.append(BarePasses(case, device, kind))
-        yield trained, bare
-    finally:
-        while trained:
-            trained.pop().close()
-        while bare:
-            bare.pop().close()
-        # An optimizer's parts refer to each other: what they have on the device goes with them.
-        gc.collect()
-
-
 def update_launches(device: torch.device, kind: UpdatedKind) -> UpdateLaunches | None:
     """Of the host, by what a step has; None without a GPU, where nothing is launched."""
-    if device.type != "cuda":
-        return None
-    return measured_launches(device, kind)
+    return measured_launches(device, kind) if device.type == "cuda" else None
 
 
 def measured_launches(device: torch.device, kind: UpdatedKind) -> UpdateLaunches:
     """As :func:`update_launches`, on any device: without a GPU with the updates themselves."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    with _all_of(device, kind) as (trained, bare):
-        found = _medians([*trained, *bare], wait)
-        launches = [steps.num_launches for steps in trained]
-    extra = [
-        HostSeconds(with_updates.passes - alone.passes, with_updates.step)
-        for with_updates, alone in zip(found[: len(CASES)], found[len(CASES) :], strict=True)
-    ]
-    return terms_of(extra, launches)
+    try:
+        return terms_of(*_cases(device, kind))
+    finally:
+        # An optimizer's parts refer to each other: what they have on the device goes with them.
+        gc.collect()
 
 
-def _medians(cases: Sequence[_Steps], wait: Callable[[], None]) -> list[HostSeconds]:
-    """Of each case's cycles; ``wait`` waits for the device."""
-    cycles: list[list[list[HostSeconds]]] = [[] for _ in cases]
+def _cases(device: torch.device, kind: UpdatedKind) -> tuple[list[HostSeconds], list[int]]:
+    """What training adds to a step of each case, and the launches that each made."""
+    with ExitStack() as opened:
+        trained = [
+            opened.enter_context(closing(TrainedSteps(case, device, kind))) for case in CASES
+        ]
+        bare = [opened.enter_context(closing(BarePasses(case, device, kind))) for case in CASES]
 
-    def make(steps: _Steps, number: int) -> list[HostSeconds]:
-        made: list[HostSeconds] = []
-        for _ in range(number):
-            wait()
-            made.append(steps.step())
-        return made
+        def cycle(steps: TrainedSteps | BarePasses, number: int = _CYCLE) -> HostSeconds:
+            """The mean of some steps, each begun with an idle device."""
+            made: list[HostSeconds] = []
+            for _ in range(number):
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                made.append(steps.step())
+            return _of_each(statistics.mean, made)
 
-    for steps in cases:
-        make(steps, _WARM)
-    for _ in range(_TURNS):  # in turns: hosts are faster and slower for seconds on end
-        for steps, seen in zip(cases, cycles, strict=True):
-            seen += [make(steps, _CYCLE) for _ in range(_CYCLES)]
-    return [
-        HostSeconds(
-            statistics.median(statistics.mean(one.passes for one in cycle) for cycle in seen),
-            statistics.median(statistics.mean(one.step for one in cycle) for cycle in seen),
-        )
-        for seen in cycles
-    ]
+        for steps in (*trained, *bare):
+            cycle(steps, _WARM)
+        seen: dict[Any, list[HostSeconds]] = {steps: [] for steps in (*trained, *bare)}
+        for _ in range(_TURNS):  # in turns: hosts are faster and slower for seconds on end
+            for steps, cycles in seen.items():
+                cycles += [cycle(steps) for _ in range(_CYCLES)]
+        medians = [_of_each(statistics.median, cycles) for cycles in seen.values()]
+        extra = [
+            HostSeconds(with_updates.passes - alone.passes, with_updates.step)
+            for with_updates, alone in zip(
+                medians[: len(CASES)], medians[len(CASES) :], strict=True
+            )
+        ]
+        return extra, [steps.num_launches for steps in trained]
+
+
+def _of_each(pick: Callable[[list[float]], float], rows: Sequence[HostSeconds]) -> HostSeconds:
+    return HostSeconds(pick([one.passes for one in rows]), pick([one.step for one in rows]))
 
 
 def terms_of(extra: Sequence[HostSeconds], launches: Sequence[int]) -> UpdateLaunches:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.engines import built, make_config
 from support.frozen import FROZEN
 from support.models import make_batch
@@ -128,10 +129,8 @@ def _shape(config_file: Path, kind: str) -> ProfiledModel:
     def build(num_layers: int | None, seq_len: int) -> Any:
         return _build(config_file, kind), dict
 
-    sizes = MeasuredModel("small", build, seq_len=8).sizes()
-    return ProfiledModel(
-        name="small", seq_len=8, dtype="fp32", boundary_bytes=4 * 8 * 64, **asdict(sizes)
-    )
+    sizes = MeasuredModel("small", build, seq_len=8, dtype=torch.float32).sizes()
+    return sizes.model_copy(update={"boundary_bytes": 4 * 8 * 64})
 
 
 def _build(config_file: Path, kind: str) -> nn.Module:

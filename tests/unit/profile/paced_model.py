@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, LayerProfiling
+from hytrain.tools.profiler.measured_model import MeasuredModel
+
 WIDTH = 8
 
 Pace = Callable[[int], float]
@@ -71,3 +74,13 @@ def paced_build(clock: Any, forward: Pace, backward: Pace) -> Callable[..., Any]
         return model, make_batch
 
     return build
+
+
+def profile_layer(
+    subject: MeasuredModel, device: torch.device, options: LayerOptions
+) -> LayerProfile:
+    """All that a profile measures of a layer, but for launches beside updates."""
+    with LayerProfiling(subject, device, options) as layers:
+        layers.measure()
+        layers.launch_again()
+        return layers.result()

@@ -14,11 +14,12 @@ import torch
 from hytrain.formats.moment_kinds import MomentsName
 from hytrain.kernels.cpu_adam import commit_then_preview
 from hytrain.model.moment_format import StateArrays
-from hytrain.tools.profiler import rates, training_load
+from hytrain.offload import update_arrays
+from hytrain.offload.update_arrays import UpdateArrays
+from hytrain.tools.profiler import copies, rates, repeats
 from hytrain.tools.profiler.collective_profile import collective_samples, uneven_sizes
+from hytrain.tools.profiler.copies import TrainingLoad, copy_rates
 from hytrain.tools.profiler.ranks import Ranks
-from hytrain.tools.profiler.rates import UpdateArrays
-from hytrain.tools.profiler.training_load import TrainingLoad
 
 CPU = torch.device("cpu")
 ALONE = Ranks(alone=True)
@@ -37,7 +38,8 @@ class _Time:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        for module in (update_arrays, repeats):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def take(self, seconds: float) -> None:
         self.now += seconds
@@ -75,8 +77,8 @@ def test_rates_against_threads(
             return 1.5 * taken
 
     monkeypatch.setattr(rates, "TrainingLoad", Load)
-    monkeypatch.setattr(rates, "commit_then_preview", update)
-    monkeypatch.setattr(rates._C, "read_write", sweep)
+    monkeypatch.setattr(update_arrays, "commit_then_preview", update)
+    monkeypatch.setattr(update_arrays._C, "read_write", sweep)
     found = rates.cpu_rates(torch.device(kind), [1, 2, 4], 4, ALONE, seconds=1.0, elements=1024)
     assert found.updates == pytest.approx({1: 1280.0, 2: 2560.0, 4: 5120.0})
     assert found.in_training == pytest.approx({1: 1280.0 / 1.5, 2: 2560.0 / 1.5, 4: 5120.0 / 1.5})
@@ -99,7 +101,7 @@ def test_the_median_counts_and_the_first_run_does_not(monkeypatch: pytest.Monkey
         clock.take(taken)
         return taken
 
-    assert rates._repeat(run, ALONE, 8.0) == 1.0
+    assert repeats.median_seconds(run, ALONE, 8.0) == 1.0
 
 
 def test_the_real_kernel_and_copies_have_rates() -> None:
@@ -107,17 +109,17 @@ def test_the_real_kernel_and_copies_have_rates() -> None:
     assert found.updates[1] > 0.0
     assert found.in_training[1] > 0.0
     assert found.memory[1] > 0.0
-    copies = rates.copy_rates(CPU, ALONE, seconds=0.01, num_bytes=1 << 16)
-    assert min(copies.model_dump().values()) > 0.0
+    found = copy_rates(CPU, ALONE, seconds=0.01, num_bytes=1 << 16)
+    assert min(found.model_dump().values()) > 0.0
 
 
 def test_a_trainings_load() -> None:
     """A core is busy and all bytes are copied both ways, each time, and nothing is left behind."""
     before = threading.active_count()
-    load = TrainingLoad(CPU, 3 * training_load._BUFFER_BYTES - 5)
+    load = TrainingLoad(CPU, 3 * copies._LOAD_BYTES - 5)
     assert load._times == 3
     for number in (1, 2):
-        for _, source in load._ways:
+        for _, source in load.copies.ways:
             source.fill_(number)
         with load:
             began = time.thread_time(), time.process_time()
@@ -127,7 +129,7 @@ def test_a_trainings_load() -> None:
                 others = time.process_time() - began[1] - (time.thread_time() - began[0])
             assert others > 0.05, "nothing runs beside"
             assert load.beside(lambda: 7.0) == 7.0
-            assert all(int(target.min()) == number for target, _ in load._ways)
+            assert all(int(target.min()) == number for target, _ in load.copies.ways)
         assert threading.active_count() == before
 
 
@@ -156,50 +158,30 @@ def test_an_update_is_of_chunks_as_in_training(
         sizes.append(arrays[0].numel())
         commit_then_preview(*arrays, **options)
 
-    monkeypatch.setattr(rates, "commit_then_preview", update)
+    monkeypatch.setattr(update_arrays, "commit_then_preview", update)
     gradients = torch.linspace(-1.0, 2.0, 3008, dtype=torch.bfloat16)
     ends: list[StateArrays] = []
     for most in (1 << 10, 1 << 20):
         arrays = UpdateArrays(3000, moments, most)
-        (chunks,) = arrays._parts
-        for number, chunk in enumerate(chunks):
-            for step in chunk.steps:
-                step.tensor.copy_(gradients[number * most :][: step.tensor.numel()])
+        for gradient in arrays.gradients:
+            gradient.copy_(gradients)
         arrays.update(2)
-        assert all(chunk.state.master.any() and chunk.out.any() for chunk in chunks)
-        ends.append(arrays._state)
+        assert arrays.state.master.any()
+        assert arrays.out.any()
+        ends.append(arrays.state)
     assert sizes == [1024, 1024, 960, 3008]
     if moments == "fp32":  # random bits follow the place in a pass
         one, other = ends
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
-def test_updates_take_turns_over_as_many_parameters_as_training_has(moments: MomentsName) -> None:
-    arrays = UpdateArrays(3000, moments, 1 << 10, parts=3)
-    assert arrays.elements == 3008
-    for part in arrays._parts:
-        for chunk in part:
-            for step in chunk.steps:
-                step.tensor.fill_(1.0)
-    for number in range(3):
-        arrays.update(2)
-        done = [all(bool(chunk.state.master.all()) for chunk in part) for part in arrays._parts]
-        assert done == [True] * (number + 1) + [False] * (2 - number)
-    once = arrays._state.master.clone()
-    arrays.sweep(2)
-    arrays.update(2)  # the first part's again
-    changed = arrays._state.master != once
-    assert changed[:3008].all()
-    assert not changed[3008:].any()
-
-
-def test_so_many_parts_as_the_shard_has_and_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_elements_as_the_shard_has_and_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "available_host_bytes", lambda: 200 << 30)
-    most = (8 << 30) // 18
-    assert rates.update_parts(100_000_000, 0) == 1
-    assert rates.update_parts(100_000_000, 370_000_000) == 3
-    assert rates.update_parts(100_000_000, 950_000_000) == most // 100_000_000 == 4
-    assert rates.update_parts(100_000_000, 950_000_000, 4) == 1  # four ranks together
-    monkeypatch.setattr(rates, "available_host_bytes", lambda: 12 << 30)
-    assert rates.update_parts(100_000_000, 950_000_000) == 2
+    monkeypatch.setattr(rates, "last_level_cache_bytes", lambda: 300 << 20)
+    beyond_caches, most = 4 * (300 << 20) // 12, (8 << 30) // 18
+    assert rates.update_elements(1) == beyond_caches
+    assert rates.update_elements(1, 370_000_000) == 370_000_000
+    assert rates.update_elements(1, 950_000_000) == most
+    assert rates.update_elements(4, 950_000_000) == (8 << 30) // (4 * 18)  # four ranks together
+    monkeypatch.setattr(rates, "available_host_bytes", lambda: 1 << 30)
+    assert rates.update_elements(1, 950_000_000) == int(0.3 * (1 << 30)) // 18

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from paced_model import profile_layer
 from support.configs import LLAMA, write_config
 from torch import nn
 
 from hytrain.errors import ConfigError
 from hytrain.formats.profile_file import CollectiveSample
 from hytrain.tools.profiler import collective_profile
-from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfiling, profile_layer
+from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfiling
 from hytrain.tools.profiler.measured_model import Copy, MeasuredModel, read_subject
 from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.ranks import Ranks
@@ -114,13 +115,6 @@ def stack(fails_at: int, error: type[Exception]) -> MeasuredModel:
         return {"x": torch.randn(size, WIDTH)}
 
     return MeasuredModel("stack", build, seq_len=1, dtype=torch.float32)
-
-
-def test_a_profiled_copy(tmp_path: Path, copies: Copies) -> None:
-    subject = llama(tmp_path)
-    with no_collector():
-        profile_layer(subject, CPU, OPTIONS.layer)
-        assert copies.alive() == 0
 
 
 def test_a_profiling_that_has_ended_has_no_copy(tmp_path: Path, copies: Copies) -> None:

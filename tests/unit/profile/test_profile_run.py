@@ -20,7 +20,12 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.result import Plan
 from hytrain.tools.profiler import layer_bench, profile_options, rates
-from hytrain.tools.profiler import run as profile_run
+from hytrain.tools.profiler.join_ranks import (
+    RankPlace,
+    device_profiles,
+    host_names,
+    host_profiles,
+)
 from hytrain.tools.profiler.layer_profile import LayerProfile, LayerProfiling
 from hytrain.tools.profiler.profile_report import profile_table
 from hytrain.tools.profiler.progress import Progress
@@ -61,30 +66,20 @@ def measured(slowness: float, sizes: tuple[int, ...]) -> Measured:
     )
 
 
-def rank(host: str, memory: int, cores: range) -> profile_run._Rank:
+def rank(host: str, memory: int, cores: range, settings: str = "") -> RankPlace:
     facts = DeviceFacts("GPU", 100, memory * GIB, memory * GIB - 7)
-    return profile_run._Rank(host, facts, len(cores), frozenset(cores), 50 * GIB, 1, "a CPU")
+    all_cores = frozenset(cores)
+    return RankPlace(host, facts, len(cores), all_cores, 50 * GIB, 1, "a CPU", settings)
 
 
 def test_ranks_of_a_label_are_one_device_and_the_slowest_counts() -> None:
-    groups = profile_run._Groups(
-        everybody=[
-            rank("one", 80, range(0, 4)),
-            rank("one", 40, range(4, 8)),
-            rank("one", 80, range(0, 4)),
-            rank("two", 80, range(0, 2)),
-        ],
-        measured=[
-            measured(1.0, (1, 2, 4)),
-            measured(1.0, (1,)),
-            measured(2.0, (1, 2)),
-            measured(1.0, (1, 2)),
-        ],
-        settings=["", "half", "", ""],
-        layer_parameters=3,
-        now=NOW,
-    )
-    devices = groups.devices()
+    everybody = [
+        (rank("one", 80, range(0, 4)), measured(1.0, (1, 2, 4))),
+        (rank("one", 40, range(4, 8), "half"), measured(1.0, (1,))),
+        (rank("one", 80, range(0, 4)), measured(2.0, (1, 2))),
+        (rank("two", 80, range(0, 2)), measured(1.0, (1, 2))),
+    ]
+    devices = device_profiles(everybody, 3, NOW)
     large, small, other = devices
     assert [(d.host, d.limit_bytes // GIB, d.settings) for d in devices] == [
         ("one", 80, ""),
@@ -98,9 +93,10 @@ def test_ranks_of_a_label_are_one_device_and_the_slowest_counts() -> None:
     assert (large.accumulation_ms, small.accumulation_ms) == (3000.0, 1500.0)
     assert (large.copies.from_host, large.copies.to_host) == (2.5, 4.0)
     assert (large.idle_bytes, large.memory_bytes) == (2, 80 * GIB - 7)
+    assert (large.launch_slowdown, large.update_launches) == (None, None)
     assert other.layer == (layer_sample(1, 1.0), layer_sample(2, 1.0))
 
-    one, two = groups.hosts()
+    one, two = host_profiles(everybody, NOW)
     assert one.ranks == (large.label, small.label, large.label)
     assert (one.cores, two.cores) == (8, 2)
     assert one.bandwidth == pytest.approx(170.0 + 170.0 + 85.0)  # with two threads each
@@ -115,7 +111,7 @@ def test_ranks_of_one_machine_have_one_name() -> None:
     def machine(name: str, boot: str) -> tuple[str, RankHost]:
         return name, RankHost(boot, frozenset({0}), frozenset())
 
-    assert profile_run.host_names(
+    assert host_names(
         [machine("a", "1"), machine("container", "1"), machine("b", "2"), machine("a", "3")]
     ) == ["a", "a", "b", "a#2"]
 
@@ -261,18 +257,6 @@ def test_a_plan_can_be_made_from_what_was_measured(tmp_path: Path, llama: Path) 
     assert 0 < planned.gpu_bytes < profile.devices[0].memory_bytes
 
 
-def test_profiles_of_other_lengths_do_not_merge(
-    tmp_path: Path, llama: Path, capsys: Capture
-) -> None:
-    for name, seq_len in (("1.json", 16), ("2.json", 32)):
-        assert cli.main(arguments(llama, "--out", tmp_path / name, seq_len=seq_len)) == 0
-    capsys.readouterr()
-    files = tmp_path / "1.json", tmp_path / "2.json"
-    assert "seq_len is 16 and 32" in refusal(
-        capsys, "--merge", *files, "--out", tmp_path / "all.json"
-    )
-
-
 # ---- the library ----
 
 
@@ -316,31 +300,7 @@ def test_lines_where_there_is_no_terminal() -> None:
     progress.show(0.0, "layer")
     progress.show(0.1, "layer")
     progress.show(0.5, "copies")
-    progress.close()
+    Progress().show(0.5, "to nobody")
     lines = stream.getvalue().splitlines()
-    assert [line.split("] ")[1] for line in lines] == ["layer", "copies", "done"]
+    assert [line.split("] ")[1] for line in lines] == ["layer", "copies"]
     assert lines[1].startswith("[ 50%")
-
-
-def test_nothing_is_shown_where_nobody_looks(capsys: Capture) -> None:
-    progress = Progress()
-    progress.show(0.5, "copies")
-    progress.close()
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "")
-
-
-def test_a_bar_on_a_terminal() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    stream = Terminal()
-    progress = Progress(stream)
-    progress.show(0.5, "copies")
-    progress.show(0.2, "not backwards")
-    progress.close()
-    text = stream.getvalue()
-    assert "copies:  50%" in text
-    assert "not backwards:  50%" in text
-    assert "100%" in text

@@ -14,7 +14,7 @@ from torch import nn
 
 from hytrain.errors import ConfigError
 from hytrain.tools.profiler.language_model import build_language_model, read_config
-from hytrain.tools.profiler.measured_model import MeasuredModel, SubjectSizes, read_subject
+from hytrain.tools.profiler.measured_model import MeasuredModel, read_subject
 
 CPU = torch.device("cpu")
 
@@ -196,7 +196,9 @@ def test_what_a_plan_does_not_know_of_frozen_weights_is_told(
         return model, dict
 
     sizes = MeasuredModel("upper", build, seq_len=1).sizes()
-    assert sizes == SubjectSizes(2, 12, (20, 0), 8, (0, 10), 60)
+    assert (sizes.num_layers, sizes.layer_parameters, sizes.outside_parameters) == (2, 12, (20, 0))
+    assert (sizes.frozen_layer_parameters, sizes.frozen_outside_parameters) == (8, (0, 10))
+    assert sizes.frozen_block_parameters == 60
     texts = [record.getMessage() for record in caplog.records]
     assert texts[0].startswith("blocks of upper have 4 to 20 parameters: a plan takes")
     assert texts[1].startswith("blocks of upper have 0 to 16 parameters that are not trained: a")

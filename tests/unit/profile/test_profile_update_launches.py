@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(60)
 
 WIDTH, HEAD, STEPS = 64, 2048, 3
 CPU = torch.device("cpu")
-SENT, UPDATED, WAITED = "UpdatePipeline.send", "LayerUpdate.apply", "UpdatePipeline.wait"
+SENT, UPDATED = "UpdatePipeline.send", "LayerUpdate.apply"
 
 
 class Matrices(nn.Module):
@@ -129,53 +129,6 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlacementManager, "_measures_next", lambda _: False)
 
 
-COUNTED = (
-    SENT,
-    UPDATED,
-    WAITED,
-    "GradientNorm.measure",
-    "GradientNorm.add_up",
-    "GradientNorm.launch_decision",
-    "GroupedAdam.begin_step",
-    "GroupedAdam.launch",
-    "DeviceUpdate.run",
-    "DeviceUpdate._queued",
-    "Streams.used_on_update",
-    "Streams.record_compute",
-    "Streams.compute_waits",
-    "CpuUpdater.send",
-    "CpuUpdater.wait_weights",
-)
-
-
-@pytest.mark.usefixtures("_unmeasured", "process_group")
-@pytest.mark.parametrize("matrices", [1, 2], ids=["with squares", "together"])
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_a_layer_of_a_profiled_step_launches_what_one_of_a_training_step_does(
-    fraction: float, matrices: int
-) -> None:
-    """The head, a layer of one parameter, is the same in both models."""
-    few, many = 5, 13
-
-    def a_block(calls: Callable[[int], Counter[str]]) -> dict[str, int]:
-        less, more = calls(few), calls(many)
-        return {name: more[name] - less[name] for name in COUNTED}
-
-    def profiled(blocks: int) -> Counter[str]:
-        on_gpu = round(fraction * (blocks + 1))
-        return of_profile(on_gpu, blocks + 1 - on_gpu, matrices)
-
-    trained = a_block(lambda blocks: of_training(blocks, fraction, matrices))
-    assert trained == a_block(profiled)
-    assert trained[SENT] == STEPS * (many - few)
-    assert trained[UPDATED] == fraction * STEPS * (many - few)
-    if matrices == 1:  # then all layers of the model are of one kind
-        found = of_training(few, fraction)
-        assert {name: found[name] for name in COUNTED} == {
-            name: profiled(few)[name] for name in COUNTED
-        }
-
-
 POLLED = {
     "CostEstimator._add",
     "CostEstimator._close",
@@ -206,7 +159,8 @@ def test_all_that_an_engine_calls_for_a_layer_is_in_a_profiled_step(
 
     trained = a_block(lambda blocks: of_training(blocks, fraction, matrices))
     assert trained == a_block(profiled)
-    assert trained["GradientReducer.consume"] == STEPS * (many - few)
+    assert trained[SENT] == trained["GradientReducer.consume"] == STEPS * (many - few)
+    assert trained.get(UPDATED, 0) == fraction * STEPS * (many - few)
     assert trained["PassGuide.enter_forward"] == STEPS * (many - few)
 
 
@@ -215,7 +169,7 @@ AROUND = (
     "HyTrainZeroOptimizer.overlapping_partition_gradients_reduce_epilogue",
     "BatchTraining.samples",
     "ShardCollectives.reporting_failures",
-    "ThawedParameters.",
+    "ThawedParameters.warn",
     "Tracing.",
     "engine_view.",
     "refuse_coalescing",

@@ -1,0 +1,126 @@
+"""Copies between a device and pinned host memory: their rates, and as a load beside updates."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hytrain.formats.profile_file import CopyRates
+from hytrain.tools.profiler.ranks import Ranks
+from hytrain.tools.profiler.repeats import median_seconds
+
+_COPY_BYTES = 64 * 2**20
+_COPIES = 8
+"""Of a measurement: what it takes to launch them and to wait does not count."""
+_LOAD_BYTES = 32 * 2**20
+_HASHED = bytes(1 << 16)
+_TO_HOST, _FROM_HOST = 0, 1
+
+
+class Copies:
+    """Both ways, each on a stream of its own; of a CPU its own memory is copied."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self.is_cuda = device.type == "cuda"
+        host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda) for _ in "12"]
+        there = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in "12"]
+        self.ways = [(host[0], there[0]), (there[1], host[1])]  # (to, from)
+        self._streams = [torch.cuda.Stream(device) for _ in self.ways] if self.is_cuda else []
+        if self.is_cuda:
+            torch.cuda.synchronize(device)  # the zeros are there before other streams copy them
+
+    def launch(self, times: int, ways: Sequence[int] = (_TO_HOST, _FROM_HOST)) -> None:
+        """Copies so many times, all ways in turns; on a GPU it returns before they are done."""
+        for _ in range(times):
+            for way in ways:
+                target, source = self.ways[way]
+                context = torch.cuda.stream(self._streams[way]) if self.is_cuda else None
+                with context or contextlib.nullcontext():
+                    target.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """Until all copies of a GPU are done."""
+        for stream in self._streams:
+            stream.synchronize()
+
+
+def copy_rates(
+    device: torch.device, ranks: Ranks, *, seconds: float = 0.3, num_bytes: int = _COPY_BYTES
+) -> CopyRates:
+    """Bytes a second, each way alone and both at once.
+
+    Args:
+        device: a GPU, or a CPU for trying.
+        ranks: all measure at once.
+        seconds: of each of the three measurements.
+        num_bytes: of a copy.
+    """
+    copies = Copies(device, num_bytes)
+
+    def rate(*ways: int) -> float:
+        def run() -> float:
+            begin = time.perf_counter()
+            copies.launch(_COPIES, ways)
+            copies.wait()
+            return time.perf_counter() - begin
+
+        return _COPIES * num_bytes / median_seconds(run, ranks, seconds)
+
+    both = rate(_TO_HOST, _FROM_HOST)
+    return CopyRates(
+        to_host=rate(_TO_HOST), from_host=rate(_FROM_HOST), to_host_both=both, from_host_both=both
+    )
+
+
+class TrainingLoad:
+    """What goes on beside the CPU's update in training: copies both ways, and a busy thread.
+
+    A gradient arrives and new weights leave for every parameter of an update: as many bytes each
+    way as the training copy has. The thread stands for the one that launches the GPU's kernels; it
+    computes, without the interpreter's lock, and touches no memory to speak of.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        """
+        Args:
+            device: a GPU; of a CPU its own memory is copied, by one more thread.
+            num_bytes: that :meth:`beside` moves each way.
+        """
+        size = min(num_bytes, _LOAD_BYTES)
+        self._times = -(-num_bytes // size)
+        self.copies = Copies(device, size)
+        self._over = threading.Event()
+        self._launcher: threading.Thread | None = None
+
+    def __enter__(self) -> TrainingLoad:
+        self._over.clear()
+        self._launcher = threading.Thread(target=self._compute, daemon=True)
+        self._launcher.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._over.set()
+        if self._launcher is not None:
+            self._launcher.join()
+
+    def _compute(self) -> None:
+        while not self._over.is_set():
+            hashlib.sha256(_HASHED).digest()
+
+    def beside(self, run: Callable[[], float]) -> float:
+        """What ``run`` returns, with the copies of one update beside it."""
+        if self.copies.is_cuda:
+            self.copies.launch(self._times)
+            result = run()
+            self.copies.wait()
+            return result
+        copying = threading.Thread(target=self.copies.launch, args=(self._times,), daemon=True)
+        copying.start()
+        result = run()
+        copying.join()
+        return result
