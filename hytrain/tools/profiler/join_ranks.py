@@ -5,9 +5,15 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from hytrain.formats.profile_file import CopyRates, DeviceProfile, HostProfile, UpdateRate
+from hytrain.formats.profile_file import (
+    DeviceProfile,
+    HostProfile,
+    LayerSample,
+    OutsideSample,
+    UpdateRate,
+)
 from hytrain.formats.record import Record
 from hytrain.hardware.device_facts import DeviceFacts
 from hytrain.hardware.host_share import RankHost
@@ -78,8 +84,6 @@ def _device(
     (first, _), measured = ranks[0], [one for _, one in ranks]
     layers = [one.layer for one in measured]
     usable = min(place.facts.memory_bytes for place, _ in ranks)
-    copies = _joined(min, [one.copies for one in measured])
-    assert isinstance(copies, CopyRates)
     return DeviceProfile(
         host=first.host,
         label=first.facts.label,
@@ -91,7 +95,7 @@ def _device(
         layer=_slowest([layer.layer for layer in layers]),
         outside=_slowest([layer.outside for layer in layers]),
         update_rate=min(one.update_rate for one in measured),
-        copies=copies,
+        copies=_joined(min, [one.copies for one in measured]),
         accumulation_ms=1e3 * layer_parameters * max(one.accumulation for one in measured),
         launch_slowdown=_known(max, [layer.launch_slowdown for layer in layers]),
         launch_spread=_known(max, [layer.launch_spread for layer in layers]),
@@ -136,8 +140,6 @@ def _host(ranks: Sequence[tuple[RankPlace, Measured]], now: datetime.datetime) -
 
 
 _Pick = Callable[[Iterable[Any]], Any]
-_Joined = TypeVar("_Joined", bound=Record)
-_Sample = TypeVar("_Sample", bound=Any)
 
 
 def _known(pick: _Pick, values: Iterable[Any]) -> Any:
@@ -146,8 +148,8 @@ def _known(pick: _Pick, values: Iterable[Any]) -> Any:
     return pick(known) if known else None
 
 
-def _joined(pick: _Pick, records: Sequence[_Joined | None]) -> _Joined | None:
-    """Of each field what is picked of all records that were measured."""
+def _joined(pick: _Pick, records: Sequence[Record | None]) -> Any:
+    """A record with what is picked, of each field, of all that were measured; None of none."""
     there = [record for record in records if record is not None]
     if not there:
         return None
@@ -155,7 +157,7 @@ def _joined(pick: _Pick, records: Sequence[_Joined | None]) -> _Joined | None:
     return kind(**{n: _known(pick, [getattr(r, n) for r in there]) for n in kind.model_fields})
 
 
-def _slowest(ranks: Sequence[Sequence[_Sample]]) -> tuple[_Sample, ...]:
+def _slowest(ranks: Sequence[Sequence[LayerSample] | Sequence[OutsideSample]]) -> tuple[Any, ...]:
     """Of the sizes that all ranks measured, the largest time and memory of any."""
     by_size = [{row.samples: row for row in rows} for rows in ranks]
     common = set[int].intersection(*map(set, by_size))

@@ -117,7 +117,7 @@ def test_train(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(r["k"] == pytest.approx(0.5, abs=0.1) for r in steps)
     assert all(0.0 <= r["hidden_share"] <= 1.0 for r in steps)
     assert all(r["grad_norm"] > 0.0 for r in steps)
-    assert "Reason: gpu_fraction is 0.5." in _explained(trained.out, capsys)
+    assert ": gpu_fraction is 0.5." in _explained(trained.out, capsys)
 
 
 def test_solved_run_can_be_explained(
