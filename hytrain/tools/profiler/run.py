@@ -74,7 +74,7 @@ def profile_ranks(
         options,
         ranks,
         progress,
-        cores=[cores for cores in ranks.gather(me.cores)],
+        cores=ranks.gather(me.cores),
         ranks_on_host=me.ranks_on_host,
         shard=model.parameters // ranks.world_size,
     )
