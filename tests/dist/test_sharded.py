@@ -59,10 +59,7 @@ SOME_SHORT = list({x.model: x for x in EVERY_SHORT if x.model in SHORT}.values()
 
 @pytest.mark.parametrize(
     "setup",
-    [
-        x if x in SOME_SHORT else pytest.param(x, marks=pytest.mark.parity_full)
-        for x in EVERY_SHORT
-    ],
+    [x if x in SOME_SHORT else pytest.param(x, marks=pytest.mark.parity_full) for x in EVERY_SHORT],
     ids=str,
 )
 def test_as_stage_2_where_the_first_backwards_gradients_do_not_fit(

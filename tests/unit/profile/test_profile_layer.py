@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import FakeDevice, NumberedClock
+from fake_device import FakeDevice
 from paced_model import PacedModel, paced_build, profile_layer
 from torch import nn
 
