@@ -15,14 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 
 import numpy as np
 
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid.host_update import exposed_ms
-from hytrain.tools.hybrid.problem import Floats, Plan, Problem
+from hytrain.tools.hybrid.problem import Floats, Plan, Problem, Samples
 
 BANDWIDTH_UNIT = 2.0**20
 """Bytes a millisecond of 1 GB/s, in the published model."""
@@ -74,7 +72,7 @@ def _proportional_split(
     size = len(types) // dp
     groups = [charged_types(problem, types[rank * size : (rank + 1) * size]) for rank in range(dp)]
     whole = {
-        group: max(float(_sums(problem.time_sums, device, tp, 1)[-1]) for device in group)
+        group: max(float(problem.profiled(device, tp, 1).time_sums[-1]) for device in group)
         for group in dict.fromkeys(groups)
     }
     speeds = [1.0 / whole[group] for group in groups]
@@ -96,26 +94,9 @@ def micro_batch_slices(samples: int) -> list[int]:
     return [1 << bit for bit in reversed(range(samples.bit_length())) if samples >> bit & 1]
 
 
-Table = dict[tuple[str, int, int], Floats]
-
-
-def _sums(table: Table, device: str, tp: int, samples: int) -> Floats:
-    try:
-        return table[device, tp, samples]
-    except KeyError:
-        raise PlanError(
-            f"there is no profile of {device} at tp {tp} and micro-batch size {samples}"
-        ) from None
-
-
-def sliced_sums(table: Table, device: str, tp: int, samples: int) -> Floats:
-    """A table's values (times, memory) of the layers below each, for all slices of a replica.
-
-    Raises:
-        PlanError: a slice is not in the profile.
-    """
-    slices = [_sums(table, device, tp, size) for size in micro_batch_slices(samples)]
-    return reduce(add, slices) if slices else np.zeros_like(next(iter(table.values())))
+def _slices(problem: Problem, device: str, tp: int, samples: int) -> list[Samples]:
+    """The profiles of what a replica of a mixed stage runs one after another."""
+    return [problem.profiled(device, tp, size) for size in micro_batch_slices(samples)]
 
 
 # -- bandwidth ---------------------------------------------------------------------------------
@@ -199,9 +180,9 @@ def choices(
         )
     if share > problem.max_batch or tp > problem.max_tp:
         raise PlanError(f"tp {tp}, micro-batch size {share}: more than was profiled")
-    sync = max(_profiled_sync(problem, device, tp, share) for device in set(types))
+    sync = max(problem.profiled(device, tp, share).fb_sync for device in set(types))
     if is_even:
-        times = _sums(problem.time_sums, types[0], tp, share)[None]
+        times = problem.profiled(types[0], tp, share).time_sums[None]
         split: tuple[int, ...] = ()
     else:
         split = proportional_split(problem, types, dp, tp, samples)
@@ -224,21 +205,19 @@ def choices(
     return [on_gpu] if problem.options.host is None else [on_gpu, _on_host(problem, ranks, on_gpu)]
 
 
-def _profiled_sync(problem: Problem, device: str, tp: int, samples: int) -> float:
-    if (device, tp, samples) not in problem.samples:
-        raise PlanError(
-            f"there is no profile of {device} at tp {tp} and micro-batch size {samples}"
-        )
-    return problem.samples[device, tp, samples].fb_sync
-
-
 def _replica_times(problem: Problem, types: Sequence[str], split: Sequence[int], tp: int) -> Floats:
     found = {
         (device, share)
         for rank, share in enumerate(split)
         for device in charged_types(problem, types[rank * tp : (rank + 1) * tp])
     }
-    return np.stack([sliced_sums(problem.time_sums, name, tp, h) for name, h in sorted(found)])
+    none = np.zeros(problem.num_layers + 1)
+    return np.stack(
+        [
+            sum((one.time_sums for one in _slices(problem, device, tp, share)), none)
+            for device, share in sorted(found)
+        ]
+    )
 
 
 def _stage_memory(
@@ -252,51 +231,58 @@ def _stage_memory(
     """Demand by layer and capacity of a stage.
 
     As published, of the group's sum: one replica's demand where the GPUs are equal, else all
-    replicas' (see :func:`published_slices`). With ``per_gpu_memory`` each GPU's own, in units of
+    replicas' (see :func:`_mixed_memory`). With ``per_gpu_memory`` each GPU's own, in units of
     the smallest one.
     """
     dp, tp = strategy
-    table = problem.memory_sums
+    none = np.zeros(problem.num_layers + 1)
     if problem.options.per_gpu_memory:
         least = min(problem.device[device].memory_mb for device in types)
         places = {
             (device, split[rank // tp] if split else samples // dp)
             for rank, device in enumerate(types)
         }
-        rows = [
-            (sliced_sums if split else _sums)(table, device, tp, share)
-            * (least / problem.device[device].memory_mb)
-            for device, share in sorted(places)
-        ]
+        rows: list[Floats] = []
+        for device, share in sorted(places):
+            held = (
+                _slices(problem, device, tp, share)
+                if split
+                else [problem.profiled(device, tp, share)]
+            )
+            unit = least / problem.device[device].memory_mb
+            rows.append(sum((one.memory_sums for one in held), none) * unit)
         return problem.mem_coef * np.stack(rows), least
     capacity = sum(problem.device[device].memory_mb for device in types)
-    if not split:
-        return problem.mem_coef * _sums(table, types[0], tp, samples // dp)[None], capacity
-    key = ("memory", tuple(cluster), dp, tp, samples)
-    if key not in problem.memo:
-        slices = published_slices(problem, cluster, strategy, samples)
-        problem.memo[key] = reduce(
-            add, (count * _sums(table, *one) for one, count in Counter(slices).items())
-        )
-    return problem.mem_coef * problem.memo[key][None], capacity
+    if split:
+        demand = _mixed_memory(problem, cluster, strategy, samples)
+    else:
+        demand = problem.profiled(types[0], tp, samples // dp).memory_sums
+    return problem.mem_coef * demand[None], capacity
 
 
-def published_slices(
+def _mixed_memory(
     problem: Problem, cluster: Ranks, strategy: tuple[int, int], samples: int
-) -> list[tuple[str, int, int]]:
-    """(type, tp, size) of what the replicas of a mixed stage are taken to hold, in their order.
+) -> Floats:
+    """MB of the layers below each that the replicas of a mixed stage are taken to hold.
 
     As published, the samples are dealt as if the whole cluster were the stage.
     """
     dp, tp = strategy
-    everyone = [device for device, _ in cluster]
-    dealt = proportional_split(problem, everyone, dp, tp, samples)
-    firsts = everyone[:: len(everyone) // dp]
-    return [
-        (device, tp, size)
-        for device, share in zip(firsts, dealt, strict=False)
-        for size in micro_batch_slices(share)
-    ]
+    key = ("memory", tuple(cluster), dp, tp, samples)
+    if key not in problem.memo:
+        everyone = [device for device, _ in cluster]
+        dealt = proportional_split(problem, everyone, dp, tp, samples)
+        firsts = everyone[:: len(everyone) // dp]
+        replicas = Counter(zip(firsts, dealt, strict=False))
+        problem.memo[key] = sum(
+            (
+                count * one.memory_sums
+                for (device, share), count in replicas.items()
+                for one in _slices(problem, device, tp, share)
+            ),
+            np.zeros(problem.num_layers + 1),
+        )
+    return problem.memo[key]
 
 
 def most_on_a_machine(problem: Problem, ranks: Ranks) -> int:

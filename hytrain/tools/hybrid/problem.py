@@ -62,6 +62,16 @@ class Samples:
     fb_sync: float
     """Of forward and backward, what belongs to no layer, ms."""
 
+    @cached_property
+    def time_sums(self) -> Floats:
+        """Times of the layers below each, ``num_layers + 1``."""
+        return prefix_sums(self.times)
+
+    @cached_property
+    def memory_sums(self) -> Floats:
+        """As :attr:`time_sums`, memory."""
+        return prefix_sums(self.memory)
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -147,15 +157,18 @@ class Problem:
         """Parameter bytes of the layers below each, ``num_layers + 1``."""
         return prefix_sums(self.constants.parameter_bytes)
 
-    @cached_property
-    def time_sums(self) -> dict[tuple[str, int, int], Floats]:
-        """As :attr:`samples`, times of the layers below each, ``num_layers + 1``."""
-        return {key: prefix_sums(one.times) for key, one in self.samples.items()}
+    def profiled(self, device: str, tp: int, samples: int) -> Samples:
+        """Of a type of GPU, at a tensor parallel degree and micro-batch size.
 
-    @cached_property
-    def memory_sums(self) -> dict[tuple[str, int, int], Floats]:
-        """As :attr:`time_sums`, memory."""
-        return {key: prefix_sums(one.memory) for key, one in self.samples.items()}
+        Raises:
+            PlanError: there is no profile of that.
+        """
+        try:
+            return self.samples[device, tp, samples]
+        except KeyError:
+            raise PlanError(
+                f"there is no profile of {device} at tp {tp} and micro-batch size {samples}"
+            ) from None
 
     @cached_property
     def machines(self) -> tuple[int, ...]:
