@@ -129,12 +129,7 @@ def parse_record(
             f"the {what} {path} has version {str(found)[:40]}, this hytrain reads {version}: "
             f"{remedy}"
         )
-    try:
-        return kind.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise PlanError(f"the {what} {path}, {where}: {first['msg']}") from None
+    return checked(kind, values, f"the {what} {path}")
 
 
 def write_record(path: Path, record: Record, *, what: str) -> None:
