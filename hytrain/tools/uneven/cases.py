@@ -102,9 +102,12 @@ def _latency(times: Any, what: str, batch: int) -> tuple[tuple[float, ...], tupl
     lines = cast("Sequence[Any]", times)
     if not isinstance(times, list) or len(lines) not in (2, 4) or not isinstance(lines[1], list):
         raise PlanError(f"latencies.json has no backward time of {what}: {times}")
-    forward, backward = _floats(lines[0]), _floats(lines[1])
-    measured = [_floats(row) for row in lines[2:]] or [(), ()]
-    return extended(measured[0], *forward, batch), extended(measured[1], *backward, batch)
+    (slope, intercept), (backward_slope, backward_intercept) = map(_floats, lines[:2])
+    forward, backward = [_floats(row) for row in lines[2:]] or [(), ()]
+    return (
+        extended(forward, slope, intercept, batch),
+        extended(backward, backward_slope, backward_intercept, batch),
+    )
 
 
 def extended(
