@@ -8,6 +8,7 @@ where there is nothing that proves a cause it is unresolved.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -101,11 +102,17 @@ class Blame(NamedTuple):
         return self._replace(begin=low, end=high) if low < high else None
 
 
-class _Cursor(NamedTuple):
-    """How far a walk has come back."""
+@dataclass(slots=True)
+class _Walk:
+    """How far a walk back along a chain has come."""
 
+    node: Node
+    """At whose begin it is."""
     time: int
     limit: int
+    """When it ends."""
+    found: list[Blame] = field(default_factory=list[Blame])
+    """Latest first, from where it began to its time."""
 
 
 class Blockers:
@@ -162,75 +169,67 @@ class Blockers:
         if node is None or (node.begin > end and node.begin - end > CLOSE):
             following = "nothing follows in the trace" if node is None else ""
             return self._host_blames(None, self.rank, begin, end, following)
-        blames = list(self.walk_wait(node, _Cursor(end, begin)))
-        blames.reverse()
-        return blames
+        return self._go_back(_Walk(node, end, begin))[::-1]
 
     def critical_path(self, begin: int, end: int) -> list[Blame]:
         """The chain that ends at a time, back to another, latest first; it sums to the whole."""
-        cursor = _Cursor(end, begin)
         index = int(np.searchsorted(self._begins, end)) - 1
         node = self._computes[index] if index >= 0 else None
-        if node is not None and node.end >= end:
-            node, cursor, found = self._through(node, cursor, [])
-            return found + self.walk_wait(node, cursor)
-        last = begin if node is None else max(begin, node.end)
-        found = [part for b in self.explain(last, end) if (part := b.cut(begin, end)) is not None]
-        found.reverse()
-        following = self.next_compute(end)
-        if following is not None:
+        last = begin if node is None else max(begin, min(node.end, end))
+        if last < end and (following := self.next_compute(end)) is not None:
             # What came next is waited for beyond the idle time as well.
-            whole = self.walk_wait(following, _Cursor(following.begin, begin))
+            whole = self._go_back(_Walk(following, following.begin, begin))
             return [part for blame in whole if (part := blame.cut(begin, end)) is not None]
+        idle = self.explain(last, end) if last < end else []
         if node is None or last <= begin:
-            return found
-        node, cursor, found = self._through(node, _Cursor(last, begin), found)
-        return found + self.walk_wait(node, cursor)
+            return idle[::-1]
+        walk = _Walk(node, last, begin, idle[::-1])
+        self._through(walk, node, last)
+        return self._go_back(walk)
 
-    def walk_wait(self, node: Node, cursor: _Cursor) -> list[Blame]:
-        """From a node's begin back to the limit, latest first."""
-        found: list[Blame] = []
+    def _go_back(self, walk: _Walk) -> list[Blame]:
+        """To the walk's limit; what it has found."""
         for _ in range(_LONGEST_CHAIN):
-            if cursor.time <= cursor.limit:
+            if walk.time <= walk.limit:
                 break
-            node, cursor, steps = self._step_back(node, cursor)
-            found += steps
-        return found
+            self._step_back(walk)
+        return walk.found
 
-    def _step_back(self, node: Node, cursor: _Cursor) -> tuple[Node, _Cursor, list[Blame]]:
+    def _step_back(self, walk: _Walk) -> None:
         """From a node's begin to the begin of what it waited for."""
+        node, time = walk.node, walk.time
         edge = self.graph.binding(node)
         before = None if edge is None else self.graph.nodes[edge.before]
-        finished = cursor.limit if edge is None else self.graph.finished(edge, node)
-        finished = min(max(finished, cursor.limit), cursor.time)
-        found: list[Blame] = []
-        if finished < cursor.time:
-            if (near := self._ended_near(node, finished, cursor.time)) is not None:
-                if near.end < cursor.time:
-                    found.append(self._hand_over(near, near.end, cursor.time, "timing"))
-                return self._through(near, _Cursor(near.end, cursor.limit), found, "timing")
-            beside = self._computed_beside(node, cursor.time)
+        finished = walk.limit if edge is None else self.graph.finished(edge, node)
+        finished = min(max(finished, walk.limit), time)
+        if finished < time:
+            if (near := self._ended_near(node, finished, time)) is not None:
+                if near.end < time:
+                    walk.found.append(self._hand_over(near, near.end, time, "timing"))
+                self._through(walk, near, near.end, "timing")
+                return
+            beside = self._computed_beside(node, time)
             # What ended after it on the same lane is closer than what the GPU had done before.
             if beside is not None and (before is None or beside.end > finished):
-                end = max(min(beside.end, cursor.time), cursor.limit)
-                if end < cursor.time:
-                    found.append(Blame(end, cursor.time, UNRESOLVED, "", node.layer))
-                return self._through(beside, _Cursor(end, cursor.limit), found, "timing")
-            found += self._slack(node, before, finished, cursor.time)
-        if before is None or finished <= cursor.limit:
-            return node, _Cursor(cursor.limit, cursor.limit), found
-        return self._through(before, _Cursor(finished, cursor.limit), found)
+                end = max(min(beside.end, time), walk.limit)
+                if end < time:
+                    walk.found.append(Blame(end, time, UNRESOLVED, "", node.layer))
+                self._through(walk, beside, end, "timing")
+                return
+            walk.found += self._slack(node, before, finished, time)
+        if before is None or finished <= walk.limit:
+            walk.time = walk.limit
+        else:
+            self._through(walk, before, finished)
 
-    def _through(
-        self, node: Node, cursor: _Cursor, found: list[Blame], evidence: str = "dependency"
-    ) -> tuple[Node, _Cursor, list[Blame]]:
+    def _through(self, walk: _Walk, node: Node, time: int, evidence: str = "dependency") -> None:
         """From a time inside of a node, or its end, to its begin, or that on the last rank."""
         late = self.graph.arrival(node)
-        start = late.begin if late.begin > node.begin else node.begin
-        low = min(max(start, cursor.limit), cursor.time)
-        if low < cursor.time:
-            found.append(self._blame(node, low, cursor.time, evidence))
-        return (late if start > node.begin else node), _Cursor(low, cursor.limit), found
+        start = late if late.begin > node.begin else node
+        low = min(max(start.begin, walk.limit), time)
+        if low < time:
+            walk.found.append(self._blame(node, low, time, evidence))
+        walk.node, walk.time = start, low
 
     def _blame(self, node: Node, begin: int, end: int, evidence: str) -> Blame:
         cause, detail = _BY_RESOURCE[node.resource], ""
@@ -339,14 +338,13 @@ class Blockers:
             what = waits.detail[state.row] or "weights of which no copy was recorded"
             words = f"forward waited for {what}"
             return [Blame(state.begin, state.end, UNRESOLVED, "", layer, detail=words)]
-        cursor, blames = _Cursor(state.end, state.begin), list[Blame]()
+        walk = _Walk(last, state.end, state.begin)
         if last.begin < state.end:
             # Else the wait ended when the copy was issued, by its update.
             if last.end < state.end:
-                blames.append(self._hand_over(last, last.end, state.end, "dependency"))
-            cursor = _Cursor(min(last.end, state.end), state.begin)
-            last, cursor, blames = self._through(last, cursor, blames)
-        return list(reversed(blames + self.walk_wait(last, cursor)))
+                walk.found.append(self._hand_over(last, last.end, state.end, "dependency"))
+            self._through(walk, last, min(last.end, state.end))
+        return self._go_back(walk)[::-1]
 
 
 def _changes_within(states: list[HostState]) -> bool:
