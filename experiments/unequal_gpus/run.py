@@ -168,11 +168,12 @@ def _of_case(row: Json) -> list[Claim]:
         error = abs(step / row["planned"]["predicted_s"] - 1.0)
         found.append(Claim("step predicted, error", error, PREDICTION))
     steps = {
-        kind: [max(v["step_s"]) for k, v in row.items() if k.split("#")[0] == kind]
+        kind: [
+            max(v["step_s"]) for k, v in row.items() if k.split("#")[0] == kind and "step_s" in v
+        ]
         for kind in ("in_kernels", "planned")
-        if isinstance(row.get(kind), dict)
     }
-    if len(steps) == 2:
+    if all(steps.values()):
         in_kernels, in_stream = (statistics.median(each) for each in steps.values())
         text = "step, ranks waiting in NCCL's kernels over waiting in a stream"
         found.append(Claim(text, in_kernels / in_stream, at_least=True))
