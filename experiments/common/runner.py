@@ -159,6 +159,27 @@ def status_of(code: int | None, result: Json, log: Sequence[str]) -> str:
     return records.FAILED
 
 
+def _commands(
+    job: Json, names: Sequence[Path], shares: int | None
+) -> list[tuple[list[str], Json, Path, list[int]]]:
+    """What :func:`start` is given for each rank; the names are of its files, without suffix."""
+    size, port = len(names), free_port()
+    cores = divide_cores(sorted(os.sched_getaffinity(0)), max(shares or 0, size))
+    if "cores" in job:
+        cores[0] = cores[0][: job["cores"]]
+    found: list[tuple[list[str], Json, Path, list[int]]] = []
+    for rank, name in enumerate(names):
+        command = [sys.executable, "-m", "experiments.common.worker"]
+        command += [str(name.with_name("job.json")), str(name.with_suffix(".json"))]
+        world: Json = {"rank": rank, "size": size, "port": port}
+        if job.get("separate", False):
+            world = {}
+        env = environment(job["device"], local=rank, **world)
+        env["OMP_NUM_THREADS"] = str(max(job.get("threads") or [max(1, len(cores[rank]) - 1)]))
+        found.append((command, env, name.with_suffix(".log"), cores[rank]))
+    return found
+
+
 def run_job(job: Json, folder: Path, limit: float, *, shares: int | None = None) -> Json:
     """Runs a job's ranks; never raises for what happens there.
 
@@ -175,25 +196,14 @@ def run_job(job: Json, folder: Path, limit: float, *, shares: int | None = None)
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("rank*"):
         old.unlink()
-    size = job.get("ranks", 1)
     given = {**job, "folder": str(folder.resolve()), "until": time.time() + limit}
     records.write_json(folder / "job.json", given)
-    cores = divide_cores(sorted(os.sched_getaffinity(0)), shares or size)
-    if "cores" in job:
-        cores[0] = cores[0][: job["cores"]]
-    port, begin = free_port(), time.monotonic()
-    names = [folder.resolve() / f"rank{rank}" for rank in range(size)]
+    begin = time.monotonic()
+    names = [folder.resolve() / f"rank{rank}" for rank in range(job.get("ranks", 1))]
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, name in enumerate(names):
-            command = [sys.executable, "-m", "experiments.common.worker"]
-            command += [str(folder.resolve() / "job.json"), str(name.with_suffix(".json"))]
-            world: Json = {"rank": rank, "size": size, "port": port, "local": rank}
-            if job.get("separate", False):
-                world = {"local": rank}
-            env = environment(job["device"], **world)
-            env["OMP_NUM_THREADS"] = str(max(job.get("threads") or [max(1, len(cores[rank]) - 1)]))
-            processes.append(start(command, env, name.with_suffix(".log"), cores[rank]))
+        for command in _commands(job, names, shares):
+            processes.append(start(*command))
         codes = _wait(processes, limit)
     finally:
         # Also an interrupt of the command must not leave a process on the GPU.
