@@ -36,10 +36,9 @@ from hytrain.engine.deepspeed_internals import (
     load_config,
 )
 from hytrain.engine.engine import HyTrainEngine
-from hytrain.engine.fp32_weights import offer_fp32_weights
+from hytrain.engine.foreign_checkpoints import offer_conversions
 from hytrain.engine.trainer_reuse import TrainerReuse
 from hytrain.engine.training_plan import adopt_plan
-from hytrain.engine.universal_already import offer_conversion
 from hytrain.engine.unsupported import refuse_unsupported, refuse_unsupported_model
 from hytrain.errors import ConfigError
 from hytrain.model.discovery import find_layers
@@ -112,8 +111,7 @@ def initialize(
         return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
     check_sections(loaded)
     check_version()
-    offer_fp32_weights()
-    offer_conversion()
+    offer_conversions()
     if deepspeed.initialize is initialize:
         _trainers.install()  # it was imported after register()
     if optimizer is None and not _names_optimizer(loaded):
@@ -345,8 +343,7 @@ class Registration:
 
     def __init__(self) -> None:
         self._replaced = deepspeed.initialize
-        offer_fp32_weights()
-        offer_conversion()
+        offer_conversions()
         deepspeed.initialize = initialize
         _trainers.install()
 

@@ -184,7 +184,7 @@ class AsyncSaver:
                 self.collectives,
                 self._kept.device,
                 snapshot.state,
-                snapshot.delivered,
+                snapshot.written,
                 _writers(self._share.cores),
             )
         if self.collectives.rank == 0:

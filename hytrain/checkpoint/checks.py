@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from hytrain.checkpoint.file_checks import CheckpointFiles
+from hytrain.checkpoint.file_checks import load_file
 from hytrain.checkpoint.gather import STATES, ParameterPlace
 from hytrain.checkpoint.inert import Unknown, walk
-from hytrain.checkpoint.parallel import in_threads
 from hytrain.checkpoint.universal import (
     CheckpointPaths,
     OptimizerRecord,
@@ -25,27 +24,15 @@ _SHOWN = 5
 """Names that a message lists at most."""
 
 
-def read_state(
-    files: CheckpointFiles, place: ParameterPlace, kind: str, *, ahead: bool = False
-) -> torch.Tensor:
-    """A parameter's whole state tensor; its elements are read and checked where they are used.
-
-    Args:
-        files: of the checkpoint.
-        place: the parameter.
-        kind: of the state.
-        ahead: it will be asked for again.
+def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torch.Tensor:
+    """A parameter's whole state tensor; its elements are mapped, and read where they are used.
 
     Raises:
         CheckpointError: the file is missing or damaged, or has another shape.
     """
-    path = files.paths.state(place.name, kind)
-    try:
-        stored = files.prepare(path) if ahead else files.take(path)
-        tensor = unpack_tensor(stored)
-    except CheckpointError as error:
-        text = str(error)
-        raise CheckpointError(text if str(path) in text else f"{path} {text}") from None
+    path = paths.state(place.name, kind)
+    stored = load_file(path)
+    tensor = unpack_tensor(stored, path)
     if isinstance(stored, torch.Tensor) and tensor.shape == (place.numel,):
         # What DeepSpeed's converter makes of ZeRO-3 has no shapes.
         tensor = tensor.view(place.shape)
@@ -127,27 +114,23 @@ def no_parameters(paths: CheckpointPaths) -> str:
 
 
 def check_states(
-    files: CheckpointFiles, places: Iterable[ParameterPlace], kinds: Sequence[str], rank: int
+    paths: CheckpointPaths,
+    places: Iterable[ParameterPlace],
+    kinds: Sequence[str],
+    found: dict[tuple[str, str], torch.Tensor],
 ) -> Iterator[str]:
     """The state files can be read and have their parameters' shapes.
 
     Args:
-        files: of the checkpoint.
-        places: of the parameters whose files are to be looked at.
-        kinds: of the states.
-        rank: this one; it will read those that it has a piece of.
+        paths, places, kinds: whose files.
+        found: gets them, (name, kind) -> the whole tensor, mapped.
     """
-
-    def problem(state: tuple[ParameterPlace, str]) -> str | None:
-        place, kind = state
-        try:
-            read_state(files, place, kind, ahead=place.piece_of(rank) is not None)
-        except CheckpointError as error:
-            return str(error)
-        return None
-
-    states = [(place, kind) for place in places for kind in kinds]
-    yield from filter(None, in_threads(problem, states))
+    for place in places:
+        for kind in kinds:
+            try:
+                found[place.name, kind] = read_state(paths, place, kind)
+            except CheckpointError as error:
+                yield str(error)
 
 
 def check_groups(

@@ -73,7 +73,7 @@ class ModuleTensors:
             state: the module's state dict, with parameters as they are.
             places: of the trained parameters.
         """
-        trained = {id(place.slot.parameter): place for place in places}
+        trained = {id(place.slot.parameter): key_of(at) for at, place in enumerate(places)}
         keys: dict[int, LaterTensor] = {}
         constants: dict[str, Constant] = {}
 
@@ -82,10 +82,9 @@ class ModuleTensors:
                 return value.detach() if isinstance(value, torch.Tensor) else value
             found = keys.get(id(value))
             if found is None:
-                place = trained.get(id(value))
-                key = f"parameter{len(keys)}" if place is None else key_of(place)
+                key = trained.get(id(value), f"parameter{len(keys)}")
                 found = keys[id(value)] = LaterTensor(key, tuple(value.shape), value.dtype)
-                if place is None:
+                if id(value) not in trained:
                     constants[key] = Constant(name, value, value._version)
             return found
 
@@ -96,9 +95,12 @@ class ModuleTensors:
         return cls(entries, others, constants)
 
 
-def key_of(place: ParameterPlace) -> str:
-    """Of a trained parameter's elements in the model states' file."""
-    return f"trained/{place.name}"
+def key_of(index: int) -> str:
+    """Of a trained parameter's elements in the model states' file; no name is one there.
+
+    torch's reader does not tell "a" from "A".
+    """
+    return f"trained{index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +110,12 @@ class ModelStates:
     Attributes:
         objects: all else of it.
         constants: elements of what is not trained.
-        metadata: a file with all that is no weight, for plain DeepSpeed's ZeRO-3.
+        metadata: all that is no weight, a file for plain DeepSpeed's ZeRO-3.
     """
 
     objects: PickledObjects
     constants: Mapping[str, Constant]
-    metadata: bytes
+    metadata: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from hytrain.checkpoint.universal import (
     RECORD,
@@ -70,13 +67,6 @@ def pack_model_states(
     # A client may add to what tells converters of its parameters (patterns of sharded ones).
     universal = {**client_state.get(UNIVERSAL_INFO, {}), **UNIVERSAL_VERSION}
     return {**common, RECORD: record, **client_state, UNIVERSAL_INFO: universal}
-
-
-def pack_metadata(states: Mapping[str, Any]) -> bytes:
-    """The model states' file without weights."""
-    content = io.BytesIO()
-    torch.save({**states, "module": {}, "frozen_param_fragments": {}}, content)
-    return content.getvalue()
 
 
 def stored_decisions(stored: Mapping[str, Any]) -> list[Decision]:

@@ -1,57 +1,142 @@
-"""Threads that write a checkpoint's files side by side: a disk takes many as fast as it can."""
+"""Writes a rank's files of one save in threads: whole or not at all, and the first failure is kept.
+
+A disk takes many files side by side as fast as it can. Each is written under a temporary name, and
+gets its own when it is on the disk, which threads of their own wait for, half of the time that a
+file takes: those that write go on with the next.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
+from functools import partial
+from pathlib import Path
 
 from hytrain import _C
+from hytrain.checkpoint.archive_writer import write_objects
+from hytrain.checkpoint.checksums import FileSums, SummingFile
 
 WRITERS = 8
+_SYNCS = 8
+"""Threads that wait for the disk."""
+_UNSYNCED = 64
+"""Files that may be open to be synced; small ones are written sooner than synced."""
+
+UNCHANGED = '"latest" is unchanged, and so is what was saved under the tag before'
+"""What a message about a failed save ends with."""
+
+
+def write_file(path: Path, stored: object) -> FileSums:
+    """Writes what ``torch.save`` would, or bytes as they are; it exists whole or not at all.
+
+    Returns:
+        The sums of what was written.
+
+    Raises:
+        OSError: the file cannot be written; nothing is left behind.
+    """
+    return finish_file(begin_file(path, stored), path)
+
+
+def begin_file(path: Path, stored: object) -> SummingFile:
+    """Writes a file under its temporary name."""
+    temporary = temporary_name(path)
+    try:
+        file = SummingFile(temporary)
+        try:
+            if isinstance(stored, bytes):
+                file.write(stored)
+            else:
+                write_objects(file, stored)
+            file.end()
+        except BaseException:
+            file.close()
+            raise
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def finish_file(file: SummingFile, path: Path) -> FileSums:
+    """A file that was written under its temporary name gets its own, when it is on the disk."""
+    try:
+        file.sync()
+        file.close()
+        temporary_name(path).replace(path)
+    except BaseException:
+        file.close()
+        temporary_name(path).unlink(missing_ok=True)
+        raise
+    return file.sums
+
+
+def temporary_name(path: Path) -> Path:
+    """Of a file that is not whole.
+
+    It does not look like a state file: plain DeepSpeed reads whatever ends in ".pt".
+    """
+    return path.with_name(f"{path.stem}.tmp{os.getpid()}")
 
 
 class FileWriters:
-    """Files in any order, and one archive's parts in theirs, with a limit to what is in memory."""
+    """Files in any order, and one archive's parts in theirs, with a limit to what is in memory.
 
-    def __init__(self, threads: int, most_bytes: int) -> None:
+    Attributes:
+        failure: why something was not written; nothing is written after it.
+        sums: of the files that are on the disk.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        most_bytes: int,
+        failure: str | None = None,
+        room: Callable[[], str] = str,
+    ) -> None:
         """
         Args:
             threads: that write files; the archive has one more.
             most_bytes: of copies that are there to be written; more where one alone is larger.
+            failure: why nothing is to be written, if there is a reason.
+            room: what to say of the disk where it is full.
         """
+        self.failure = failure
+        self.sums: dict[Path, FileSums] = {}
+        self._room = room
         self._files = ThreadPoolExecutor(threads, "hytrain-write")
         self._archive = ThreadPoolExecutor(1, "hytrain-archive")
-        self._most = most_bytes
-        self._held = 0
+        self._syncs = ThreadPoolExecutor(_SYNCS, "hytrain-sync")
+        self._may_sync = threading.Semaphore(_UNSYNCED)
+        self._most, self.held, self._pending = most_bytes, 0, 0
         self._changed = threading.Condition()
-        self._batch: list[Future[None]] = []
-        self._batches: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
-
-    @property
-    def held(self) -> int:
-        """Bytes of copies that are there."""
-        return self._held
+        self._written: list[Future[None]] = []
 
     def hold(self, num_bytes: int) -> None:
         """Waits until there may be a copy of so many bytes more."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._held or self._held + num_bytes <= self._most)
-            self._held += num_bytes
+            self._changed.wait_for(lambda: not self.held or self.held + num_bytes <= self._most)
+            self.held += num_bytes
 
     def write(
-        self, files: Sequence[Callable[[], None]], archive: Callable[[], None] | None, held: int
+        self,
+        files: Sequence[tuple[Path, object]],
+        archive: Callable[[], None] | None = None,
+        held: int = 0,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Calls functions, none of which may raise, in the threads.
+        """Writes files in the threads.
 
         Args:
-            files: each writes a file.
-            archive: writes a part of the archive, behind those before it.
-            held: bytes, of :meth:`hold`, that are free when all of them have returned.
+            files: paths and what goes there, see :func:`write_file`.
+            archive: writes a part of the archive, behind those before it; must not raise.
+            held: bytes, of :meth:`hold`, that are free when all of it is written.
+            then: called at that time, in any thread.
         """
-        futures = [self._files.submit(act) for act in files]
+        futures = [self._files.submit(self.put, path, stored) for path, stored in files]
         if archive is not None:
             futures.append(self._archive.submit(archive))
         left = len(futures)
@@ -60,41 +145,80 @@ class FileWriters:
             nonlocal left
             with self._changed:
                 left -= 1
-                if left == 0:
-                    self._held -= held
+                if left:
+                    return
+            try:
+                then()
+            finally:
+                with self._changed:
+                    self._pending -= 1
+                    self.held -= held
                     self._changed.notify_all()
 
+        with self._changed:
+            self._pending += 1
         for future in futures:
             future.add_done_callback(done)
-        self._batch += futures
+        self._written += futures
 
-    def end_batch(self, then: Callable[[], None]) -> None:
-        """Calls ``then``, in this or a later call of this thread, when all so far is written."""
-        self._batches.append((self._batch, then))
-        self._batch = []
-        while self._batches and all(future.done() for future in self._batches[0][0]):
-            self._end_first()
-
-    def _end_first(self) -> None:
-        futures, then = self._batches.popleft()
-        for future in futures:
+    def wait(self) -> None:
+        """Until all so far is written; raises what no rank can answer for (a test's kill)."""
+        with self._changed:
+            # A future has its result before what waits for that is called.
+            self._changed.wait_for(lambda: not self._pending)
+        for future in self._written:
             future.result()
-        then()
+        self._written.clear()
 
-    def finish(self) -> None:
-        """Waits for all of it."""
-        while self._batches:
-            self._end_first()
+    def put(self, path: Path, stored: object) -> None:
+        """Writes a file, now; it has its name when :meth:`close` has returned."""
+        self.try_to(partial(self._put, path, stored), f"{path} could not be written", UNCHANGED)
 
-    def __enter__(self) -> FileWriters:
-        return self
+    def _put(self, path: Path, stored: object) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = begin_file(path, stored)
+        self._may_sync.acquire()
+        self._syncs.submit(self._finish, file, path)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for pool in (self._files, self._archive):
-            pool.shutdown(wait=True, cancel_futures=kind is not None)
+    def _finish(self, file: SummingFile, path: Path) -> None:
+        try:
+            # After a failure, too: what is of no use is not left open.
+            self.sums[path] = finish_file(file, path)
+        except Exception as error:
+            self._note(f"{path} could not be written", UNCHANGED, error)
+        finally:
+            self._may_sync.release()
+
+    def close(self) -> None:
+        """Waits until all files are on the disk and have their names, or have failed to.
+
+        To be called before the folder is renamed or removed.
+        """
+        for pool in (self._files, self._archive, self._syncs):
+            pool.shutdown(wait=True, cancel_futures=pool is not self._syncs)
         _C.trim_write_buffers()
+
+    def try_to(self, act: Callable[[], object], problem: str, outcome: str) -> None:
+        """Calls ``act`` where nothing has failed before.
+
+        Args:
+            act: what is to be done.
+            problem: how the message begins where it fails.
+            outcome: what there is then.
+        """
+        if self.failure is not None:
+            return
+        try:
+            act()
+        except Exception as error:
+            # A rank that raised here would leave the others waiting; it raises with them later.
+            self._note(problem, outcome, error)
+
+    def _note(self, problem: str, outcome: str, error: Exception) -> None:
+        if self.failure is None:
+            is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            room = f"{self._room()}; " if is_full else ""
+            remedy = f"{room}free space or mend the folder and save again"
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                remedy = "close files, or allow more (ulimit -n), and save again"
+            self.failure = f"{problem} ({type(error).__name__}: {error}): {remedy}; {outcome}"

@@ -151,33 +151,26 @@ class Delivery:
     destination: int
 
 
+def plan_rounds(places: Iterable[ParameterPlace], num_ranks: int) -> list[list[Delivery]]:
+    """Rounds in which every rank gets at most one parameter, of about the same size for all.
+
+    A parameter goes to the rank that has most of it, where that has none of the round yet.
+    """
+    ordered = sorted(places, key=lambda place: -place.numel)
+    rounds: list[list[Delivery]] = []
+    for begin in range(0, len(ordered), num_ranks):
+        free = list(range(num_ranks))
+        rounds.append([])
+        for place in ordered[begin : begin + num_ranks]:
+            sizes = {piece.rank: piece.end - piece.begin for piece in place.pieces}
+            rank = max(free, key=lambda rank: sizes.get(rank, 0))
+            free.remove(rank)
+            rounds[-1].append(Delivery(place, rank))
+    return rounds
+
+
 StateSource = Callable[[ParameterPlace, str, Piece], torch.Tensor]
 """This rank's piece of a state tensor, 1-D; see :meth:`ParameterPlace.read`."""
-
-
-def gather_states(
-    rounds: Iterable[Sequence[Delivery]],
-    collectives: ShardCollectives,
-    device: torch.device,
-    deliver: Callable[[ParameterPlace, str, torch.Tensor], None],
-    source: StateSource = ParameterPlace.read,
-) -> None:
-    """Brings parameters' state tensors to their destinations; a collective.
-
-    Nothing may be pending. Host memory grows by one state tensor of one parameter at a time.
-
-    Args:
-        rounds: the same on all ranks; in a round no rank is a destination twice.
-        collectives: the ranks.
-        device: the layers' device.
-        source: where this rank's pieces are; default: where they are now.
-        deliver: called on a delivery's destination with the parameter, the state's name and the
-            whole tensor (fp32, the parameter's shape, on the host, its own memory). It must not
-            raise: the other ranks would wait for this one.
-    """
-    for deliveries in rounds:
-        for kind in STATES:
-            gather_round(deliveries, kind, collectives, device, deliver, source)
 
 
 def whole_on_host(
@@ -216,16 +209,23 @@ def gather_round(
     collectives: ShardCollectives,
     device: torch.device,
     deliver: Callable[[ParameterPlace, str, torch.Tensor], None],
-    source: StateSource,
+    source: StateSource = ParameterPlace.read,
     *,
     as_trained: bool = False,
 ) -> None:
-    """One state tensor of each parameter of a round; see :func:`gather_states`.
+    """Brings one state tensor of each parameter of a round to its destination; a collective.
+
+    Nothing may be pending. Host memory grows by one state tensor of one parameter.
 
     Args:
-        deliveries: in which no rank is a destination twice.
+        deliveries: the same on all ranks; no rank is a destination twice.
         kind: one of :data:`STATES`.
-        collectives, device, deliver, source: as there.
+        collectives: the ranks.
+        device: the layers' device.
+        deliver: called on a delivery's destination with the parameter, the state's name and the
+            whole tensor (fp32, the parameter's shape, on the host, its own memory). It must not
+            raise: the other ranks would wait for this one.
+        source: where this rank's pieces are.
         as_trained: rounded to the training copy's dtype before it travels.
     """
     rank = collectives.rank
@@ -306,8 +306,9 @@ def gather_to_first(
     def deliver(place: ParameterPlace, kind: str, tensor: torch.Tensor) -> None:
         gathered.setdefault(place.name, {})[kind] = tensor
 
-    rounds = ([Delivery(place, 0)] for place in list_parameters(layers))
-    gather_states(rounds, collectives, device, deliver)
+    for place in list_parameters(layers):
+        for kind in STATES:
+            gather_round([Delivery(place, 0)], kind, collectives, device, deliver)
     return gathered
 
 

@@ -28,6 +28,8 @@ from torch.serialization import StorageType
 from torch.storage import TypedStorage
 
 from hytrain.errors import CheckpointError
+from hytrain.kernels.host_limits import describe_free_memory
+from hytrain.kernels.host_memory import is_out_of_host_memory
 
 _MOST_NESTED = 1000
 
@@ -80,6 +82,9 @@ class Unpickler(_Python):
 
     record_bytes: Mapping[str, int]
     """Key of a storage -> bytes that the file has of it; set by subclasses."""
+
+    storage_keys: dict[int, str]
+    """Address of a storage that was made -> its key; set by subclasses."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_Python.dispatch)
 
@@ -158,7 +163,9 @@ class Unpickler(_Python):
             raise pickle.UnpicklingError(
                 f"record {key} has not the {numel * dtype.itemsize} bytes that its tensor has"
             )
-        self.append(self.persistent_load(pid))
+        storage = self.persistent_load(pid)
+        self.storage_keys[storage._untyped_storage.data_ptr()] = key
+        self.append(storage)
 
     def _refuse(self) -> None:
         raise pickle.UnpicklingError("an operation that no checkpoint needs")
@@ -478,19 +485,49 @@ def load(path: str | Path, *, mmap: bool = False) -> Any:
         CheckpointError: it is not what ``torch.save`` writes, or is damaged.
         OSError: it cannot be read.
     """
+    return _load(Path(path), {}, mmap=mmap)
+
+
+def _load(path: Path, storage_keys: dict[int, str], *, mmap: bool) -> Any:
     try:
-        kind = type("Unpickler", (Unpickler,), {"record_bytes": _record_bytes(Path(path))})
-        module: Any = SimpleNamespace(Unpickler=kind, __name__=__name__)
+        own = {"record_bytes": _record_bytes(path), "storage_keys": storage_keys}
+        module: Any = SimpleNamespace(
+            Unpickler=type("Unpickler", (Unpickler,), own), __name__=__name__
+        )
         return torch.serialization.load(
             path, map_location="cpu", pickle_module=module, weights_only=False, mmap=mmap
         )
     except OSError:
         raise
     except Exception as error:  # what a file makes of itself is manifold
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}): the file is damaged or not "
-            "torch's; load another tag"
-        ) from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: object, error: Exception) -> CheckpointError:
+    """That a file is not what ``torch.save`` writes, or that there is no memory for it."""
+    why = "the file is damaged or not torch's; load another tag"
+    if is_out_of_host_memory(error):
+        why = (
+            f"the host has no memory for it; {describe_free_memory()}: free some, or use more "
+            "ranks or hosts"
+        )
+    return CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}): {why}")
+
+
+def tensors_of_records(path: Path) -> dict[str, list[str]]:
+    """Key of a storage -> tensors that have elements there, as ``"module: 'blocks.0.weight'"``.
+
+    Raises:
+        CheckpointError, OSError: see :func:`load`.
+    """
+    keys: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for where, tensor in walk(_load(path, keys, mmap=True)):
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            first, *rest = where or ("the tensor",)
+            name = f"{first}: '{'.'.join(rest)}'" if rest else f"'{first}'"
+            names.setdefault(keys[tensor.untyped_storage().data_ptr()], []).append(name)
+    return names
 
 
 def _record_bytes(path: Path) -> dict[str, int]:
@@ -513,9 +550,12 @@ def _record_bytes(path: Path) -> dict[str, int]:
 def check_records(infos: Iterable[zipfile.ZipInfo], num_bytes: int) -> None:
     """
     Raises:
-        zipfile.BadZipFile: the records of a file are compressed, or share its bytes.
+        zipfile.BadZipFile: no objects are among the records of a file, or these are compressed, or
+            share its bytes.
     """
     infos = list(infos)
+    if not any(info.filename.endswith("/data.pkl") for info in infos):
+        raise zipfile.BadZipFile("it has no data.pkl")
     if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
         raise zipfile.BadZipFile("its records are compressed")
     if sum(info.file_size for info in infos) > num_bytes:

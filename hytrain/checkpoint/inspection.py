@@ -6,7 +6,7 @@ One process, no engine, no torch.distributed.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,14 +14,13 @@ from typing import Any, Literal
 from hytrain.checkpoint.checks import no_parameters, stored_names
 from hytrain.checkpoint.commit import is_unfinished, saved_tags
 from hytrain.checkpoint.file_checks import (
-    CheckpointFiles,
     Listing,
-    check_files_alone,
-    list_files_alone,
+    check_files,
+    list_files,
+    load_file,
     missing_file,
 )
 from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
-from hytrain.checkpoint.stored_weights import open_checkpoint
 from hytrain.checkpoint.tags import look_up_tag
 from hytrain.checkpoint.universal import (
     LATEST,
@@ -152,17 +151,11 @@ def _told(paths: CheckpointPaths, error: Exception) -> str:
 
 
 def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFacts:
-    listing = list_files_alone(paths)
-    small = [path.relative_to(paths.folder).as_posix() for path in (paths.optimizer_state,)]
-    files = check_files_alone(paths, listing, small)
-    record = OptimizerRecord.unpack(files.load(paths.optimizer_state))
-    # The file with the model's weights is large: what is read of it is checked as it is read.
-    states = paths.model_states.name
-    if listing.manifest is None or states not in listing.manifest:
-        files, _ = open_checkpoint(paths.folder)
-    else:
-        files = CheckpointFiles(paths, {**files.sums, states: listing.manifest[states]})
-    stored: Mapping[str, Any] = files.load(paths.model_states)
+    listing = list_files(paths)
+    check_files(paths, listing, [paths.name_of(paths.optimizer_state)])
+    record = OptimizerRecord.unpack(load_file(paths.optimizer_state), paths.optimizer_state)
+    # The weights in it are not read, nor are its bytes checked, of which there are many.
+    stored: Mapping[str, Any] = load_file(paths.model_states)
     _check_complete(paths, listing, stored, record)
     module: Mapping[str, Any] = stored.get("module") or {}
     trained = stored_names(listing.found)
@@ -230,15 +223,15 @@ def verify(folder: Path) -> Verdict:
     try:
         if is_unfinished(folder):
             raise CheckpointError(f"{folder} is a save that was broken off: load another tag")
-        listing = list_files_alone(paths)
+        listing = list_files(paths)
         wanted = sorted(listing.found if listing.manifest is None else listing.manifest)
-        files = check_files_alone(paths, listing, wanted)
-        checked = [sums.num_bytes for sums in files.sums.values()]
+        check_files(paths, listing, wanted)
+        checked = list(listing.found.values())
         if paths.zero.is_dir():
-            record = OptimizerRecord.unpack(files.load(paths.optimizer_state))
-            _check_complete(paths, listing, files.load(paths.model_states), record)
+            record = OptimizerRecord.unpack(load_file(paths.optimizer_state), paths.optimizer_state)
+            _check_complete(paths, listing, load_file(paths.model_states), record)
         else:
-            _check_shards(files)
+            _check_shards(paths, listing.found)
     except Exception as error:  # what a file makes of itself is manifold
         problem = _told(paths, error)
     return Verdict(str(folder), has_manifest, len(checked), sum(checked), problem)
@@ -261,16 +254,15 @@ def _check_complete(
     _check_there(paths, listing.found, wanted)
 
 
-def _check_shards(files: CheckpointFiles) -> None:
+def _check_shards(paths: CheckpointPaths, found: Collection[str]) -> None:
     """
     Raises:
         DamagedCheckpointError: a file is missing that a checkpoint of DeepSpeed's own needs.
     """
-    paths = files.paths
-    shards = [name for name in files.sums if name.endswith(OPTIMIZER_SHARD)]
-    parts = [paths.folder / name for name in files.sums if _RANK_OF_ZERO3.match(name)]
+    shards = [name for name in found if name.endswith(OPTIMIZER_SHARD)]
+    parts = [paths.folder / name for name in found if _RANK_OF_ZERO3.match(name)]
     is_zero3 = bool(parts) and not paths.model_states.is_file()
-    stored: Mapping[str, Any] = files.load(parts[0] if is_zero3 else paths.model_states)
+    stored: Mapping[str, Any] = load_file(parts[0] if is_zero3 else paths.model_states)
     if not shards and stored.get("optimizer") is not None:
         return  # without ZeRO the optimizer's state is in there
     prefixes = {name.partition("zero_pp_rank_")[0] for name in shards if "zero_pp_rank_" in name}
@@ -284,11 +276,12 @@ def _check_shards(files: CheckpointFiles) -> None:
         for part in range(_count(stored, "mp_world_size") or 1)
         for prefix, end in kinds
     ]
-    _check_there(paths, files.sums, wanted)
+    _check_there(paths, found, wanted)
 
 
 def _check_there(paths: CheckpointPaths, found: Container[str], wanted: Iterable[Path]) -> None:
-    missing = [path for path in wanted if path.relative_to(paths.folder).as_posix() not in found]
+    names = [paths.name_of(path) for path in wanted]
+    missing = [name for name in names if name not in found]
     if missing:
         more = f"; and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise DamagedCheckpointError(missing_file(missing[0]) + more)
+        raise DamagedCheckpointError(missing_file(paths, missing[0]) + more)

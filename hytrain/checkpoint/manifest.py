@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hytrain.checkpoint.sums import BLOCK_BYTES, FileSums
+from hytrain.checkpoint.checksums import BLOCK_BYTES, FileSums
 from hytrain.checkpoint.universal import is_plain_path
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 from hytrain.formats.record import Record, checked, parse_json

@@ -2,22 +2,20 @@
 
 Nothing is touched before every byte that is to be used has been held against its checksum, each
 rank looking at its share of them, and all ranks have agreed: a checkpoint that does not fit leaves
-the engine as it was. State is then read by each rank for its own shard only; what it reads is
-checked once more, as the disk may since have changed its mind.
+the engine as it was. State is then read by each rank for its own shard only.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hytrain.checkpoint.checked_tensor import give_back_memory
 from hytrain.checkpoint.checks import (
     check_groups,
     check_keys,
@@ -30,16 +28,16 @@ from hytrain.checkpoint.checks import (
     read_state,
     stored_names,
 )
-from hytrain.checkpoint.file_checks import CheckpointFiles, Listing, check_files, list_files
+from hytrain.checkpoint.file_checks import Listing, find_damage, list_files, load_file
 from hytrain.checkpoint.gather import ParameterPlace, Piece, list_parameters
-from hytrain.checkpoint.origins import (
+from hytrain.checkpoint.inert import walk
+from hytrain.checkpoint.load_sources import (
     Origin,
     check_begun,
     find_origins,
     groups_left_alone,
     merge_steps,
 )
-from hytrain.checkpoint.pickles import LAZY
 from hytrain.checkpoint.universal import (
     STATES,
     STEP,
@@ -47,8 +45,8 @@ from hytrain.checkpoint.universal import (
     OptimizerRecord,
     restore_group,
 )
-from hytrain.comm.exchange import raise_together
-from hytrain.errors import CheckpointError
+from hytrain.comm.exchange import from_first, raise_together
+from hytrain.errors import CheckpointError, DamagedCheckpointError
 from hytrain.model.moment_format import MomentFormat
 from hytrain.optimizer.kept_state import KeptState
 
@@ -76,11 +74,6 @@ class LoadRequest:
     custom_load: Callable[..., Any] | None
     keys: tuple[str, ...]
     trusted: bool
-
-    @property
-    def wait(self) -> tuple[str, ...]:
-        """Keys of the model states whose tensors may wait: a user's function gets plain ones."""
-        return LAZY if self.custom_load is None else tuple(set(LAZY) - {"module"})
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -123,15 +116,14 @@ def read_checkpoint(
     try:
         _load_module(found.engine, module, kept, request, module_tensors)
         for place, origin in zip(places, found.origins, strict=True):
-            _restore(found.files, place, origin, kept, request)
-        _restore_progress(kept, places, found)
+            _restore(paths, place, origin, kept, request, found.states)
+        _restore_progress(paths, kept, places, found)
+        _own_memory({key: found.engine[key] for key in found.engine.keys() - _LARGE})
     except Exception as error:
         failure = (
             f"loading {folder} failed half-way ({type(error).__name__}: {error}): the engine's "
             "state is incomplete; load again before training"
         )
-    finally:
-        give_back_memory()
     raise_together(failure, kept.collectives)
     kept.publish_masters()
     if found.record is not None and kept.collectives.rank == 0:
@@ -145,21 +137,41 @@ def read_checkpoint(
     return found.engine
 
 
-@dataclass(frozen=True, slots=True)
+_LARGE = {"module", "frozen_param_fragments"}
+
+
+def _own_memory(objects: object) -> None:
+    """Tensors that the user is given are no longer those of a file, which may be written over."""
+    own: dict[int, torch.UntypedStorage] = {}
+    for tensor in {id(found): found for _, found in walk(objects)}.values():
+        if isinstance(tensor, torch.Tensor):
+            mapped: Any = tensor.untyped_storage()
+            if mapped._cdata not in own:
+                own[mapped._cdata] = mapped.clone()
+            shape, strides = tensor.shape, tensor.stride()
+            with torch.no_grad():
+                tensor.set_(own[mapped._cdata], tensor.storage_offset(), shape, strides)
+
+
+@dataclass(slots=True)
 class _Found:
     """What a checkpoint has.
 
     Attributes:
-        files: the files that are read.
+        listing: its files.
         engine: contents of the model states' file.
         record: what the optimizer's file says, where it was asked for.
         origins: where each parameter's state comes from.
+        states: (parameter, kind) -> the whole state tensor, of those that this rank has looked at.
     """
 
-    files: CheckpointFiles
-    engine: dict[str, Any]
-    record: OptimizerRecord | None
-    origins: list[Origin]
+    listing: Listing
+    engine: dict[str, Any] = field(default_factory=dict[str, Any])
+    record: OptimizerRecord | None = None
+    origins: list[Origin] = field(default_factory=list[Origin])
+    states: dict[tuple[str, str], torch.Tensor] = field(
+        default_factory=dict[tuple[str, str], torch.Tensor]
+    )
 
 
 def _inspect(
@@ -169,66 +181,61 @@ def _inspect(
     places: Sequence[ParameterPlace],
     request: LoadRequest,
 ) -> _Found:
-    """Reads the small files and checks everything; a collective. Touches nothing."""
-    listing = list_files(paths, kept.collectives)
+    """Checks all bytes, reads the small files and checks what they say; a collective.
+
+    Touches nothing.
+    """
+    ranks = kept.collectives
+    listing = from_first(lambda: list_files(paths), ranks)
+    assert isinstance(listing, Listing)
     wanted = _wanted(paths, listing, places, request)
-    states = stored_names(listing.found)
-    # The look is Python's own work, which takes the cores little while the check has the disk.
-    found, failure = check_files(
-        paths,
-        listing,
-        wanted,
-        kept.collectives,
-        lambda files: _look(files, states, kept, module_tensors, places, request),
-    )
-    raise_together(failure, kept.collectives)
-    return found
-
-
-def _look(
-    files: CheckpointFiles,
-    states: Set[str],
-    kept: KeptState,
-    module_tensors: Callable[[], Mapping[str, Any]],
-    places: Sequence[ParameterPlace],
-    request: LoadRequest,
-) -> tuple[_Found, str | None]:
-    """What the files say, and why it does not fit."""
-    paths, rank = files.paths, kept.collectives.rank
-    stored: dict[str, Any] = {}
-    record: OptimizerRecord | None = None
-    origins: list[Origin] = []
-    failure: str | None = None
+    damage = find_damage(paths, listing, wanted, ranks.rank, ranks.world_size)
+    raise_together(damage, ranks, DamagedCheckpointError)
+    found = _Found(listing)
     try:
-        stored = dict(files.load(paths.model_states, request.wait, trusted=request.trusted))
-        strict = request.strict
-        checks = [
-            check_plain(paths.model_states, stored),
-            check_keys(paths.model_states, stored, request.keys),
-        ]
-        current = module_tensors()
-        if request.custom_load is None:
-            checks.append(check_module(paths.model_states, stored, current, strict=strict))
-        if request.with_optimizer:
-            record = _read_record(files, trusted=request.trusted)
-            checks.append(check_plain(paths.optimizer_state, record.groups))
-            count = len(kept.hyper.groups)
-            checks.append(check_groups(paths, record, count, places, strict=strict))
-            checks.append(check_names(paths, states, places, strict=strict))
-        module = stored.get("module", {}) if request.custom_load is None else None
-        origins = find_origins(places, states, module, current)
-        if kept.pipeline.is_partly_committed:
-            checks.append(check_begun(places, origins))
-        # Every state file is looked at once, by the rank that will read most of it.
-        mine = [place for place in places if place.name in states and _reader_of(place) == rank]
-        checks.append(check_states(files, mine, request.kinds, rank))
+        checks = _look(found, paths, kept, module_tensors(), places, request)
         failure = find_problems(checks)
     except CheckpointError as error:
         failure = str(error)
     except Exception as error:
         # Whatever a damaged file makes of itself: the other ranks must hear of it.
         failure = f"{paths.folder} cannot be read ({type(error).__name__}: {error})"
-    return _Found(files, stored, record, origins), failure
+    raise_together(failure, ranks)
+    return found
+
+
+def _look(
+    found: _Found,
+    paths: CheckpointPaths,
+    kept: KeptState,
+    current: Mapping[str, Any],
+    places: Sequence[ParameterPlace],
+    request: LoadRequest,
+) -> list[Iterator[str]]:
+    """Fills ``found``; returns what looks for reasons why it does not fit."""
+    states, strict = stored_names(found.listing.found), request.strict
+    stored = found.engine = dict(load_file(paths.model_states, trusted=request.trusted))
+    checks = [
+        check_plain(paths.model_states, stored),
+        check_keys(paths.model_states, stored, request.keys),
+    ]
+    if request.custom_load is None:
+        checks.append(check_module(paths.model_states, stored, current, strict=strict))
+    if request.with_optimizer:
+        record = found.record = _read_record(paths, trusted=request.trusted)
+        checks.append(check_plain(paths.optimizer_state, record.groups))
+        count = len(kept.hyper.groups)
+        checks.append(check_groups(paths, record, count, places, strict=strict))
+        checks.append(check_names(paths, states, places, strict=strict))
+    module = stored.get("module", {}) if request.custom_load is None else None
+    found.origins = find_origins(places, states, module, current)
+    if kept.pipeline.is_partly_committed:
+        checks.append(check_begun(places, found.origins))
+    # Every state file is looked at once, by the rank that will read most of it.
+    rank = kept.collectives.rank
+    mine = [place for place in places if place.name in states and _reader_of(place) == rank]
+    checks.append(check_states(paths, mine, request.kinds, found.states))
+    return checks
 
 
 def _reader_of(place: ParameterPlace) -> int:
@@ -253,7 +260,7 @@ def _wanted(
     if request.with_optimizer:
         files.append(paths.optimizer_state)
         files += [paths.state(name, STEP) for name in states]
-    names = [path.relative_to(paths.folder).as_posix() for path in files]
+    names = [paths.name_of(path) for path in files]
     if request.with_optimizer and listing.manifest is not None:
         # All that was saved is there, though a load that is not strict may not need it.
         names += sorted(listing.manifest.keys() - set(names))
@@ -264,15 +271,11 @@ def _wanted(
     return names
 
 
-def _read_record(files: CheckpointFiles, *, trusted: bool) -> OptimizerRecord:
-    paths = files.paths
+def _read_record(paths: CheckpointPaths, *, trusted: bool) -> OptimizerRecord:
     if not paths.zero.is_dir():
         raise CheckpointError(no_parameters(paths))
-    try:
-        return OptimizerRecord.unpack(files.load(paths.optimizer_state, trusted=trusted))
-    except CheckpointError as error:
-        text, name = str(error), str(paths.optimizer_state)
-        raise CheckpointError(text if name in text else f"{name} {text}") from None
+    path = paths.optimizer_state
+    return OptimizerRecord.unpack(load_file(path, trusted=trusted), path)
 
 
 def _load_module(
@@ -320,11 +323,12 @@ def _load_shards(
 
 
 def _restore(
-    files: CheckpointFiles,
+    paths: CheckpointPaths,
     place: ParameterPlace,
     origin: Origin,
     kept: KeptState,
     request: LoadRequest,
+    states: dict[tuple[str, str], torch.Tensor],
 ) -> None:
     """This rank's piece of a parameter's state."""
     piece = place.piece_of(kept.collectives.rank)
@@ -333,8 +337,10 @@ def _restore(
     with torch.no_grad():
         for kind in STATES:
             if origin is Origin.CHECKPOINT and kind in request.kinds:
-                whole = read_state(files, place, kind).reshape(-1)
-                place.write(kind, piece, whole[piece.begin : piece.end])
+                whole = states.pop((place.name, kind), None)
+                if whole is None:
+                    whole = read_state(paths, place, kind)
+                place.write(kind, piece, whole.reshape(-1)[piece.begin : piece.end])
             elif origin is Origin.ENGINE and kind in (*request.kinds, STATES[0]):
                 pass  # its training copy may be rounded: the master weights stay, too
             elif kind == STATES[0]:
@@ -366,9 +372,7 @@ def _tell_moments(folder: Path, saved: MomentFormat, here: MomentFormat) -> None
 
 
 def _restore_progress(
-    kept: KeptState,
-    places: Sequence[ParameterPlace],
-    found: _Found,
+    paths: CheckpointPaths, kept: KeptState, places: Sequence[ParameterPlace], found: _Found
 ) -> None:
     """Step counts and hyper-parameters of the groups."""
     record = found.record
@@ -378,10 +382,10 @@ def _restore_progress(
     kept.scaling.load(record.loss_scale)
     saved = record.steps
     if saved is None:
-        saved = _read_steps(found.files, record.groups, places)
+        saved = _read_steps(paths, found.listing, record.groups, places)
     steps = merge_steps(places, found.origins, saved, kept.hyper.steps)
     if None in steps:
-        raise CheckpointError(f"{found.files.paths.zero} does not say how many steps were made")
+        raise CheckpointError(f"{paths.zero} does not say how many steps were made")
     kept.hyper.steps = [int(count) for count in steps if count is not None]
     kept_groups = groups_left_alone(places, found.origins)
     for index, (group, saved) in enumerate(zip(kept.hyper.groups, record.groups, strict=True)):
@@ -390,12 +394,15 @@ def _restore_progress(
 
 
 def _read_steps(
-    files: CheckpointFiles, groups: Sequence[Mapping[str, Any]], places: Sequence[ParameterPlace]
+    paths: CheckpointPaths,
+    listing: Listing,
+    groups: Sequence[Mapping[str, Any]],
+    places: Sequence[ParameterPlace],
 ) -> list[int | None]:
     """Another tool's checkpoint: a group's steps are those of its first parameter with any."""
     steps: list[int | None] = [group.get(STEP) for group in groups]
     for place in places:
-        path = files.paths.state(place.name, STEP)
-        if steps[place.group] is None and files.has(path):
-            steps[place.group] = int(files.load(path))
+        path = paths.state(place.name, STEP)
+        if steps[place.group] is None and paths.name_of(path) in listing.found:
+            steps[place.group] = int(load_file(path))
     return steps

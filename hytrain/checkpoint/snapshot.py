@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Sequence
 
 import torch
 
 from hytrain.checkpoint.copy_memory import CopyMemory
 from hytrain.checkpoint.device_copies import DeviceCopies
-from hytrain.checkpoint.gather import Delivery, ParameterPlace, Piece
+from hytrain.checkpoint.gather import STATES, ParameterPlace, Piece
 from hytrain.errors import HostMemoryError
 from hytrain.kernels.host_memory import host_zeros
 from hytrain.model.layer_state import LayerState
@@ -54,8 +52,8 @@ class LayerSnapshot:
         self._numel = layer.shard_size
         self._done = threading.Event()
         self._issued: torch.cuda.Event | None = None
-        self.left = len(layer.layout.slots)
-        """Parameters that are still to be written."""
+        self.left = len(STATES) * len(layer.layout.slots)
+        """State tensors of parameters that are still to be written."""
         copy = memory.of(layer) if self.is_on_host else None
         self.is_captured = copy is not None
         """Whether the update worker takes the copy."""
@@ -151,6 +149,7 @@ class StateSnapshot:
         self._cpu = pipeline.cpu
         self._updated = pipeline.streams.record_update()
         self._streams = pipeline.streams
+        self._lock = threading.Lock()
         self._copies = DeviceCopies(pipeline.streams.device)
         self._layers = {
             layer.index: LayerSnapshot(layer, pipeline, memory) for layer in pipeline.layers
@@ -220,14 +219,17 @@ class StateSnapshot:
         """This rank's piece of a state tensor, as of the step."""
         return self._layers[place.layer.index].piece(place, kind, piece)
 
-    def delivered(self, deliveries: Sequence[Delivery]) -> None:
-        """Parameters have been written everywhere; a layer that has no more is let go."""
-        written = Counter(delivery.place.layer.index for delivery in deliveries)
-        for index, count in written.items():
-            snapshot = self._layers[index]
-            snapshot.left -= count
-            if snapshot.left == 0:
-                snapshot.release()
+    def written(self, place: ParameterPlace) -> None:
+        """One of a parameter's state tensors is not read any more; in any thread.
+
+        A layer that has no more is let go.
+        """
+        snapshot = self._layers[place.layer.index]
+        with self._lock:
+            snapshot.left -= 1
+            is_last = snapshot.left == 0
+        if is_last:
+            snapshot.release()
 
     def release(self) -> None:
         """Lets all layers go, written or not."""

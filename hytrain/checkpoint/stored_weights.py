@@ -10,12 +10,7 @@ from typing import Any
 import torch
 
 from hytrain.checkpoint.checks import no_parameters, stored_names
-from hytrain.checkpoint.file_checks import (
-    CheckpointFiles,
-    Listing,
-    check_files_alone,
-    list_files_alone,
-)
+from hytrain.checkpoint.file_checks import Listing, check_files, list_files, load_file
 from hytrain.checkpoint.universal import STATES, CheckpointPaths, unpack_tensor
 from hytrain.errors import CheckpointError
 
@@ -53,8 +48,8 @@ class StoredModel:
     tied: Mapping[str, str]
 
 
-def open_checkpoint(folder: Path) -> tuple[CheckpointFiles, Listing]:
-    """The files that weights are read from; all their bytes are checked before.
+def open_checkpoint(folder: Path) -> tuple[CheckpointPaths, Listing]:
+    """A checkpoint of which all files that weights are read from have been checked.
 
     Raises:
         DamagedCheckpointError: one is missing or damaged.
@@ -62,19 +57,17 @@ def open_checkpoint(folder: Path) -> tuple[CheckpointFiles, Listing]:
         OSError: one cannot be read.
     """
     paths = CheckpointPaths(folder)
-    listing = list_files_alone(paths)
+    listing = list_files(paths)
     if not stored_names(listing.found):
         raise CheckpointError(no_parameters(paths))
     first = f"{STATES[0]}.pt"
-    wanted = [name for name in listing.found if name.endswith(f"/{first}") or "/" not in name]
-    model_states = paths.model_states.name
-    if model_states not in wanted:
-        wanted.append(model_states)
-    return check_files_alone(paths, listing, sorted(wanted)), listing
+    wanted = {name for name in listing.found if name.endswith(f"/{first}") or "/" not in name}
+    check_files(paths, listing, sorted(wanted | {paths.model_states.name}))
+    return paths, listing
 
 
 def stored_model(
-    files: CheckpointFiles,
+    paths: CheckpointPaths,
     listing: Listing,
     dtype: torch.dtype | None,
     *,
@@ -83,8 +76,7 @@ def stored_model(
     """The weights of a checkpoint.
 
     Args:
-        files: those that have been checked.
-        listing: of the checkpoint.
+        paths, listing: see :func:`open_checkpoint`.
         dtype: of parameters: fp32 ones are the master weights where the checkpoint has them, others
             are rounded from these. None: each as the training copy was, rounded as that was.
             Buffers keep theirs.
@@ -93,8 +85,7 @@ def stored_model(
     Raises:
         CheckpointError: the checkpoint is not an engine's.
     """
-    paths = files.paths
-    stored: Mapping[str, Any] = files.load(paths.model_states)
+    stored: Mapping[str, Any] = load_file(paths.model_states)
     module = stored.get("module")
     tensors: dict[str, torch.Tensor] = {
         name: value
@@ -114,19 +105,19 @@ def stored_model(
         copy = tensors.get(name, fragments.get(name))
         wanted = dtype if name not in buffers else None
         if name in trained:
-            weights.append(_from_master(files, name, copy, wanted))
+            weights.append(_from_master(paths, name, copy, wanted))
         elif copy is not None:
             weights.append(_from_copy(name, copy, wanted))
     return StoredModel(weights, tied)
 
 
 def _from_master(
-    files: CheckpointFiles, name: str, copy: torch.Tensor | None, dtype: torch.dtype | None
+    paths: CheckpointPaths, name: str, copy: torch.Tensor | None, dtype: torch.dtype | None
 ) -> StoredWeight:
-    path = files.paths.state(name, STATES[0])
+    path = paths.state(name, STATES[0])
 
     def master() -> torch.Tensor:
-        return unpack_tensor(files.load(path))
+        return unpack_tensor(load_file(path), path)
 
     if copy is not None and copy.numel() and (dtype is None or dtype == copy.dtype):
         return _from_copy(name, copy, None)
@@ -141,5 +132,4 @@ def _from_copy(name: str, copy: torch.Tensor, dtype: torch.dtype | None) -> Stor
 
 
 def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Reading it makes a copy that was checked. What copy_ returns is its first argument, plain.
     return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

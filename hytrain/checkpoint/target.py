@@ -11,6 +11,7 @@ from pathlib import Path
 from hytrain.checkpoint.checks import unusable_names
 from hytrain.checkpoint.commit import begin_save, give_up_save, lock_tag, seen_from
 from hytrain.checkpoint.contents import SaveContents
+from hytrain.checkpoint.file_writers import UNCHANGED
 from hytrain.checkpoint.tag_lock import TagLock
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import from_first
@@ -18,9 +19,6 @@ from hytrain.errors import CheckpointError
 
 _ROOM_FACTOR = 1.1
 """Free space over a checkpoint's size: for what is rounded up, and what others write meanwhile."""
-
-UNCHANGED = '"latest" is unchanged, and so is what was saved under the tag before'
-"""What a message about a failed save ends with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,10 @@ class CheckpointPaths:
         """A parameter's state tensor or its ``step``."""
         return self.zero / name / f"{kind}.pt"
 
+    def name_of(self, path: Path) -> str:
+        """A file's path in the checkpoint's folder, with "/"."""
+        return path.relative_to(self.folder).as_posix()
+
     @staticmethod
     def state_of(file: str) -> tuple[str, str] | None:
         """The parameter and the kind that a file has; None for other files.
@@ -122,7 +126,7 @@ def pack_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     return {PARAM: tensor, CAT_DIM: 0}
 
 
-def unpack_tensor(stored: object) -> torch.Tensor:
+def unpack_tensor(stored: object, path: Path) -> torch.Tensor:
     """The tensor of a state file.
 
     Raises:
@@ -130,7 +134,7 @@ def unpack_tensor(stored: object) -> torch.Tensor:
     """
     tensor = stored.get(PARAM) if isinstance(stored, Mapping) else stored
     if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(f"holds a {type(tensor).__name__} where a tensor was expected")
+        raise CheckpointError(f"{path} holds a {type(tensor).__name__} where a tensor was expected")
     return tensor
 
 
@@ -224,14 +228,14 @@ class OptimizerRecord:
     moments: MomentFormat = field(default_factory=MomentFormat)
 
     @staticmethod
-    def unpack(stored: object) -> OptimizerRecord:
+    def unpack(stored: object, path: Path) -> OptimizerRecord:
         """Reads the file's contents.
 
         Raises:
             CheckpointError: it does not hold parameter groups, or is of a later version.
         """
         if not isinstance(stored, Mapping) or PARAM_GROUPS not in stored:
-            raise CheckpointError(f'holds no "{PARAM_GROUPS}"')
+            raise CheckpointError(f'{path} holds no "{PARAM_GROUPS}"')
         groups = [dict(group) for group in stored[PARAM_GROUPS]]
         record = stored.get(RECORD)
         if record is None:
@@ -241,8 +245,8 @@ class OptimizerRecord:
             return OptimizerRecord(groups, steps, None, scaler)
         if record["version"] > RECORD_VERSION:
             raise CheckpointError(
-                f"was written by a later hytrain (record version {record['version']}, this one "
-                f"reads up to {RECORD_VERSION}): update hytrain"
+                f"{path} was written by a later hytrain (record version {record['version']}, this "
+                f"one reads up to {RECORD_VERSION}): update hytrain"
             )
         moments = MomentFormat(record.get("moments", FP32), record.get("moments_seed", 0))
         steps, names = list(record["group_steps"]), record["group_parameters"]

@@ -8,9 +8,11 @@ time, which the library of that name does not do.
 from __future__ import annotations
 
 import json
-import os
 import struct
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ from hytrain.checkpoint.archive_writer import (
     PickledObjects,
     bytes_of,
 )
+from hytrain.checkpoint.checksums import SummingFile
 from hytrain.checkpoint.stored_weights import StoredModel, StoredWeight
-from hytrain.checkpoint.sums import SummingFile
-from hytrain.checkpoint.sync import sync_files
+from hytrain.checkpoint.sync import sync_names
 from hytrain.errors import CheckpointError
 
 SAFETENSORS = "model.safetensors"
@@ -71,13 +73,14 @@ def write_safetensors(model: StoredModel, folder: Path, max_bytes: int) -> list[
             for number in range(1, len(shards) + 1)
         ]
 
-    def write(files: _Files) -> None:
-        for name, shard in zip(names, shards, strict=True):
-            files.write(name, lambda file, shard=shard: _write_shard(file, shard))
-        if len(shards) > 1:
-            files.write(INDEX, lambda file: file.write(_index(model, names, shards)))
-
-    return _written(folder, write)
+    contents: dict[str, Callable[[SummingFile], None]] = {
+        name: partial(_write_shard, weights=shard)
+        for name, shard in zip(names, shards, strict=True)
+    }
+    if len(shards) > 1:
+        index = _index(model, names, shards)
+        contents[INDEX] = lambda file: file.write(index)
+    return _write_all(folder, contents)
 
 
 def write_torch_file(model: StoredModel, folder: Path) -> list[Path]:
@@ -97,43 +100,21 @@ def write_torch_file(model: StoredModel, folder: Path) -> list[Path]:
             archive.write_elements(weight.name, weight.read())
         archive.close()
 
-    return _written(folder, lambda files: files.write(TORCH_FILE, write))
+    return _write_all(folder, {TORCH_FILE: write})
 
 
-class _Files:
-    """Written under other names, and given their own when all of them are on the disk."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._names: list[str] = []
-
-    def write(self, name: str, fill: Callable[[SummingFile], object]) -> None:
-        self._names.append(name)
-        with SummingFile(self._temporary(name)) as file:
-            fill(file)
-
-    def finish(self) -> list[Path]:
-        sync_files(self._folder, [self._temporary(name) for name in self._names])
+def _write_all(folder: Path, contents: Mapping[str, Callable[[SummingFile], None]]) -> list[Path]:
+    """Writes files elsewhere, and gives them their names when all of them are on the disk."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".hytrain-export-") as temporary:
+        made = [Path(temporary, name) for name in contents]
+        for path, fill in zip(made, contents.values(), strict=True):
+            with closing(SummingFile(path)) as file:
+                fill(file)
+                file.sync()
         # The index last: a folder that has it has all that it names.
-        paths = [self._temporary(name).replace(self._folder / name) for name in self._names]
-        sync_files(self._folder, paths)
-        return paths
-
-    def remove(self) -> None:
-        for name in self._names:
-            self._temporary(name).unlink(missing_ok=True)
-
-    def _temporary(self, name: str) -> Path:
-        return self._folder / f".{name}.tmp{os.getpid()}"
-
-
-def _written(folder: Path, write: Callable[[_Files], object]) -> list[Path]:
-    files = _Files(folder)
-    try:
-        write(files)
-        return files.finish()
-    finally:
-        files.remove()
+        paths = [path.replace(folder / path.name) for path in made]
+        sync_names(folder, paths)
+    return paths
 
 
 def _shards(weights: Sequence[StoredWeight], max_bytes: int) -> list[list[StoredWeight]]:

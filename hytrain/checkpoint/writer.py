@@ -7,252 +7,64 @@ rank fails the save on all of them and leaves the tag and ``latest`` as they wer
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from hytrain.checkpoint import beside
-from hytrain.checkpoint.archive_writer import ArchiveWriter, write_objects
+from hytrain.checkpoint import export_script
+from hytrain.checkpoint.archive_writer import ArchiveWriter
+from hytrain.checkpoint.checksums import FileSums, SummingFile
 from hytrain.checkpoint.commit import finish_save, give_up_save
 from hytrain.checkpoint.contents import (
     ModelStates,
     ModelStatesLater,
     SaveContents,
+    key_of,
     take_contents,
 )
-from hytrain.checkpoint.file_writers import WRITERS, FileWriters
-from hytrain.checkpoint.gather import Delivery, ParameterPlace, StateSource, list_parameters
+from hytrain.checkpoint.file_writers import (
+    UNCHANGED,
+    WRITERS,
+    FileWriters,
+    finish_file,
+    temporary_name,
+    write_file,
+)
+from hytrain.checkpoint.gather import (
+    Delivery,
+    ParameterPlace,
+    StateSource,
+    gather_round,
+    list_parameters,
+    plan_rounds,
+    whole_on_host,
+)
 from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
-from hytrain.checkpoint.parameter_files import ParameterFiles, most_bytes
-from hytrain.checkpoint.rounds import plan_rounds
-from hytrain.checkpoint.sums import FileSums, SummingFile
 from hytrain.checkpoint.sync import sync_names
-from hytrain.checkpoint.target import UNCHANGED, SaveTarget, room_text, writing
+from hytrain.checkpoint.target import SaveTarget, room_text, writing
 from hytrain.checkpoint.universal import (
     LATEST,
     LATEST_SUM,
     MODEL_STATES_OF_ZERO3,
+    STATES,
+    STEP,
     CheckpointPaths,
     pack_latest_sum,
+    pack_tensor,
 )
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import raise_together
 from hytrain.errors import CheckpointError
+from hytrain.kernels.host_memory import host_copy
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.testing import faults
 
-
-def write_file(path: Path, stored: object) -> FileSums:
-    """Writes what ``torch.save`` would, or bytes as they are; it exists whole or not at all.
-
-    Returns:
-        The sums of what was written.
-
-    Raises:
-        OSError: the file cannot be written; nothing is left behind.
-    """
-    return _finish_file(path, begin_file(path, stored))
-
-
-def begin_file(path: Path, stored: object) -> SummingFile:
-    """Writes a file under its temporary name."""
-    temporary = temporary_name(path)
-    try:
-        file = SummingFile(temporary)
-        try:
-            if isinstance(stored, bytes):
-                file.write(stored)
-            else:
-                write_objects(file, stored)
-            file.end()
-        except BaseException:
-            file.give_up()
-            raise
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return file
-
-
-def _finish_file(path: Path, file: SummingFile) -> FileSums:
-    """Waits until it is on the disk, and gives it its name."""
-    try:
-        rename_file(file, path)
-    except BaseException:
-        file.give_up()
-        temporary_name(path).unlink(missing_ok=True)
-        raise
-    return file.sums
-
-
-def temporary_name(path: Path) -> Path:
-    """Of a file that is not whole.
-
-    It does not look like a state file: plain DeepSpeed reads whatever ends in ".pt".
-    """
-    return path.with_name(f"{path.stem}.tmp{os.getpid()}")
-
-
-def rename_file(file: SummingFile, path: Path) -> None:
-    """A file that was written under its temporary name gets its own, when it is on the disk."""
-    file.sync()
-    file.close()
-    temporary_name(path).replace(path)
-
-
 logger = logging.getLogger(__name__)
-
-_SYNCS = 8
-"""Threads that wait for the disk."""
-_UNSYNCED = 64
-"""Files that may be open to be synced."""
-
-
-class Writes:
-    """This rank's writes; the first failure is kept, and nothing is written after it.
-
-    Whether a file has reached the disk is waited for by threads of their own, half of the time
-    that it takes: those that write go on with the next.
-    """
-
-    def __init__(self, failure: str | None = None, room: Callable[[], str] = str) -> None:
-        """
-        Args:
-            failure: why nothing is to be written, if there is a reason.
-            room: what to say of the disk where it is full.
-        """
-        self.failure = failure
-        self._room = room
-        self.sums: dict[Path, FileSums] = {}
-        self._syncs = ThreadPoolExecutor(_SYNCS, "hytrain-sync")
-        # Without a limit small files, which are written sooner than synced, take all descriptors.
-        self._may_wait = threading.Semaphore(_UNSYNCED)
-
-    def attempt(self, path: Path, make: Callable[[], object]) -> None:
-        """Writes what ``make`` returns; the file has its name when :meth:`finish` has returned."""
-        problem = f"{path} could not be written"
-
-        def write() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = begin_file(path, make())
-            self._may_wait.acquire()
-            self._syncs.submit(finish, file)
-
-        def finish(file: SummingFile) -> None:
-            try:
-                # After a failure, too: what is of no use is not left open.
-                sums = _finish_file(path, file)
-                self.sums[path] = sums
-            except Exception as error:
-                self._note(problem, UNCHANGED, error)
-            finally:
-                self._may_wait.release()
-
-        self.try_to(write, problem, UNCHANGED)
-
-    def finish(self) -> None:
-        """Waits until all files are on the disk and have their names, or have failed to.
-
-        To be called before the folder is renamed or removed; nothing can be attempted after it.
-        """
-        self._syncs.shutdown(wait=True)
-
-    def try_to(self, act: Callable[[], None], problem: str, outcome: str) -> None:
-        """Calls ``act`` where nothing has failed before.
-
-        Args:
-            act: what is to be done.
-            problem: how the message begins where it fails.
-            outcome: what there is then.
-        """
-        if self.failure is not None:
-            return
-        try:
-            act()
-        except Exception as error:
-            # A rank that raised here would leave the others waiting; it raises with them later.
-            self._note(problem, outcome, error)
-
-    def _note(self, problem: str, outcome: str, error: Exception) -> None:
-        if self.failure is None:
-            is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            room = f"{self._room()}; " if is_full else ""
-            remedy = f"{room}free space or mend the folder and save again"
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                remedy = "close files, or allow more (ulimit -n), and save again"
-            self.failure = f"{problem} ({type(error).__name__}: {error}): {remedy}; {outcome}"
-
-
-class ModelStatesFile:
-    """The model states' file on rank 0, whose weights come one after another; nothing elsewhere."""
-
-    def __init__(self, path: Path, writes: Writes, states: ModelStates | None) -> None:
-        """
-        Args:
-            path: the file's.
-            writes: takes the first failure, after which nothing is written.
-            states: None: this rank does not write it.
-        """
-        self._writes = writes
-        self._states = states
-        self._path = path
-        self._problem = f"{path} could not be written"
-        self._file: SummingFile | None = None
-        self._archive: ArchiveWriter | None = None
-        self._constants = dict(states.constants) if states is not None else {}
-        if states is not None:
-            writes.try_to(lambda: self._open(states), self._problem, UNCHANGED)
-
-    def _open(self, states: ModelStates) -> None:
-        self._file = SummingFile(temporary_name(self._path))
-        self._archive = ArchiveWriter(self._file)
-        self._archive.write_objects(states.objects.content)
-        for key, tensor in states.objects.storages.items():
-            self._archive.write_elements(key, tensor)
-
-    def write(
-        self, key: str, make: Callable[[], torch.Tensor], dtype: torch.dtype | None = None
-    ) -> None:
-        """Writes a tensor's elements; see :meth:`ArchiveWriter.write_elements`."""
-        archive = self._archive
-        if archive is not None:
-            self._writes.try_to(
-                lambda: archive.write_elements(key, make(), dtype), self._problem, UNCHANGED
-            )
-
-    def write_constants(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Writes what no step changes: copies of parameters, by ``id``."""
-        for key, constant in list(self._constants.items()):
-            copy = copies.get(id(constant.tensor))
-            if copy is not None:
-                self.write(key, lambda copy=copy: copy)
-                del self._constants[key]
-
-    def finish(self) -> None:
-        """Writes the other constants, where they are; the file then exists, or never will."""
-        if self._states is not None:
-            for key, constant in self._constants.items():
-                self.write(key, constant.read)
-            self._writes.try_to(self._close, self._problem, UNCHANGED)
-        if self._file is not None:
-            self._file.give_up()  # unless it has been closed, nobody will read it
-            self._file = None
-
-    def _close(self) -> None:
-        assert self._archive is not None
-        assert self._file is not None
-        self._archive.close()
-        rename_file(self._file, self._path)
-        self._writes.sums[self._path] = self._file.sums
 
 
 def write_checkpoint(
@@ -264,7 +76,8 @@ def write_checkpoint(
     """Saves everything that a run needs to go on; a collective.
 
     Host memory grows by state tensors of no more elements than the largest parameter has (on one
-    rank by none: they are written from where they are), and on rank 0 by the module's buffers.
+    rank by none: they are written from where they are), and on rank 0 by one parameter's training
+    copy and the module's buffers.
 
     Args:
         target: where to.
@@ -292,7 +105,7 @@ def write_contents(
     collectives: ShardCollectives,
     device: torch.device,
     source: StateSource = ParameterPlace.read,
-    delivered: Callable[[Sequence[Delivery]], None] = lambda _: None,
+    written: Callable[[ParameterPlace], None] = lambda _: None,
     threads: int = WRITERS,
 ) -> None:
     """Writes a checkpoint and puts it in its tag's place; a collective.
@@ -306,7 +119,8 @@ def write_contents(
         collectives: the ranks.
         device: the layers'.
         source: this rank's pieces of the state tensors.
-        delivered: called when a round's parameters have been sent and written.
+        written: called, in any thread, when this rank's piece of one of a parameter's state tensors
+            (:data:`STATES`) is not read any more.
         threads: that write.
 
     Raises:
@@ -314,65 +128,205 @@ def write_contents(
     """
     paths = CheckpointPaths(saving)
     failure = contents.failure and f"{contents.failure}; {UNCHANGED}"
-    writes = Writes(failure or _missing(saving), partial(room_text, saving, contents))
+    # Of copies there may be, at a time, one state tensor of the largest parameter.
+    most_bytes = 4 * max((place.numel for place in contents.places), default=0)
+    room = partial(room_text, saving, contents)
+    files = FileWriters(threads, most_bytes, failure or _missing(saving), room)
     try:
-        _write_files(
-            contents, paths, writes, frozen, collectives, device, source, delivered, threads
+        archive = _ModelStatesFile(paths.model_states, files, contents.model_states)
+        parameters = _ParameterWriter(
+            contents, paths, files, archive, collectives, device, source, written
         )
+        for deliveries in plan_rounds(contents.places, collectives.world_size):
+            parameters.write(deliveries)
+        files.wait()
+        for copies in frozen:
+            archive.write_constants(copies)
+        if collectives.rank == 0:
+            files.put(paths.optimizer_state, contents.optimizer_state)
+        if contents.model_states is not None:
+            files.put(paths.folder / MODEL_STATES_OF_ZERO3, contents.model_states.metadata)
+        archive.finish()
     finally:
-        writes.finish()
-    writes.try_to(
-        lambda: sync_names(saving, list(writes.sums)), f"{saving} could not be synced", UNCHANGED
+        files.close()
+    files.try_to(
+        lambda: sync_names(saving, list(files.sums)), f"{saving} could not be synced", UNCHANGED
     )
     faults.point("save.synced")
-    _finish(target, saving, writes, collectives)
+    _finish(target, saving, files, collectives)
 
 
-def _write_files(
-    contents: SaveContents,
-    paths: CheckpointPaths,
-    writes: Writes,
-    frozen: Iterable[Mapping[int, torch.Tensor]],
-    collectives: ShardCollectives,
-    device: torch.device,
-    source: StateSource,
-    delivered: Callable[[Sequence[Delivery]], None],
-    threads: int,
-) -> None:
-    """Writes all but the manifest; arguments as above. A collective."""
-    archive = ModelStatesFile(paths.model_states, writes, contents.model_states)
-    with FileWriters(threads, most_bytes(contents.places)) as files:
-        parameters = ParameterFiles(contents, paths, writes.attempt, archive.write, files)
-        for deliveries in plan_rounds(contents.places, collectives.world_size):
-            parameters.write(deliveries, collectives, device, source)
-            files.end_batch(partial(delivered, deliveries))
-        files.finish()
-    for copies in frozen:
-        archive.write_constants(copies)
-    if collectives.rank == 0:
-        writes.attempt(paths.optimizer_state, lambda: contents.optimizer_state)
-        if contents.model_states is not None:
-            metadata = contents.model_states.metadata
-            writes.attempt(paths.folder / MODEL_STATES_OF_ZERO3, lambda: metadata)
-    archive.finish()
+class _ModelStatesFile:
+    """The model states' file on rank 0, whose weights come one after another; nothing elsewhere."""
+
+    def __init__(self, path: Path, files: FileWriters, states: ModelStates | None) -> None:
+        """
+        Args:
+            path: the file's.
+            files: takes the first failure, after which nothing is written.
+            states: None: this rank does not write it.
+        """
+        self._path, self._files = path, files
+        self._file: SummingFile | None = None
+        self._archive: ArchiveWriter | None = None
+        self._constants = dict(states.constants) if states is not None else {}
+        if states is not None:
+            self._try_to(partial(self._open, states))
+
+    def _open(self, states: ModelStates) -> None:
+        self._file = SummingFile(temporary_name(self._path))
+        self._archive = ArchiveWriter(self._file)
+        self._archive.write_objects(states.objects.content)
+        for key, tensor in states.objects.storages.items():
+            self._archive.write_elements(key, tensor)
+
+    def _try_to(self, act: Callable[[], object]) -> None:
+        self._files.try_to(act, f"{self._path} could not be written", UNCHANGED)
+
+    def write(self, key: str, make: Callable[[], torch.Tensor]) -> None:
+        """Writes a tensor's elements; does not raise."""
+        if self._archive is not None:
+            archive = self._archive
+            self._try_to(lambda: archive.write_elements(key, make()))
+
+    def write_constants(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Writes what no step changes: copies of parameters, by ``id``."""
+        for key, constant in list(self._constants.items()):
+            copy = copies.get(id(constant.tensor))
+            if copy is not None:
+                self.write(key, lambda copy=copy: copy)
+                del self._constants[key]
+
+    def finish(self) -> None:
+        """Writes the other constants, where they are; the file then exists, or never will."""
+        for key, constant in self._constants.items():
+            self.write(key, constant.read)
+        if self._archive is not None:
+            self._try_to(self._close)
+        if self._file is not None:
+            self._file.close()  # unless it has ended, nobody will read it
+
+    def _close(self) -> None:
+        assert self._archive is not None
+        assert self._file is not None
+        self._archive.close()
+        self._files.sums[self._path] = finish_file(self._file, self._path)
+
+
+class _ParameterWriter:
+    """State tensors of all parameters to their files, and the weights to the model states' file."""
+
+    def __init__(
+        self,
+        contents: SaveContents,
+        paths: CheckpointPaths,
+        files: FileWriters,
+        archive: _ModelStatesFile,
+        collectives: ShardCollectives,
+        device: torch.device,
+        source: StateSource,
+        written: Callable[[ParameterPlace], None],
+    ) -> None:
+        """Arguments as of :func:`write_contents`."""
+        self._paths, self._files, self._archive = paths, files, archive
+        self._collectives, self._device = collectives, device
+        self._source, self._written = source, written
+        self._steps: dict[str, float] = {}
+        self._keys: dict[str, str] = {}
+        for index, (place, step) in enumerate(zip(contents.places, contents.steps, strict=True)):
+            self._steps[place.name], self._keys[place.name] = step, key_of(index)
+
+    def write(self, deliveries: Sequence[Delivery]) -> None:
+        """Brings a round's parameters to where they are written; a collective."""
+        rank, is_alone = self._collectives.rank, self._collectives.world_size == 1
+        mine = sum(4 * d.place.numel for d in deliveries if d.destination == rank)
+        for kind in STATES:
+            if is_alone:
+                for delivery in deliveries:
+                    self._write_own(delivery.place, kind)
+                continue
+            self._files.hold(mine)
+            put = partial(self._put, held=mine)
+            gather_round(deliveries, kind, self._collectives, self._device, put, self._source)
+            for delivery in deliveries:
+                if kind == STATES[0] and delivery.destination != 0:
+                    self._send_copy(delivery.place)
+                self._written(delivery.place)
+
+    def _write_own(self, place: ParameterPlace, kind: str) -> None:
+        """Writes what one rank has all of."""
+        # In a function of its own: a copy that a loop still refers to is there beside the next.
+        rounded = place.dtype.itemsize * place.numel if kind == STATES[0] else 0
+        whole, held = whole_on_host(
+            place, kind, self._source, lambda num_bytes: self._files.hold(num_bytes + rounded)
+        )
+        self._put(place, kind, whole, held=held + rounded, then=partial(self._written, place))
+
+    def _send_copy(self, place: ParameterPlace) -> None:
+        """The module's weights are in one file, rank 0's: one after another they come to it."""
+        held = place.dtype.itemsize * place.numel if self._collectives.rank == 0 else 0
+
+        def deliver(place: ParameterPlace, _: str, tensor: torch.Tensor) -> None:
+            self._files.write([], self._part(place, tensor), held)
+
+        self._files.hold(held)
+        gather_round(
+            [Delivery(place, 0)],
+            STATES[0],
+            self._collectives,
+            self._device,
+            deliver,
+            self._source,
+            as_trained=True,
+        )
+
+    def _put(
+        self,
+        place: ParameterPlace,
+        kind: str,
+        tensor: torch.Tensor,
+        *,
+        held: int,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        faults.point("save.file")
+        files: list[tuple[Path, object]] = [
+            (self._paths.state(place.name, kind), pack_tensor(tensor))
+        ]
+        if kind == STATES[-1]:
+            step = torch.tensor(self._steps[place.name])
+            files.append((self._paths.state(place.name, STEP), step))
+        is_in_archive = kind == STATES[0] and self._collectives.rank == 0
+        part = self._part(place, tensor) if is_in_archive else None
+        self._files.write(files, part, held, then)
+
+    def _part(self, place: ParameterPlace, tensor: torch.Tensor) -> Callable[[], None]:
+        """Writes the weights as the training copy has them."""
+        key, purpose = self._keys[place.name], f"the weights of '{place.name}' to save"
+
+        def rounded() -> torch.Tensor:
+            is_right = tensor.dtype == place.dtype
+            return tensor if is_right else host_copy(tensor, place.dtype, purpose=purpose)
+
+        return lambda: self._archive.write(key, rounded)
 
 
 def _finish(
-    target: SaveTarget, saving: Path, writes: Writes, collectives: ShardCollectives
+    target: SaveTarget, saving: Path, files: FileWriters, collectives: ShardCollectives
 ) -> None:
     is_first = collectives.rank == 0
     paths = CheckpointPaths(saving)
     try:
-        raise_together(writes.failure, collectives)
-        sums = _all_sums(writes, saving, collectives)
+        raise_together(files.failure, collectives)
+        sums = _all_sums(files, saving, collectives)
         if is_first:
-            writes.try_to(
+            files.try_to(
                 lambda: _write_manifest(paths, sums), f"{MANIFEST} could not be written", UNCHANGED
             )
             faults.point("save.manifest")
-            _commit(writes, saving, target)
+            _commit(files, saving, target)
         # No rank returns before the checkpoint is there for all.
-        raise_together(writes.failure, collectives)
+        raise_together(files.failure, collectives)
     except CheckpointError:
         if is_first and saving.exists():
             give_up_save(saving)
@@ -388,9 +342,11 @@ def _missing(saving: Path) -> str | None:
     )
 
 
-def _all_sums(writes: Writes, saving: Path, collectives: ShardCollectives) -> dict[str, FileSums]:
+def _all_sums(
+    files: FileWriters, saving: Path, collectives: ShardCollectives
+) -> dict[str, FileSums]:
     """Path in the tag's folder -> sums, of all files that all ranks have written; a collective."""
-    mine = {path.relative_to(saving).as_posix(): sums for path, sums in writes.sums.items()}
+    mine = {path.relative_to(saving).as_posix(): sums for path, sums in files.sums.items()}
     everywhere: list[dict[str, FileSums]] = collectives.gather_objects(mine, "the files' sums")
     return {name: sums for part in everywhere for name, sums in part.items()}
 
@@ -402,12 +358,12 @@ def _write_manifest(paths: CheckpointPaths, sums: dict[str, FileSums]) -> None:
     sync_names(paths.folder, [path])
 
 
-def _commit(writes: Writes, saving: Path, target: SaveTarget) -> None:
+def _commit(files: FileWriters, saving: Path, target: SaveTarget) -> None:
     """On rank 0, when all files of all ranks are whole: the tag is the new checkpoint's."""
     problem = f"{target.folder} could not be replaced by {saving}"
-    writes.try_to(lambda: finish_save(saving, target.folder), problem, UNCHANGED)
+    files.try_to(lambda: finish_save(saving, target.folder), problem, UNCHANGED)
     faults.point("save.renamed")
-    if not target.is_latest or writes.failure is not None:
+    if not target.is_latest or files.failure is not None:
         return
     _put_beside(target.save_dir)
     tag = target.tag
@@ -416,7 +372,7 @@ def _commit(writes: Writes, saving: Path, target: SaveTarget) -> None:
     contents[target.save_dir / LATEST_SUM] = pack_latest_sum(tag)
     for path, content in contents.items():
         faults.point(f"save.{path.name}")
-        writes.try_to(
+        files.try_to(
             lambda path=path, content=content: _write_latest(path, content),
             f"{path} could not be written",
             f"the checkpoint is whole all the same: pass the tag '{tag}' to load it",
@@ -426,7 +382,7 @@ def _commit(writes: Writes, saving: Path, target: SaveTarget) -> None:
 def _put_beside(save_dir: Path) -> None:
     """Ways out and in that users of DeepSpeed look for, in this version's form."""
     try:
-        for name, content in beside.contents().items():
+        for name, content in export_script.contents().items():
             path = save_dir / name
             if not path.is_file() or path.read_bytes() != content:
                 write_file(path, content)

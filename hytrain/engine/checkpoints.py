@@ -16,7 +16,6 @@ from hytrain.checkpoint.contents import ModelStates, ModelStatesLater, ModuleTen
 from hytrain.checkpoint.engine_state import (
     begin_window,
     client_state_of,
-    pack_metadata,
     pack_model_states,
     restore_engine,
     stored_decisions,
@@ -27,8 +26,8 @@ from hytrain.checkpoint.engine_state import (
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
 from hytrain.checkpoint.random_states import restore_random_states
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
+from hytrain.checkpoint.staging import copy_objects, copy_tensors
 from hytrain.checkpoint.tags import find_tag, older_tags
-from hytrain.checkpoint.taken import copy_objects, copy_tensors
 from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_checkpoint
 from hytrain.comm.exchange import from_first, raise_together
@@ -253,7 +252,8 @@ class EngineCheckpoints:
         def put_together(randomness: Sequence[Mapping[str, Any]]) -> ModelStates:
             states, client, position = taken
             objects = pack_model_states(states, client, decisions, randomness, position)
-            return ModelStates(PickledObjects(objects), module.constants, pack_metadata(objects))
+            metadata = {**objects, "module": {}, "frozen_param_fragments": {}}
+            return ModelStates(PickledObjects(objects), module.constants, metadata)
 
         return put_together
 

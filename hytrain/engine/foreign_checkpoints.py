@@ -1,7 +1,12 @@
-"""DeepSpeed's own ZeRO checkpoints, made universal by its own converter when they are loaded.
+"""DeepSpeed's own checkpoints here, and hytrain's in DeepSpeed's functions.
 
-The converter leaves no ``mp_rank_00_model_states.pt`` of a ZeRO-3 checkpoint, whose ranks each have
-a file with nothing in the place of the weights: one is made here, of the master weights.
+A load has DeepSpeed's converter make its ZeRO checkpoints universal. That leaves no
+``mp_rank_00_model_states.pt`` of a ZeRO-3 checkpoint, whose ranks each have a file with nothing in
+the place of the weights: one is made here, of the master weights.
+
+Scripts, accelerate and Lightning call ``ds_to_universal`` and ``zero_to_fp32``, which look for
+shards of DeepSpeed's own format. Once an engine of hytrain was asked for, or ``register()`` called,
+a universal checkpoint will do: the one hands it on, the other reads it.
 """
 
 from __future__ import annotations
@@ -10,8 +15,10 @@ import argparse
 import contextlib
 import io
 import logging
+import os
 import secrets
 import shutil
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +27,24 @@ import torch
 
 from hytrain.checkpoint import inert
 from hytrain.checkpoint.checks import check_plain, no_parameters
+from hytrain.checkpoint.file_checks import load_file
+from hytrain.checkpoint.file_writers import write_file
 from hytrain.checkpoint.manifest import MANIFEST
-from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3, PARAM, RECORD, CheckpointPaths
-from hytrain.checkpoint.writer import write_file
-from hytrain.engine.deepspeed_internals import convert_to_universal
+from hytrain.checkpoint.stored_weights import open_checkpoint, stored_model
+from hytrain.checkpoint.universal import (
+    LATEST,
+    MODEL_STATES_OF_ZERO3,
+    RECORD,
+    STATES,
+    CheckpointPaths,
+    unpack_tensor,
+)
+from hytrain.engine.deepspeed_internals import (
+    convert_by,
+    convert_to_universal,
+    fp32_weights_of_deepspeed,
+    read_fp32_weights_by,
+)
 from hytrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -63,11 +84,11 @@ def universal_tag(load_dir: Path, tag: str, *, with_optimizer: bool, trusted: bo
     if found.is_file() and found.stat().st_mtime >= newest:
         logger.info("%s was converted before, to %s", folder, target)
         return name
-    _convert(folder, target, trusted=trusted)
+    _make_universal(folder, target, trusted=trusted)
     return name
 
 
-def _convert(folder: Path, target: Path, *, trusted: bool) -> None:
+def _make_universal(folder: Path, target: Path, *, trusted: bool) -> None:
     logger.warning(
         "%s is of DeepSpeed's own format: it is converted to %s by DeepSpeed's ds_to_universal, "
         "which takes as much space and a while (all ranks wait; once)",
@@ -124,10 +145,7 @@ def _complete(paths: CheckpointPaths, *, trusted: bool) -> None:
     if paths.model_states.is_file() or not first.is_file() or (paths.zero / MANIFEST).is_file():
         return
     ranks = sorted(paths.folder.glob(_MODEL_FILES), key=lambda path: int(path.name.split("_")[3]))
-    if trusted:
-        stored = [torch.load(path, map_location="cpu", weights_only=False) for path in ranks]
-    else:
-        stored = [inert.load(path) for path in ranks]
+    stored = [load_file(path, trusted=trusted) for path in ranks]
     states = dict(stored[0])
     for problem in check_plain(first, states):
         raise CheckpointError(problem)
@@ -153,10 +171,9 @@ def _trained(
     shapes = {name: shape for group in states["param_shapes"] for name, shape in group.items()}
     found: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
-        whole = inert.load(paths.state(name, "fp32"))
+        path = paths.state(name, STATES[0])
         # The converter pads what did not divide among the ranks.
-        values = whole[PARAM] if isinstance(whole, Mapping) else whole
-        values = values.reshape(-1)[: shape.numel()].reshape(shape)
+        values = unpack_tensor(load_file(path), path).reshape(-1)[: shape.numel()].reshape(shape)
         found[name] = values.to(module[name].dtype)
     return found
 
@@ -175,3 +192,87 @@ def _frozen(
             )
         found[name] = whole[: shape.numel()].reshape(shape)
     return found
+
+
+def offer_conversions() -> None:
+    """From now on DeepSpeed's functions take universal checkpoints, too; may be called again."""
+    convert_by(convert)
+    read_fp32_weights_by(fp32_state_dict)
+
+
+def _is_universal(folder: Path) -> bool:
+    return CheckpointPaths(folder).optimizer_state.is_file() and not any(folder.glob(_SHARDS))
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """DeepSpeed's conversion; what is universal is linked to, or copied, instead.
+
+    Args:
+        arguments: DeepSpeed's; ``input_folder`` is a tag's.
+
+    Raises:
+        CheckpointError: the output folder has something already, or cannot be written.
+    """
+    source, target = Path(arguments.input_folder), Path(arguments.output_folder)
+    if not _is_universal(source):
+        _convert(arguments)
+        return
+    print(f"{source} is universal already: nothing is to be converted")
+    if target.resolve() == source.resolve():
+        return
+    try:
+        shutil.copytree(source, target, copy_function=_link_or_copy)
+        (target.parent / LATEST[-1]).write_text(target.name)  # as DeepSpeed's does
+    except OSError as error:
+        raise CheckpointError(
+            f"{source}, which is universal already, could not be put in {target} too "
+            f"({type(error).__name__}: {error}): pass an --output_folder that is not there yet, or "
+            f'load {source} as it is, with "load_universal": true'
+        ) from error
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    try:
+        convert_to_universal(arguments)
+    except AssertionError as error:
+        # It asks for what no engine of DeepSpeed's ZeRO saves by itself.
+        if "universal_checkpoint_info" not in str(error) or arguments.inject_missing_state:
+            raise
+        raise CheckpointError(
+            f"{arguments.input_folder} could not be converted ({error}): give ds_to_universal "
+            "--inject_missing_state, or load the checkpoint with hytrain as it is"
+        ) from error
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Files of a checkpoint are never written to again: one file may have two names."""
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or no links there
+        shutil.copy2(source, target)
+
+
+def fp32_state_dict(
+    ds_checkpoint_dir: str, exclude_frozen_parameters: bool
+) -> dict[str, torch.Tensor]:
+    """The master weights, frozen weights and buffers of a checkpoint, on the host.
+
+    Args:
+        ds_checkpoint_dir: folder of the tag.
+        exclude_frozen_parameters: leave frozen weights out.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or damaged.
+        CheckpointError: it has no parameters.
+    """
+    folder = Path(ds_checkpoint_dir)
+    if not _is_universal(folder):
+        with inert.in_place_of_torch_load():
+            return fp32_weights_of_deepspeed(ds_checkpoint_dir, exclude_frozen_parameters)
+    paths, listing = open_checkpoint(folder)
+    model = stored_model(paths, listing, torch.float32, with_frozen=not exclude_frozen_parameters)
+    state = OrderedDict((weight.name, weight.read()) for weight in model.weights)
+    for name, stored in model.tied.items():
+        if stored in state:
+            state[name] = state[stored]
+    return state

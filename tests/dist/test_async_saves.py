@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import RankError, RankPool, RankPools
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint import writer
+from hytrain.checkpoint import file_writers
 from hytrain.errors import CheckpointError
 from hytrain.testing import faults
 
@@ -120,7 +120,7 @@ def _fails_on_one(folder: Path) -> int:
     with engine_of(RUN) as engine, pytest.MonkeyPatch.context() as patch:
         train(engine, 0, 2)
         if rank == 1:
-            patch.setattr(writer, "begin_file", _full)
+            patch.setattr(file_writers, "begin_file", _full)
         message = ""
         engine.save_checkpoint(folder)
         for step in range(2, MOST_STEPS):

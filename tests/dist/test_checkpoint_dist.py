@@ -25,7 +25,7 @@ from support.resume import (
     train,
 )
 
-from hytrain.checkpoint import writer
+from hytrain.checkpoint import file_writers
 from hytrain.comm import exchange
 from hytrain.errors import CheckpointError
 
@@ -207,7 +207,7 @@ def test_what_a_checkpoint_has_not_keeps_weights_and_moments(
 
 
 def _fail_on_rank_1(folder: Path) -> None:
-    begin_file = writer.begin_file
+    begin_file = file_writers.begin_file
 
     def fail(path: Path, stored: object) -> Any:
         if dist.get_rank() == 1:
@@ -217,12 +217,12 @@ def _fail_on_rank_1(folder: Path) -> None:
     with engine_of(Run()) as engine:
         train(engine, 0, 1)
         engine.save_checkpoint(folder, tag="good")
-        writer.begin_file = fail
+        file_writers.begin_file = fail
         try:
             with pytest.raises(CheckpointError, match=r"on rank 1: .*No space left"):
                 engine.save_checkpoint(folder, tag="bad")
         finally:
-            writer.begin_file = begin_file
+            file_writers.begin_file = begin_file
         assert (folder / "latest").read_text() == "good"
         saved = snapshot(engine)
         train(engine, 1, 2)
@@ -301,7 +301,7 @@ def test_every_flipped_bit_is_refused(run: Run, ranks: RankPools, tmp_path: Path
 
 def _write_shares(folder: Path) -> int:
     written: list[int] = []
-    begin_file = writer.begin_file
+    begin_file = file_writers.begin_file
 
     def count(path: Path, stored: object) -> Any:
         file = begin_file(path, stored)
@@ -309,7 +309,7 @@ def _write_shares(folder: Path) -> int:
             written.append(file.sums.num_bytes)
         return file
 
-    writer.begin_file = count
+    file_writers.begin_file = count
     blocks, exchange.BLOCK_ELEMENTS = exchange.BLOCK_ELEMENTS, 100
     try:
         with engine_of(Run(fractions=(0.9, 0.1), num_blocks=6)) as engine:
@@ -319,7 +319,7 @@ def _write_shares(folder: Path) -> int:
             engine.load_checkpoint(folder)
             assert_same(snapshot(engine), saved)
     finally:
-        writer.begin_file = begin_file
+        file_writers.begin_file = begin_file
         exchange.BLOCK_ELEMENTS = blocks
     return sum(written)
 

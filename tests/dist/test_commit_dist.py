@@ -12,8 +12,8 @@ import torch.distributed as dist
 from harness import RankError, RankPool, RankPools
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint import target, writer
-from hytrain.checkpoint.beside import NOTE
+from hytrain.checkpoint import file_writers, target, writer
+from hytrain.checkpoint.export_script import NOTE
 from hytrain.errors import CheckpointError
 from hytrain.testing import faults
 
@@ -25,7 +25,7 @@ def _save_then_die(folder: Path, rank: int, file: str) -> None:
     """The old snapshot and the new one are beside the checkpoint; rank ``rank`` dies at a file, or
     where it comes to a point that is named as in ``faults.point``.
     """
-    begin_file = writer.begin_file
+    begin_file = file_writers.begin_file
 
     def die(path: Path, stored: object) -> Any:
         if dist.get_rank() == rank and path.name == file and path.parts[-2] != "blocks.0.up.weight":
@@ -42,7 +42,7 @@ def _save_then_die(folder: Path, rank: int, file: str) -> None:
             if name == "new" and file.startswith("save."):
                 os.environ[faults.KILL_VARIABLE] = f"{file}:1:{rank}"
             elif name == "new":
-                writer.begin_file = die
+                file_writers.begin_file = die
             engine.save_checkpoint(folder / "saves", tag=TAG)
 
 
@@ -109,7 +109,7 @@ def _fail_everywhere(folder: Path) -> None:
         train(engine, 1, 2)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(writer, "begin_file", _no_space)
+                patch.setattr(file_writers, "begin_file", _no_space)
             with pytest.raises(CheckpointError, match=r"on rank 1: .*No space left.*unchanged"):
                 engine.save_checkpoint(folder, tag=TAG)
         for module, refuse in ((target, "begin_save"), (writer, "finish_save")):

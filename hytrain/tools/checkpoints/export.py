@@ -145,8 +145,8 @@ def _check_room(out: Path, size: int) -> None:
 def _read(folder: Path, request: ExportRequest) -> StoredModel:
     dtype = None if request.dtype is None else _DTYPES[request.dtype]
     if CheckpointPaths(folder).zero.is_dir():
-        files, listing = open_checkpoint(folder)
-        return stored_model(files, listing, dtype, with_frozen=request.with_frozen)
+        paths, listing = open_checkpoint(folder)
+        return stored_model(paths, listing, dtype, with_frozen=request.with_frozen)
     return _read_deepspeeds(folder, dtype, with_frozen=request.with_frozen)
 
 

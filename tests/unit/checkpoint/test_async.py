@@ -18,7 +18,7 @@ from support.engines import environment
 from support.processes import fresh_environment
 from support.resume import Run, assert_same, engine_of, micro_batch, snapshot, train
 
-from hytrain.checkpoint import async_save, device_copies, writer
+from hytrain.checkpoint import async_save, device_copies, file_writers
 from hytrain.checkpoint.snapshot import LayerSnapshot
 from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
 from hytrain.errors import CheckpointError
@@ -143,7 +143,7 @@ def test_copies_on_the_device_do_not_wait_for_the_host(
     monkeypatch.setattr(device_copies, "spare_gpu_bytes", lambda device: 10**9)
     with engine_of(run) as engine:
         train(engine, 0, 2)
-        gate = _Gate(monkeypatch, writer, "begin_file")
+        gate = _Gate(monkeypatch, file_writers, "begin_file")
         engine.save_checkpoint(tmp_path / "async", client_state={"note": [1]})
         train(engine, 2, 6)
         assert gate.reached.wait(30)
@@ -197,7 +197,7 @@ def test_training_goes_on_while_files_are_written(
     end = _reference(RUN, tmp_path, 2, 6)
     with engine_of(RUN) as engine:
         train(engine, 0, 2)
-        gate = _Gate(monkeypatch, writer, "begin_file")
+        gate = _Gate(monkeypatch, file_writers, "begin_file")
         engine.save_checkpoint(tmp_path / "async", client_state={"note": [1]})
         assert gate.reached.wait(30)
         train(engine, 2, 6)
@@ -266,7 +266,7 @@ def test_a_failure_is_raised_and_training_can_go_on(
         engine.wait_for_checkpoint()
         train(engine, 1, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(writer, "begin_file", _full)
+            patch.setattr(file_writers, "begin_file", _full)
             engine.save_checkpoint(tmp_path / "async", tag="t")
             engine._saver._ended.wait()
         done = 2 if where != "step" else 3
@@ -362,7 +362,7 @@ def test_a_frozen_weight_that_changes_meanwhile_is_an_error(
 ) -> None:
     with engine_of(RUN) as engine:
         train(engine, 0, 1)
-        gate = _Gate(monkeypatch, writer, "begin_file")
+        gate = _Gate(monkeypatch, file_writers, "begin_file")
         engine.save_checkpoint(tmp_path)
         assert gate.reached.wait(30)
         with torch.no_grad():

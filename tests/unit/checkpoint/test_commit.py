@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint import writer
-from hytrain.checkpoint.beside import NOTE
+from hytrain.checkpoint import file_writers, writer
 from hytrain.checkpoint.commit import begin_save, saved_tags
+from hytrain.checkpoint.export_script import NOTE
 from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
 from hytrain.errors import CheckpointError
 
@@ -72,24 +72,24 @@ def _break(point: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     elif what == "remove":
         patch.setattr(shutil, "rmtree", _at_call(0, shutil.rmtree, error))
     elif what == "file":
-        patch.setattr(writer, "write_objects", _at_call(int(where), writer.write_objects, error))
+        real = file_writers.write_objects
+        patch.setattr(file_writers, "write_objects", _at_call(int(where), real, error))
     else:
-        begin_file = writer.begin_file
+        begin_file, finish_file = file_writers.begin_file, file_writers.finish_file
 
         def write(path: Path, stored: object) -> Any:
             if path.name == what:
                 raise error
             return begin_file(path, stored)
 
-        rename_file = writer.rename_file
-
-        def rename(file: Any, path: Path) -> None:
+        def finish(file: Any, path: Path) -> Any:
             if path.name == what:
                 raise error
-            rename_file(file, path)
+            return finish_file(file, path)
 
-        patch.setattr(writer, "begin_file", write)
-        patch.setattr(writer, "rename_file", rename)
+        patch.setattr(file_writers, "begin_file", write)
+        patch.setattr(file_writers, "finish_file", finish)
+        patch.setattr(writer, "finish_file", finish)
 
 
 @pytest.mark.parametrize(

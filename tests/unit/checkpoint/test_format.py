@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.resume import WIDTH, Run, engine_of, snapshot, train
 
-from hytrain.checkpoint.rounds import assign_writers
+from hytrain.checkpoint.gather import Piece, plan_rounds
 from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
 
 
@@ -96,6 +97,16 @@ def test_model_states(saved: dict[str, Any]) -> None:
     assert stored["lr_scheduler"]["last_epoch"] == 2
 
 
+def _place(name: str, owned: list[int]) -> Any:
+    """A parameter of which ranks own so many elements."""
+    pieces = [
+        Piece(rank, sum(owned[:rank]), sum(owned[: rank + 1]))
+        for rank, size in enumerate(owned)
+        if size
+    ]
+    return SimpleNamespace(name=name, numel=sum(owned), pieces=pieces)
+
+
 @given(
     st.integers(1, 5).flatmap(
         lambda n: st.lists(st.lists(st.integers(0, 1000), min_size=n, max_size=n), max_size=30)
@@ -103,14 +114,24 @@ def test_model_states(saved: dict[str, Any]) -> None:
 )
 def test_writers_are_balanced(owned: list[list[int]]) -> None:
     num_ranks = len(owned[0]) if owned else 3
-    writers = assign_writers(owned, num_ranks)
-    sizes = [sum(parts) for parts in owned]
+    places = [_place(str(index), parts) for index, parts in enumerate(owned)]
+    rounds = plan_rounds(places, num_ranks)
     loads = [0] * num_ranks
-    for writer, size in zip(writers, sizes, strict=True):
-        loads[writer] += size
+    for deliveries in rounds:
+        ranks = [delivery.destination for delivery in deliveries]
+        assert len(set(ranks)) == len(ranks)
+        for delivery in deliveries:
+            loads[delivery.destination] += delivery.place.numel
+    sizes = [place.numel for place in places]
+    assert sorted(d.place.name for deliveries in rounds for d in deliveries) == sorted(
+        place.name for place in places
+    )
     assert max(loads, default=0) <= sum(sizes) / num_ranks + max(sizes, default=0)
 
 
 def test_writers_prefer_what_they_own() -> None:
-    assert assign_writers([[9, 1], [1, 9], [9, 1], [1, 9]], 2) == [0, 1, 0, 1]
-    assert assign_writers([[10, 0], [10, 0], [10, 0], [10, 0]], 2).count(1) == 2
+    places = [_place(str(at), owned) for at, owned in enumerate([[9, 1], [1, 9], [1, 9], [9, 1]])]
+    found = {
+        d.place.name: d.destination for deliveries in plan_rounds(places, 2) for d in deliveries
+    }
+    assert found == {"0": 0, "1": 1, "2": 1, "3": 0}

@@ -148,21 +148,6 @@ def expected(process_group: None) -> Snapshot:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=["now", "beside training"])
-@pytest.mark.parametrize("tag", ["kept", "new"])
-def test_there_is_no_room(
-    run: Run, tag: str, disk: Path, folder: Path, reader: Any, expected: Snapshot
-) -> None:
-    """It is seen before anything is written."""
-    with engine_of(run) as engine:
-        training = _Training(engine, folder, reader)
-        for leave in (1 << 20, 0):
-            _fill(disk, leave)
-            training.refuse(tag, "GB free, and the checkpoint takes", *ROOM)
-        _make_room(disk)
-        training.end(expected)
-
-
-@pytest.mark.parametrize("run", RUNS, ids=["now", "beside training"])
 def test_it_vanishes_while_files_are_written(
     run: Run,
     disk: Path,

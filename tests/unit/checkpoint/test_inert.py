@@ -23,10 +23,7 @@ import torch
 from torch import nn
 
 from hytrain.checkpoint import inert
-from hytrain.checkpoint.archive import Archive
-from hytrain.checkpoint.checked_file import CheckedFile
-from hytrain.checkpoint.pickles import load_archive
-from hytrain.checkpoint.sums import sum_file
+from hytrain.checkpoint.file_checks import load_file
 from hytrain.errors import CheckpointError
 
 
@@ -38,15 +35,11 @@ def _by_torch_mapped(path: Path) -> Any:
     return inert.load(path, mmap=True)
 
 
-def _by_archive(path: Path) -> Any:
-    return load_archive(Archive(CheckedFile(path, sum_file(path))))
-
-
 def _trusting(path: Path) -> Any:
-    return load_archive(Archive(CheckedFile(path, sum_file(path))), trusted=True)
+    return load_file(path, trusted=True)
 
 
-READERS = (_by_torch, _by_torch_mapped, _by_archive)
+READERS = (_by_torch, _by_torch_mapped)
 
 
 class Call:
@@ -297,33 +290,6 @@ def test_a_tensor_stays_in_its_storage(tmp_path: Path) -> None:
         for read in READERS:
             with pytest.raises(CheckpointError, match="cannot be read"):
                 read(tmp_path / "t.pt")
-
-
-def test_tensors_that_wait_are_not_those_that_others_have(tmp_path: Path) -> None:
-    shared, alone = torch.arange(4.0), torch.ones(3)
-    stored = {
-        "module": {"a": shared, "b": alone, "list": [torch.ones(2)]},
-        **{"client": [shared], "param": [torch.zeros(5)], "twice": {"b": torch.arange(2.0)}},
-    }
-    stored["frozen_param_fragments"] = stored["twice"]
-    torch.save(stored, tmp_path / "t.pt")
-    for read in (_by_archive, _trusting):
-        found = read(tmp_path / "t.pt")
-        kinds = {name: type(value) for name, value in found["module"].items()}
-        assert kinds["b"].__name__ == "CheckedTensor"
-        assert kinds["a"] is torch.Tensor
-        assert type(found["client"][0]) is torch.Tensor
-        assert found["client"][0] is found["module"]["a"]
-        for tensor in (found["module"]["list"][0], found["param"][0]):
-            assert type(tensor) is torch.Tensor
-        # Changes of the file do not reach what was read.
-        content = (tmp_path / "t.pt").read_bytes()
-        (tmp_path / "t.pt").write_bytes(bytes(len(content)))
-        assert found["client"][0].tolist() == [0, 1, 2, 3]
-        assert found["module"]["list"][0].tolist() == [1, 1]
-        assert type(found["twice"]["b"]).__name__ == "CheckedTensor"
-        assert found["twice"]["b"].tolist() == [0, 1]
-        (tmp_path / "t.pt").write_bytes(content)
 
 
 def test_torch_load_is_replaced_in_this_thread_only(tmp_path: Path) -> None:

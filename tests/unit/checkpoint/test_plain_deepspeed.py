@@ -12,7 +12,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from support.engines import device
 from support.resume import GLOBAL_BATCH, WARMUP, Everything, Run, engine_of, snapshot, train
 
-from hytrain.checkpoint.beside import NOTE
+from hytrain.checkpoint.export_script import NOTE
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

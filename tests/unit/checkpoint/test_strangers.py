@@ -17,11 +17,11 @@ from support.engines import built, make_config
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import inert
+from hytrain.checkpoint.checksums import sum_file
 from hytrain.checkpoint.inert import Unknown
 from hytrain.checkpoint.manifest import pack_manifest
-from hytrain.checkpoint.sums import sum_file
 from hytrain.checkpoint.universal import OptimizerRecord
-from hytrain.engine.fp32_weights import offer_fp32_weights
+from hytrain.engine.foreign_checkpoints import offer_conversions
 from hytrain.errors import CheckpointError
 from hytrain.tools import cli
 
@@ -124,7 +124,7 @@ def test_plain_deepspeeds_runs_nothing(stage: int, process_group: None, tmp_path
     plain.destroy()
     for path in (folder / TAG).glob("*.pt"):
         _plant(path, _Mark(mark))
-    offer_fp32_weights()
+    offer_conversions()
     assert cli.main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
     weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder))
     assert set(weights) == {"weight", "bias"}
@@ -147,5 +147,5 @@ def test_a_loss_scaler_of_deepspeeds_is_read_by_its_fields(tmp_path: Path) -> No
     scaler = Unknown("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", ())
     scaler.fields = {"cur_scale": 1024.0}
     torch.save({"param_groups": [], "loss_scaler": scaler}, tmp_path / "again.pt")
-    record = OptimizerRecord.unpack(inert.load(tmp_path / "again.pt"))
+    record = OptimizerRecord.unpack(inert.load(tmp_path / "again.pt"), tmp_path / "again.pt")
     assert record.loss_scale == {"cur_scale": 1024.0}
