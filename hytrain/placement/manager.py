@@ -26,7 +26,7 @@ from hytrain.placement.threads import TunedThreads
 _MEASURE_EVERY = 4
 """Steps between two that are measured once all is known. A mark on the compute stream costs
 microseconds; a change is seen within as many steps and confirmed by the next ones."""
-_OTHER_WORKLOAD = 1.33
+_OTHER_WORKLOAD = 1.75
 """Ratio of steps before and after a change from which on it is taken for another workload: a host
 that others use as well makes steps longer by less, for a while."""
 
@@ -173,7 +173,7 @@ class PlacementManager:
             costs,
             self._current_limits(),
             seconds=estimator.step_seconds,
-            is_certain=estimator.is_certain,
+            num_steps=estimator.num_samples,
             launch_bound=estimator.launch_bound,
         )
 

@@ -137,11 +137,6 @@ class CostEstimator:
         return self._alike
 
     @property
-    def is_certain(self) -> bool:
-        """Whether there are enough of them for decisions that win little."""
-        return self._alike >= MANY_STEPS
-
-    @property
     def is_changing(self) -> bool:
         """The latest step differs from those before: the next ones tell whether it is a change."""
         return self._changed > 0

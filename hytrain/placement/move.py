@@ -7,8 +7,10 @@ a side turns out to have not enough memory.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from hytrain.placement.choose import (
 )
 from hytrain.placement.costs import MemoryLimits, StepCosts
 from hytrain.placement.launch_bound import LaunchBoundPlacement
-from hytrain.placement.measure import STEP_CHANGE
+from hytrain.placement.measure import MANY_STEPS, STEP_CHANGE, WINDOW
 from hytrain.placement.memory import Bounds, bounds
 from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
@@ -82,6 +84,7 @@ class PlacementController:
     def see_other_workload(self) -> None:
         """The workload is another one: what was measured for the last one tells nothing."""
         self._residuals: dict[int, float] = {}
+        self._predicted: deque[float] = deque(maxlen=WINDOW)  # steps at the present placement
         self._little_moves = Backoff()
         self._launch_bound = LaunchBoundPlacement()
 
@@ -117,7 +120,7 @@ class PlacementController:
         limits: MemoryLimits,
         *,
         seconds: float | None = None,
-        is_certain: bool = True,
+        num_steps: int = MANY_STEPS,
         launch_bound: bool = False,
     ) -> None:
         """Decides anew; sets ``target``.
@@ -127,11 +130,11 @@ class PlacementController:
             costs: what the last steps took, layer by layer.
             limits: what memory there is.
             seconds: what these steps took in all; None: as predicted from ``costs``.
-            is_certain: they are medians of enough steps for moves that win little.
+            num_steps: measured steps that both are medians of.
             launch_bound: the GPU waits for the host to launch its kernels.
         """
         allowed, here = self._allowed(step, limits), self.num_gpu_layers
-        is_known = self.decisions[-1].costs is not None
+        is_known, is_certain = self.decisions[-1].costs is not None, num_steps >= MANY_STEPS
         self._see_launches(
             step, launch_bound, is_certain=is_certain and here == allowed.max_gpu_layers
         )
@@ -139,8 +142,9 @@ class PlacementController:
         if is_known and compared.is_settled and compared.choose(here, allowed, here) == here:
             return  # the GPU waits for the host's launches: the less the host does the better
         if seconds is not None:
-            plain = predict(costs, gpu_layers=[here]).step_seconds[0]
-            self._residuals[here] = seconds - plain
+            # Some costs are known sooner than steps that show a change: of both it is the median.
+            self._predicted.append(predict(costs, gpu_layers=[here]).step_seconds[0])
+            self._residuals[here] = seconds - median(list(self._predicted)[-num_steps:])
         method = self._solver.method
         solution = solve(
             costs,
@@ -326,6 +330,7 @@ class PlacementController:
         moves = len(self._layers) if at_once else self._moves_a_step
         while moves and self.is_moving:
             self._settled_steps = 0
+            self._predicted.clear()
             moves -= 1
             here = self.num_gpu_layers
             try:

@@ -342,7 +342,7 @@ def test_a_settled_run_is_measured_now_and_then(simulation: Simulation) -> None:
 
 def test_after_a_change_every_step_is_measured_for_a_while(simulation: Simulation) -> None:
     settled(simulation)
-    simulation.machine = replace(simulation.machine, batch=1.1)
+    simulation.machine = replace(simulation.machine, batch=1.2)
     simulation.run(6)
     assert marked(simulation, 5) == 1.0
     simulation.run(30)

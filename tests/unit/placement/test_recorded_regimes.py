@@ -94,7 +94,7 @@ def test_it_comes_to_the_best_fixed_number(name: str, drift: float) -> None:
         machine = RecordedMachine(name, noise=0.04, drift=drift)
         training = Training(machine, seed)
         training.run(60)
-        most = SCATTERED.get(name, 0.05)
+        most = SCATTERED.get(name, 0.05 if machine.best() < 0.06 else 0.03)
         assert training.regret < most, training.controller.decisions[-1].reason
         assert training.run(120) <= 2
         assert training.regret < most
