@@ -144,7 +144,7 @@ class Bench:
 
     def timed(self, *, windows: int, steps: int) -> Json:
         """Steps as they are, timed; of hytrain's also what they cost, and what is predicted."""
-        from hytrain.placement.prediction import predict
+        from hytrain.cost.prediction import predict
 
         found = measure(self.stepper, windows=windows, steps=steps)
         # Page-locked memory may show in the machine's use only.

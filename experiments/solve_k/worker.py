@@ -16,10 +16,10 @@ from experiments.common.records import Json
 from experiments.common.sizes import size_of
 from experiments.common.systems import REFERENCE
 from experiments.common.worker import Recorder
+from hytrain.cost.prediction import predict
 from hytrain.placement.closed_form import closed_form
 from hytrain.placement.costs import StepCosts
 from hytrain.placement.memory import GPU_RESERVE_SHARE, LEAST_RESERVE
-from hytrain.placement.prediction import predict
 
 LOWERINGS = 2
 """How often the cap is lowered while training goes on."""

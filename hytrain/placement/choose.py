@@ -14,11 +14,11 @@ from typing import Literal
 
 import numpy as np
 
+from hytrain.cost.prediction import Candidate, predict
 from hytrain.errors import PlacementError
 from hytrain.placement.closed_form import closed_form
 from hytrain.placement.costs import StepCosts
 from hytrain.placement.memory import Bounds
-from hytrain.placement.prediction import Candidate, predict
 
 Method = Literal["pipeline", "closed_form"]
 

@@ -16,7 +16,7 @@ def closed_form(t_backward: float, t_update: float, alpha: float) -> float:
         k = (t_U - t_B) / ((1 + alpha) * t_U), clamped to [0, 1]
 
     It leaves out copies, pipeline fill, unequal layers, memory and the overlap with the next
-    forward pass; see :mod:`hytrain.placement.prediction` for what does not.
+    forward pass; see :mod:`hytrain.cost.prediction` for what does not.
 
     Args:
         t_backward: seconds of the backward pass, t_B.

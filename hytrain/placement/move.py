@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hytrain.config import SolverConfig
+from hytrain.cost.prediction import predict
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
 from hytrain.placement.backoff import Backoff
@@ -29,7 +30,6 @@ from hytrain.placement.costs import MemoryLimits, StepCosts
 from hytrain.placement.launch_bound import LaunchBoundPlacement
 from hytrain.placement.measure import MANY_STEPS, STEP_CHANGE, WINDOW
 from hytrain.placement.memory import Bounds, bounds
-from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 
 logger = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from hytrain.config import SolverConfig
+from hytrain.cost.prediction import predict
 from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds, bounds
 from hytrain.placement.move import PlacementController
-from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.placement.step_timer import StepSample
 

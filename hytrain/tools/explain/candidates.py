@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hytrain.cost.prediction import predict
 from hytrain.placement.memory import Bounds, bounds, gpu_peak_bytes, host_bytes
-from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.history import Median
 

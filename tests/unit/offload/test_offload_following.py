@@ -17,6 +17,7 @@ import torch
 
 from hytrain import _C
 from hytrain.config import SolverConfig
+from hytrain.cost.prediction import predict
 from hytrain.hardware.host_share import HostShare
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement import manager as placement
@@ -27,7 +28,6 @@ from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds
 from hytrain.placement.move import PlacementController
-from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 
 SIZES = (98_000_000, *[113_000_000] * 24, 98_000_000)

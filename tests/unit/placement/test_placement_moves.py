@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from placement_cases import TIMES, measured_model
 
+from hytrain.cost.prediction import Candidate
 from hytrain.errors import PlacementError
 from hytrain.placement.choose import LITTLE_GAIN, Solution, solve, worth_moving
 from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.memory import Bounds
-from hytrain.placement.prediction import Candidate
 
 
 def solution(steps: list[float], choice: int, bounds: Bounds | None = None) -> Solution:

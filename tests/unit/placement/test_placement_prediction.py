@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from placement_cases import equal_layers, layer, measured_model, step
 
+from hytrain.cost.prediction import Candidate, predict
 from hytrain.errors import PlacementError
 from hytrain.placement.costs import StepCosts
-from hytrain.placement.prediction import Candidate, predict
 from tests.support.step_twins import predict_one
 
 TWO = equal_layers(2, forward=1, backward=1, cpu_update=2, gpu_update=0.5)

@@ -17,8 +17,8 @@ from placement_cases import (
     whole_seconds,
 )
 
+from hytrain.cost.prediction import predict
 from hytrain.placement.costs import LayerCosts, StepCosts
-from hytrain.placement.prediction import predict
 from tests.support.step_twins import predict_one
 
 ROUNDING = 1e-9

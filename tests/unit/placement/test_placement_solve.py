@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placement_cases import any_seconds, equal_layers, measured_model, random_costs
 
+from hytrain.cost.prediction import predict
 from hytrain.errors import PlacementError
 from hytrain.placement.choose import CPU_SLACK, solve, worth_moving
 from hytrain.placement.costs import StepCosts
 from hytrain.placement.memory import Bounds
-from hytrain.placement.prediction import predict
 
 MEASURED = measured_model()
 FREE = Bounds.unlimited(26)

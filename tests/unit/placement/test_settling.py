@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from hytrain.cost.prediction import predict
 from hytrain.formats.moment_kinds import state_bytes
 from hytrain.placement.costs import MemoryLimits
-from hytrain.placement.prediction import predict
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows
 from tests.support.machines import PARAMETERS, Machine, Training
