@@ -179,20 +179,30 @@ class StepProgram:
     def choose(self, step: float) -> list[Choice] | None:
         """What each rank does; None where no plan has so short a step.
 
-        Ranks that are in parts are made whole one after another, those first that nearly are, and
-        the program is solved again for the others. An empty list where that leads nowhere.
+        An empty list where none of whole ranks is known.
 
         Args:
             step: seconds.
         """
         if self._solve(step, self._blocks(step, bound=True))[0] < 1.0 - _ROUNDING:
             return None
+        held, choices = self._with_whole_ranks(step)
+        return choices if held >= 1.0 - _ROUNDING else []
+
+    def held(self, step: float) -> float:
+        """What whole ranks hold of the state in such a step, as a share; even: of the batch."""
+        return self._with_whole_ranks(step)[0]
+
+    def _with_whole_ranks(self, step: float) -> tuple[float, list[Choice]]:
+        """How much of the state they hold, and what each does.
+
+        Ranks that are in parts are made whole one after another, those first that nearly are, and
+        the program is solved again for the others.
+        """
         blocks = self._blocks(step, bound=False)
         found, weights = self._solve(step, blocks)
-        left = blocks if found >= 1.0 - _ROUNDING else []
-        if not left:
-            return []
-        while left:
+        left = blocks
+        while left and found > 0.0:
             parts = {id(block): block.parts(weights) for block in left}
             distance = {key: float(np.abs(own - own.round()).sum()) for key, own in parts.items()}
             block = min(left, key=lambda block: distance[id(block)])
@@ -200,15 +210,11 @@ class StepProgram:
             left = [other for other in left if other is not block]
             if distance[id(block)] > _WHOLE:
                 found, weights = self._solve(step, blocks)
-                if found < 1.0 - _ROUNDING:
-                    return []
+        if left or found <= 0.0:
+            return 0.0, []
         chosen = {(block.host, block.kind): block.choices(weights) for block in blocks}
         hosts = enumerate(self._hosts)
-        return [chosen[host, kind].pop() for host, kinds in hosts for kind in kinds]
-
-    def held(self, step: float) -> float:
-        """The most of the state, or with even shards of the batch, in such a step, as a share."""
-        return self._solve(step, self._blocks(step, bound=True))[0]
+        return found, [chosen[host, kind].pop() for host, kinds in hosts for kind in kinds]
 
     def _blocks(self, step: float, *, bound: bool) -> list[_Block]:
         """For each host and kind of its ranks; none where a rank can do nothing in time.
