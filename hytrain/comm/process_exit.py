@@ -22,14 +22,11 @@ import traceback
 import weakref
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hytrain.comm.call_sites import frame_of, is_in_torch_distributed
 from hytrain.comm.failure_messages import is_connection_error
 from hytrain.errors import HyTrainError, OutOfStepError, RankFailedError
-
-if TYPE_CHECKING:
-    from hytrain.comm.failure_watch import RankWatch
 
 RAISE_SECONDS = 1.5
 """After that a thread that has met no collective by itself gets the exception where it is."""
@@ -183,13 +180,29 @@ def exit_with(code: int) -> None:
     atexit.register(leave)  # the last one is called first
 
 
-_open_watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()
+class Watch(Protocol):
+    """Whom the end of this process is told to."""
+
+    def tell(self, error: BaseException, *, final: bool) -> None:
+        """The error is published to the other ranks."""
+        ...
+
+    def explain(self, error: Exception) -> object:
+        """A connection was lost: another rank's failure is looked for."""
+        ...
+
+    def flush(self) -> None:
+        """Until what was told is there."""
+        ...
+
+
+_open_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _failures: list[HyTrainError] = []
 """What this process has found; the first is the reason of its end."""
 _hooked = False
 
 
-def follow(watch: RankWatch) -> None:
+def follow(watch: Watch) -> None:
     """What ends this process is told to a watch, until :func:`forget`."""
     global _hooked
     _open_watches.add(watch)
@@ -198,7 +211,7 @@ def follow(watch: RankWatch) -> None:
         _hook_exceptions()
 
 
-def forget(watch: RankWatch) -> None:
+def forget(watch: Watch) -> None:
     """Ends :func:`follow`."""
     _open_watches.discard(watch)
 

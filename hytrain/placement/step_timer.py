@@ -306,7 +306,9 @@ class StepTimer:
         """Seconds of each layer's update on the device."""
         result: dict[int, float] = {}
         begin = r.updates_begin
-        for sizes, mark in r.updates if begin is not None else ():
+        if begin is None:
+            return result
+        for sizes, mark in r.updates:
             # An update is bound by memory bandwidth: each element takes the same time.
             each = self._clock.seconds(begin, mark) / sum(sizes.values())
             result.update((index, each * size) for index, size in sizes.items())

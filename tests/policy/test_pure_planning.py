@@ -35,8 +35,8 @@ PURE = (
     "formats",
 )
 DECISIONS = (
-    "closed_form", "costs", "measured_steps", "memory", "prediction", "records", "refused_numbers",
-    "solve", "trials",
+    "backoff", "choose", "closed_form", "launch_bound", "measure", "memory", "peak_memory",
+    "records", "turns",
 )  # fmt: skip
 """Of placement/: what decides; the rest measures and moves."""
 

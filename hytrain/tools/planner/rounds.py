@@ -76,7 +76,7 @@ def best_rounds(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
 def _by_shortest_step(problem: PlanProblem) -> list[tuple[float, bool, Activations, int]]:
     """(seconds that it takes at least, even shards, policy, rounds), the shortest first."""
     numbers = candidate_rounds(problem)
-    found = [
+    found: list[tuple[float, bool, Activations, int]] = [
         (step, even, policy, number)
         for even in (True, False)[: problem.cluster.num_ranks]
         for policy in problem.activations

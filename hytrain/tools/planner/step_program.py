@@ -110,7 +110,8 @@ class _Block:
     def parts(self, weights: Floats) -> Floats:
         """Of the ranks that take each group."""
         own = self.vertices
-        return np.bincount(own.group, weights[self.columns], len(own.groups))
+        sums = np.bincount(own.group, weights[self.columns], len(own.groups))
+        return sums.astype(np.float64, copy=False)
 
     def choices(self, weights: Floats) -> list[Choice]:
         """What each of the ranks does."""
@@ -283,7 +284,7 @@ class StepProgram:
         else:
             rows, layers = _bends(shards, model.gpu_parts)
             shard = np.where(layers < 0, 0.0, shards[rows, layers])
-        keys = [(offer.work.activations, offer.size) for offer in offers]
+        keys: list[tuple[Activations, int]] = [(o.work.activations, o.size) for o in offers]
         groups = list(dict.fromkeys(keys))
         return _Vertices(
             groups=groups,
