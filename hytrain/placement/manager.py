@@ -126,7 +126,8 @@ class PlacementManager:
             # Times at other numbers of threads than the one that will be kept.
             self._pipeline.cpu.worker.take_spans()
             return
-        self._add_samples(samples)
+        if samples:
+            self._add_samples(samples)
         estimator.add_spans(self._pipeline.cpu.worker.take_spans())
         if estimator.num_samples:
             self._pipeline.updates_leave_room = estimator.launch_bound
@@ -148,7 +149,7 @@ class PlacementManager:
             return
         for sample in samples:
             controller.add_step(sample.seconds)
-        if samples and estimator.step_seconds is not None:
+        if estimator.step_seconds is not None:
             controller.measured(estimator.step_seconds)
 
     def _consider(self, *, has_new_steps: bool) -> None:

@@ -107,7 +107,7 @@ class PlacementController:
     @property
     def is_settled(self) -> bool:
         """No layer has moved for long enough that times are those of this placement."""
-        return not self.is_moving and self._settled_steps >= SETTLED_STEPS
+        return self._settled_steps >= SETTLED_STEPS and self.target == self.num_gpu_layers
 
     def add_step(self, seconds: float) -> None:
         """A step of the present placement took so long; call it only when settled."""
@@ -328,7 +328,7 @@ class PlacementController:
         """
         self._settled_steps += 1
         moves = len(self._layers) if at_once else self._moves_a_step
-        while moves and self.is_moving:
+        while moves and self.target != self.num_gpu_layers:
             self._settled_steps = 0
             self._predicted.clear()
             moves -= 1
