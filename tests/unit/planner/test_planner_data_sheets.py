@@ -46,7 +46,8 @@ def test_state_has_as_many_bytes_as_the_moments_take(moments: MomentsName) -> No
     assert problem.gpu_state_bytes == state_bytes_each(moments)
     plan = make_plan(problem)
     assert isinstance(plan, Plan)
-    on_host = sum(rank.shard_fraction * (1.0 - rank.gpu_layers / 32) for rank in plan.ranks) * (
+    on_gpu = problem.model.gpu_parts
+    on_host = sum(rank.shard_fraction * (1.0 - on_gpu[rank.gpu_layers]) for rank in plan.ranks) * (
         32 * BLOCK + 2 * OUTSIDE
     )
     each = sum(rank.host_bytes for rank in plan.ranks) / on_host
