@@ -116,10 +116,10 @@ def test_plan_with_the_widest_cells(limit: str) -> None:
     assert isinstance(plan, Plan)
     widest: dict[str, Any] = {
         **{"batch_size": 65535, "microbatch_size": 4096, "activations": "recompute"},
-        **{"step_seconds": 99999.9, "gpu_bytes": 9999.9 * GIB, "host_bytes": 99999.9 * GIB},
+        **{"step_seconds": 99999.9, "gpu_bytes": 10000 * GIB - 1, "host_bytes": 10**5 * GIB - 1},
         **{"shard_fraction": 1.0, "gpu_layers": 999, "limit": limit},
     }
-    ranks = tuple(replace(rank, **widest) for rank in plan.ranks)
+    ranks = tuple(rank.model_copy(update=widest) for rank in plan.ranks)
     text = plan_text(problem, replace(plan, ranks=ranks), ())
     check_width(fold(text))
     check_width(text.split("\nplan\n")[1].split("\npredicted")[0])  # the table is not cut later

@@ -136,4 +136,6 @@ def _compete(rooms: Floats, takes: Floats) -> list[Share]:
 
 
 def _shares(shards: Floats, layers: Ints) -> list[Share]:
+    # What is left of a host for its last rank may be below zero by a rounding.
+    shards = np.maximum(shards, 0.0)
     return [Share(shard, k) for shard, k in zip(shards.tolist(), layers.tolist(), strict=True)]

@@ -347,7 +347,7 @@ def test_a_step_that_was_held_up_is_no_change() -> None:
     estimator = make()
     estimator.add_samples([SAMPLE] * 8)
     for _ in range(5):
-        assert estimator.add_samples([scaled(3.0), scaled(3.0), SAMPLE]) == 1.0
+        assert estimator.add_samples([scaled(3.0), SAMPLE, SAMPLE]) == 1.0
         assert not estimator.is_changing
 
 
