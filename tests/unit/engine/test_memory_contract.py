@@ -129,7 +129,9 @@ def _check(tmp_path: Path, stage: int, k: float, *, follows_step: bool, **variab
     for name, growths in measured.items():
         # How many gradients are in flight depends on who is faster; all else is known.
         least = 0.85 if name == "step" or not follows_step else 0.9
-        assert least * sum(said[name]) <= max(growths) <= 1.03 * sum(said[name]), name
+        # A load has pages of mapped files as well, which the system takes back when it needs them.
+        most = 1.08 if name == "load" else 1.03
+        assert least * sum(said[name]) <= max(growths) <= most * sum(said[name]), name
 
 
 @pytest.mark.timeout(250)
