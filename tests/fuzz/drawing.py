@@ -292,7 +292,7 @@ def _section(rng: random.Random, ranks: int, mode: str) -> Pairs:
             interval=(1, 2),
             gpu_memory_reserve_bytes=(0, None),
             host_memory_reserve_bytes=(0, None),
-            start=(None, [rng.random() for _ in range(ranks)]),
+            start=(None, [int(8 * rng.random()) for _ in range(ranks)]),
         )
     )
     if solver:
