@@ -10,8 +10,8 @@ from typing import Any
 from experiments.common.records import Json
 from experiments.common.worker import Recorder
 from experiments.solve_k.regime_cells import Cell, Contest
+from hytrain.cost.step import StepCosts
 from hytrain.errors import ConfigError
-from hytrain.placement.costs import StepCosts
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _FAR = 1.4

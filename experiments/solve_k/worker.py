@@ -17,8 +17,8 @@ from experiments.common.sizes import size_of
 from experiments.common.systems import REFERENCE
 from experiments.common.worker import Recorder
 from hytrain.cost.prediction import predict
+from hytrain.cost.step import StepCosts
 from hytrain.placement.closed_form import closed_form
-from hytrain.placement.costs import StepCosts
 from hytrain.placement.memory import GPU_RESERVE_SHARE, LEAST_RESERVE
 
 LOWERINGS = 2

@@ -15,9 +15,9 @@ from typing import Literal
 import numpy as np
 
 from hytrain.cost.prediction import Candidate, predict
+from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
 from hytrain.placement.closed_form import closed_form
-from hytrain.placement.costs import StepCosts
 from hytrain.placement.memory import Bounds
 
 Method = Literal["pipeline", "closed_form"]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.formats.moment_kinds import FP32, MomentsName, state_bytes
-
-__all__ = ["LayerBytes", "LayerCosts", "MemoryLimits", "StepCosts"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from hytrain import _C
 from hytrain.config import SolverConfig
+from hytrain.cost.step import StepCosts
 from hytrain.errors import ConfigError
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import Outcome
 from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
-from hytrain.placement.costs import MemoryLimits, StepCosts
+from hytrain.placement.costs import MemoryLimits
 from hytrain.placement.measure import CONFIRMING, MANY_STEPS, CostEstimator
 from hytrain.placement.memory import check_fits, state_bytes
 from hytrain.placement.memory_probe import LOOK_EVERY, MemoryProbe

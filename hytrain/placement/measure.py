@@ -9,7 +9,8 @@ from statistics import fmean, median
 from typing import Literal
 
 from hytrain import _C
-from hytrain.placement.costs import LayerBytes, LayerCosts, StepCosts
+from hytrain.cost.step import LayerCosts, StepCosts
+from hytrain.placement.costs import LayerBytes
 from hytrain.placement.step_timer import StepSample
 
 WINDOW = 16

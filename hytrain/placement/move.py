@@ -17,6 +17,7 @@ import torch
 
 from hytrain.config import SolverConfig
 from hytrain.cost.prediction import predict
+from hytrain.cost.step import StepCosts
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
 from hytrain.placement.backoff import Backoff
@@ -26,7 +27,7 @@ from hytrain.placement.choose import (
     solve,
     worth_moving,
 )
-from hytrain.placement.costs import MemoryLimits, StepCosts
+from hytrain.placement.costs import MemoryLimits
 from hytrain.placement.launch_bound import LaunchBoundPlacement
 from hytrain.placement.measure import MANY_STEPS, STEP_CHANGE, WINDOW
 from hytrain.placement.memory import Bounds, bounds

@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
 from hytrain.formats.record import checked
-from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
+from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import Bounds
 
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from hytrain.config import SolverConfig
 from hytrain.cost.prediction import predict
-from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
+from hytrain.cost.step import LayerCosts, StepCosts
+from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds, bounds

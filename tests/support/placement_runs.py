@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.placement.choose import solve
-from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
+from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import bounds
 from hytrain.placement.records import Decision
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.formats.text_table import align
-from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.memory import table
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import (

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from hytrain.config import SolverConfig
+from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.placement.backoff import FIRST_PAUSE
 from hytrain.placement.choose import solve
-from hytrain.placement.costs import LayerBytes, LayerCosts, MemoryLimits, StepCosts
+from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import Bounds
 from hytrain.placement.move import PlacementController
 from hytrain.placement.records import Decision

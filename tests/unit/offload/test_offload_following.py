@@ -18,12 +18,13 @@ import torch
 from hytrain import _C
 from hytrain.config import SolverConfig
 from hytrain.cost.prediction import predict
+from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.hardware.host_share import HostShare
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement import manager as placement
 from hytrain.placement import memory_probe
 from hytrain.placement.choose import solve
-from hytrain.placement.costs import LayerBytes, LayerCosts, StepCosts
+from hytrain.placement.costs import LayerBytes
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hytrain.placement.costs import LayerCosts, StepCosts
+from hytrain.cost.step import LayerCosts, StepCosts
 
 BLANK = LayerCosts(
     name="layer",

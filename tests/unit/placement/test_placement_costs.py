@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from placement_cases import TIMES, any_seconds, layer, random_costs, step
 
+from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
-from hytrain.placement.costs import StepCosts
 
 
 def test_sums() -> None:

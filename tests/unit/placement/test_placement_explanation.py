@@ -16,8 +16,9 @@ from support.placement_runs import (
 )
 
 from hytrain.config import HyTrainConfig
+from hytrain.cost.step import StepCosts
 from hytrain.errors import ConfigError, PlacementError
-from hytrain.placement.costs import LayerBytes, StepCosts
+from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import Bounds
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows, closed_form_layers

@@ -9,9 +9,9 @@ import pytest
 from placement_cases import TIMES, measured_model
 
 from hytrain.cost.prediction import Candidate
+from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.errors import PlacementError
 from hytrain.placement.choose import LITTLE_GAIN, Solution, solve, worth_moving
-from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.placement.memory import Bounds
 
 

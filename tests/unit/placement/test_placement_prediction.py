@@ -11,8 +11,8 @@ import pytest
 from placement_cases import equal_layers, layer, measured_model, step
 
 from hytrain.cost.prediction import Candidate, predict
+from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
-from hytrain.placement.costs import StepCosts
 from tests.support.step_twins import predict_one
 
 TWO = equal_layers(2, forward=1, backward=1, cpu_update=2, gpu_update=0.5)

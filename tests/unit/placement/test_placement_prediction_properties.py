@@ -18,7 +18,7 @@ from placement_cases import (
 )
 
 from hytrain.cost.prediction import predict
-from hytrain.placement.costs import LayerCosts, StepCosts
+from hytrain.cost.step import LayerCosts, StepCosts
 from tests.support.step_twins import predict_one
 
 ROUNDING = 1e-9

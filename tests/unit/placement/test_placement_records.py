@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from placement_cases import any_seconds, measured_model, random_costs
 
+from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
 from hytrain.placement.choose import solve
-from hytrain.placement.costs import LayerBytes, MemoryLimits, StepCosts
+from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import Bounds, table
 from hytrain.placement.records import Decision
 

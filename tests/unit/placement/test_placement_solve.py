@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from placement_cases import any_seconds, equal_layers, measured_model, random_costs
 
 from hytrain.cost.prediction import predict
+from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
 from hytrain.placement.choose import CPU_SLACK, solve, worth_moving
-from hytrain.placement.costs import StepCosts
 from hytrain.placement.memory import Bounds
 
 MEASURED = measured_model()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hytrain.placement.costs import LayerCosts, StepCosts
+from hytrain.cost.step import LayerCosts, StepCosts
 from tests.support.machines import Training
 
 ROOT = Path(__file__).resolve().parents[3]

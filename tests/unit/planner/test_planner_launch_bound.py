@@ -18,6 +18,7 @@ import pytest
 
 from hytrain.cost.launches import Launches
 from hytrain.cost.prediction import predict
+from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.formats.policies import Activations
 from hytrain.formats.profile_file import (
     CopyRates,
@@ -30,7 +31,6 @@ from hytrain.formats.profile_file import (
     UpdateLaunches,
     UpdateRate,
 )
-from hytrain.placement.costs import LayerCosts, StepCosts
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import UpdateLaunchTimes
 from hytrain.tools.planner.cost_model import Collectives, workload
