@@ -18,13 +18,12 @@ import os
 import sys
 import threading
 import time
-import traceback
 import weakref
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Protocol
 
-from hytrain.comm.call_sites import frame_of, is_in_torch_distributed
+from hytrain.comm.call_sites import Call, is_in_torch_distributed, stack_of
 from hytrain.comm.failure_messages import is_connection_error
 from hytrain.errors import HyTrainError, OutOfStepError, RankFailedError
 
@@ -76,18 +75,19 @@ class Ending:
 
     def turn(self) -> None:
         """Raises the failure in the thread, or ends the process, if it is time."""
-        frame = frame_of(self._thread)
-        if self._failure is None or frame is None:
+        is_running = any(each.ident == self._thread for each in threading.enumerate())
+        if self._failure is None or not is_running:
             return
+        stack = stack_of(self._thread)
         is_told, now = self._told.is_set(), time.monotonic()
         # Clean-up after the failure must not wait for the others again.
-        is_out = is_told and not _is_held(frame)
+        is_out = is_told and not _is_held(stack)
         if is_out or self._since is None or is_told != self._was_told:
             self._was_told, self._since = is_told, None if is_out else now
         elif now - self._since > STUCK_SECONDS:
             stood = "it did not come out of where it stood"
-            self._end_here(frame, "it waits for other ranks on its way out" if is_told else stood)
-        elif is_told or is_in_torch_distributed(frame):
+            self._end_here(stack, "it waits for other ranks on its way out" if is_told else stood)
+        elif is_told or is_in_torch_distributed(stack):
             return
         elif now - self._since > RAISE_SECONDS:
             self._raise()
@@ -107,14 +107,14 @@ class Ending:
                 self._was_raised = True
                 _raise_in(self._thread, type(kind.__name__, (kind,), same))  # pyright: ignore[reportArgumentType]
 
-    def _end_here(self, frame: FrameType, why: str) -> None:
+    def _end_here(self, stack: list[Call], why: str) -> None:
         kind = type(self._failure)
         with suppress(Exception):
             _flush()
-            stack = "".join(traceback.format_stack(frame))
+            calls = [f'  File "{c.file}", line {c.line}, in {c.function}\n' for c in stack[::-1]]
             # Clean-up code may have redirected Python's own stream (seen in destroy()).
             text = (
-                f"Traceback (most recent call last):\n{stack}"
+                f"Traceback (most recent call last):\n{''.join(calls)}"
                 f"{kind.__module__}.{kind.__qualname__}: {self._failure}\n"
                 f"(This process is ended: {why}.)\n"
             )
@@ -122,15 +122,9 @@ class Ending:
         os._exit(1)
 
 
-def _is_held(frame: FrameType) -> bool:
-    if is_in_torch_distributed(frame):
-        return True
-    caller: FrameType | None = frame
-    while caller is not None:
-        if caller.f_code.co_name in ("destroy", "destroy_process_group"):
-            return True
-        caller = caller.f_back
-    return False
+def _is_held(stack: list[Call]) -> bool:
+    ends = ("destroy", "destroy_process_group")
+    return is_in_torch_distributed(stack) or any(call.function in ends for call in stack)
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:

@@ -85,7 +85,7 @@ def test_who_has_raised_it_itself_is_left_alone() -> None:
 def test_who_raises_it_while_it_is_about_to_be_brought_about_gets_it_once() -> None:
     body = (
         "about, was_told = threading.Event(), threading.Event()\n"
-        "def look(frame):\n    about.set(); was_told.wait(); return False\n"
+        "def look(stack):\n    about.set(); was_told.wait(); return False\n"
         "ending.is_in_torch_distributed = look\n"
         "about.wait()\n"  # the watch has seen that nothing was told
         "try:\n    own.told(); was_told.set(); time.sleep(1.0); print('not again')\n"
