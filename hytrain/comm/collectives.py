@@ -347,9 +347,10 @@ class ShardCollectives:
             raise OutOfStepError(
                 "the ranks' passes over the model differ: where one of them has come to "
                 f"{words(-negated)}, another one has come to {words(largest)} ({own}). Under "
-                "ZeRO-3 ranks may use other layers than the others in a pass; but a weight that is "
-                "read outside of its module must be read on all of them at one place, and a layer "
-                "that is used more often than in the first pass as often on all of them"
+                "ZeRO-3 ranks may use other layers than the others in a pass; but a weight that a "
+                "later pass is the first to read outside of its module must be read on all of them "
+                "at one place, and a layer that is used more often than in the first pass as often "
+                "on all of them"
             )
         return largest
 

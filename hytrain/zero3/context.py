@@ -96,18 +96,18 @@ class GatherContext:
         """The layer that all ranks go on with, which need not be this rank's; END: all are over.
 
         Ranks may use other layers than others do: the first one in the order of the pass is next,
-        so that what most use in one order is gathered once.
+        so that what most use in one order is gathered once. Before it what a rank has to hold.
 
         Args:
-            number: this rank's next layer, or END; None: it has none of its own.
+            number: this rank's next layer, END, or HOLD and a layer; None: it has none of its own.
             is_backward: the pass goes from the last layer to the first.
         """
         end = END if is_backward else _LAST
 
         def choose(smallest: int, largest: int) -> int | None:
-            if smallest < END or largest > _LAST:
+            if smallest < END:
                 return None
-            return largest if is_backward else smallest
+            return largest if is_backward or largest >= HOLD else smallest
 
         mine = end if number == END else number
         found = self._collectives.agree_on_use(mine, self._words, choose)
@@ -116,6 +116,10 @@ class GatherContext:
     def any_rank(self, flag: bool) -> bool:
         """Whether it is so on any rank; a collective."""
         return bool(self._collectives.maximum([int(flag)])[0])
+
+    def name_of(self, index: int) -> str:
+        """What people call a layer."""
+        return self._by_number[index].name
 
     def is_live(self, index: int) -> bool:
         """Whether the layer's whole copy is there or on its way."""

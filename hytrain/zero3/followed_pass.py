@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hytrain.zero3.context import GatherContext
+from hytrain.errors import UnsupportedError
+from hytrain.zero3.context import HOLD, GatherContext
 from hytrain.zero3.plan import Action, Operation
 from hytrain.zero3.recorded_pass import RecordedPass
 
@@ -26,6 +27,8 @@ class FollowedPass:
         context: GatherContext,
         operations: Sequence[Operation],
         rest: RecordedPass | None = None,
+        *,
+        is_by_layer: bool = False,
     ) -> None:
         """
         Args:
@@ -33,9 +36,11 @@ class FollowedPass:
             operations: the plan.
             rest: what follows the plan, if there are layers that it does not use and that a rank
                 may come to.
+            is_by_layer: it is forward and backward of all micro-batches, layer by layer.
         """
         self._context = context
         self._rest = rest
+        self._is_by_layer = is_by_layer
         self._planned = {x.layer for x in operations if x.action is Action.USE}
         self._operations = operations
         self._at = 0
@@ -54,8 +59,7 @@ class FollowedPass:
     def use(self, index: int) -> None:
         """Computation with a layer begins."""
         if self._rest is not None and (self.has_more or self._is_new(index)):
-            self._force(len(self._operations))
-            self._context.gatherer.start_held()  # as in _end_rest
+            self._begin_rest()
             self._rest.use(index)
             return
         if index != self._in_use:
@@ -65,10 +69,23 @@ class FollowedPass:
         if index in self._context.sharded:
             self._context.use(index)
 
+    def hold(self, index: int) -> None:
+        """From now on a layer is there in the whole of every pass; a collective."""
+        if self._rest is not None:
+            self._begin_rest()
+            self._rest.hold(index)
+            return
+        self._context.agree(HOLD + index)  # legal where all ranks do it
+        self._context.hold(index)
+
+    def _begin_rest(self) -> None:
+        self._force(len(self._operations))
+        self._context.gatherer.start_held()  # as in _end_rest
+
     @property
     def has_more(self) -> bool:
-        """Whether a rank has used layers that the plan has not."""
-        return self._rest is not None and bool(self._rest.uses)
+        """Whether a rank has used layers that the plan has not, or read them past their modules."""
+        return self._rest is not None and (bool(self._rest.uses) or self._rest.has_held)
 
     def _is_new(self, index: int) -> bool:
         context = self._context
@@ -99,6 +116,13 @@ class FollowedPass:
         """A use that the record does not have: legal where all ranks make it."""
         if index not in self._context.sharded or self._context.is_live(index):
             return
+        if self._is_by_layer:
+            # A rank without samples walks through the plan alone, into other collectives.
+            raise UnsupportedError(
+                "this model could be computed layer by layer until now, but its forward uses layer "
+                f"'{self._context.name_of(index)}', which the first step did not: set "
+                '"hytrain.accumulation" to "micro_batch_major"'
+            )
         self._context.agree(index)
         self._extra.add(index)
         self._context.wait_resident(index)

@@ -44,6 +44,8 @@ class RecordedPass:
         """Layers in the order of their uses."""
         self.turning_point = 0
         """Uses before its backward, where it is forward and backward in one."""
+        self.has_held = False
+        """Whether layers have been held that were not."""
         self._in_use: int | None = None
 
     def use(self, index: int) -> None:
@@ -59,7 +61,22 @@ class RecordedPass:
         if index in context.sharded:
             context.use(index)
 
+    def hold(self, index: int) -> None:
+        """From now on a layer is there in the whole of every pass; a collective."""
+        self._agree(HOLD + index)
+        self._hold(index)
+
+    def _hold(self, index: int) -> None:
+        self.has_held = True
+        self._context.hold(index)
+
     def _agree(self, number: int | None) -> int:
+        """What this rank goes on with; what others have to hold before it is held here, too."""
+        while (found := self._agree_on_next(number)) >= HOLD and found != number:
+            self._hold(found - HOLD)
+        return found
+
+    def _agree_on_next(self, number: int | None) -> int:
         if self._direction == "both":
             return self._context.agree(number)
         return self._context.agree_on_next(number, is_backward=self._direction == "backward")
@@ -127,8 +144,6 @@ class RecordedPass:
                 self._turn()
                 if turned is not None:
                     turned()
-            elif number >= HOLD:
-                self._context.hold(number - HOLD)
             else:
                 self._enter(number, has_samples=False)
         return number == END

@@ -21,7 +21,7 @@ from typing import Literal
 from weakref import WeakSet
 
 from hytrain.comm.collectives import ShardCollectives
-from hytrain.zero3.context import HOLD, GatherContext, Reducer
+from hytrain.zero3.context import GatherContext, Reducer
 from hytrain.zero3.followed_pass import FollowedPass
 from hytrain.zero3.gatherer import LayerGatherer
 from hytrain.zero3.layer_weights import LayerWeights
@@ -205,7 +205,8 @@ class GatherSchedule:
         held = set(context.held)
         live = context.gatherer.live - held
         plan = plan_pass(trace, self._sizes, context.sharded - held, self._settings, live)
-        return FollowedPass(context, plan.operations, self._rest_of(key[0], record))
+        rest = self._rest_of(key[0], record)
+        return FollowedPass(context, plan.operations, rest, is_by_layer=key[0] == "layers")
 
     def _rest_of(self, kind: PassKind, record: _Record) -> RecordedPass | None:
         """What may follow a plan without reductions; the ranks then ask each other at its end."""
@@ -262,8 +263,7 @@ class GatherSchedule:
         From now on the layer is there in the whole of every pass.
         """
         assert self._pass is not None
-        self._context.agree(HOLD + index)
-        self._context.hold(index)
+        self._pass.hold(index)
 
     def hold_all(self) -> bool:
         """All layers are there in the whole of every pass from now on; whether they were not."""

@@ -84,6 +84,22 @@ class Reading(Mlp):
         return x.float().pow(2).mean()
 
 
+class Parted(Mlp):
+    """Rank 1 comes to a block of its own where rank 0 reads a weight, from a step on."""
+
+    def __init__(self, since: int = 0) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.since, self.step = since, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embed(inputs.to(self.embed.weight.dtype)))
+        if self.step >= self.since:
+            x = self.blocks[1](x) if dist.get_rank() == 1 else x
+            x = x + self.blocks[2].down.bias.mean()
+        return self.head(self.blocks[2](x)).float().pow(2).mean()
+
+
 class Short(nn.Module):
     """A stack of one block, whose list's own forward is never called, and no head."""
 
@@ -137,6 +153,8 @@ class Penalized(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{read: lambda read=read: Reading(read) for read in READS},
     **{f"{read}-later": lambda read=read: Reading(read, 2) for read in LATER},
+    "parted": Parted,
+    "parted-later": lambda: Parted(2),
     "short": Short,
     "pairs": Pairs,
     "penalized": Penalized,

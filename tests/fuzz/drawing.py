@@ -403,8 +403,12 @@ def _skips(rng: random.Random, case: Case, is_fresh: bool) -> Any:
         return nothing
     if case.build.stage == 3 and is_by_layer and case.mode == "train_batch":
         return nothing
+    # The first backward must be one with the most uses.
+    is_counted = model.shared or model.twice
+    if is_fresh and case.build.stage == 3 and case.ranks > 1 and is_counted:
+        return nothing
     if model.recompute == "reentrant" and is_fresh:
-        return nothing  # its hooks fire once a call: the first backward must be one with the most
+        return nothing  # its hooks fire once a call
     # Something that is trained stays in every forward: FuzzModel.anchor().
     has_others = model.head != "none" and model.frozen != "head"
     has_others |= model.embed != "none" and model.frozen != "embed"

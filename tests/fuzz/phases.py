@@ -107,23 +107,26 @@ def _changed(
 ) -> Step:
     model = case.model
     is_by_layer = dict(case.build.section).get("accumulation") == "layer_major"
+    is_sharded = case.ranks > 1 and case.build.stage == 3
+    # Documented: layer by layer under ZeRO-3 all steps use the same layers.
     must_agree = case.build.stage == 3 and is_by_layer and case.mode == "train_batch"
+    # Documented: on several ranks the first backward must be the one with the most uses.
+    if is_fresh and case.ranks > 1 and model.tiled == "reentrant":
+        step = replace(step, skip=tuple(tuple(() for _ in own) for own in case.micro_samples))
     if case.batch_keys == "deepspeed" and case.num_micro_batches > 1:
         step = _with_micros(step, rng.choice((0, rng.randint(1, case.num_micro_batches))))
     tower: tuple[int, ...] = ()
-    if model.tower and rng.random() < 0.5:
+    if model.tower and (must_agree or rng.random() < 0.5):
         everyone = tuple(range(case.ranks))
         some = tuple(rank for rank in everyone if rng.random() < 0.5)
         tower = everyone if must_agree or rng.random() < 0.4 else some
     pieces = rng.choice((0, 1, 2, 3, 4)) if model.tiled != "none" else 1
     cut = None
-    # Documented: on several ranks the first backward must be the one with the most uses.
     must_be_most = case.ranks > 1 and (model.tiled == "reentrant" or is_by_layer)
     if must_be_most and model.tiled != "none":
         pieces = 2 if is_fresh else min(pieces, 2)
-    # Likewise, where a rank may have no part in some of the micro-batches.
-    must_reach = case.ranks > 1 and case.build.stage == 3 and case.mode == "train_batch"
-    can_cut = not (is_fresh and (must_be_most or must_reach)) and model.frozen != "head"
+    # Documented: under ZeRO-3 it must reach all that later ones reach.
+    can_cut = not (is_fresh and (must_be_most or is_sharded)) and model.frozen != "head"
     if can_cut and model.head != "none" and rng.random() < 0.1:
         cut = rng.randrange(len(model.inner))
     if step.style == "sum" and not _may_sum(case, before):
@@ -132,7 +135,9 @@ def _changed(
         step = replace(step, forwards=rng.choice((2, 2, 3)))
     is_alone = (step.micros or case.num_micro_batches) == 1 and not step.idle and not step.inside
     if case.mode == "hand" and step.style == "plain" and is_alone and rng.random() < 0.3:
-        step = replace(step, style=_style(rng, case, before), forwards=rng.choice((2, 3)))
+        style = _style(rng, case, before)
+        step = replace(step, style=style, forwards=rng.choice((2, 3)))
+        cut = None if style == "penalty" else cut  # the input has no gradient then
     inside = step.inside
     may_look = case.mode == "hand" and step.style == "plain" and not step.idle
     if may_look and not case.is_direct and rng.random() < 0.1:
@@ -168,7 +173,7 @@ def _may_sum(case: Case, before: list[Step]) -> bool:
     # Documented: on several ranks the first backward must be the one with the most uses, and parts
     # that run a graph of their own count for each forward.
     is_reentrant = "reentrant" in (case.model.recompute, case.model.tiled)
-    return case.ranks == 1 or not is_reentrant or not any(each.style == "two" for each in before)
+    return case.ranks == 1 or not is_reentrant or not before
 
 
 def _input_gradient(rng: random.Random, case: Case) -> str:
