@@ -35,6 +35,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -198,6 +199,7 @@ class RankPool:
         deadline = time.monotonic() + timeout
         results: dict[int, Any] = {}
         failures: list[str] = []
+        is_ending = False
         number_of = {rank.pipe: number for number, rank in enumerate(self._ranks)}
         while len(results) < self.num_ranks:
             waiting = [p for p, number in number_of.items() if number not in results]
@@ -207,27 +209,30 @@ class RankPool:
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 number = number_of[pipe]
-                failure, results[number] = self._receive(number)
+                failure, results[number], ends = self._receive(number)
                 if failure and not failures:
                     deadline = min(deadline, time.monotonic() + self._settle_seconds)
                 failures.extend([failure] if failure else [])
+                is_ending = is_ending or ends
         if not failures and len(results) < self.num_ranks:
             failures.append(self._describe_hang(timeout, set(results)))
         if failures:
             self._kill()
             raise RankError("\n".join(failures))
+        if is_ending:
+            self._kill()
         return [results[number] for number in range(self.num_ranks)]
 
-    def _receive(self, number: int) -> tuple[str, Any]:
-        """(what went wrong or "", result) of a rank that has something to say."""
+    def _receive(self, number: int) -> tuple[str, Any, bool]:
+        """(what went wrong or "", result, whether it must end) of a rank that says something."""
         rank = self._ranks[number]
         try:
-            failure, result = pickle.loads(rank.pipe.recv_bytes())
+            failure, result, ends = pickle.loads(rank.pipe.recv_bytes())
         except (EOFError, OSError):
             rank.process.join(timeout=5)
             code = rank.process.exitcode
-            return f"rank {number} died with exit code {code}{_read(rank.stacks)}", None
-        return (f"rank {number} failed:\n{failure}" if failure else ""), result
+            return f"rank {number} died with exit code {code}{_read(rank.stacks)}", None, True
+        return (f"rank {number} failed:\n{failure}" if failure else ""), result, ends
 
     def _describe_hang(self, timeout: float, finished: set[int]) -> str:
         # The ranks write their stacks when their own time is up, which is a bit later.
@@ -344,7 +349,7 @@ def _serve(
             except EOFError:
                 break
             except Exception:  # the case cannot be unpickled: its module does not import
-                pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+                pipe.send_bytes(pickle.dumps((traceback.format_exc(), None, False)))
                 continue
             faulthandler.dump_traceback_later(timeout + 0.5, file=stack_file)
             try:
@@ -379,6 +384,12 @@ def _join(with_deepspeed: bool, on_gpu: bool) -> None:
 
 def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     try:
-        return pickle.dumps(("", function(*arguments)))
+        return pickle.dumps(("", function(*arguments), _is_ending()))
     except BaseException:
-        return pickle.dumps((traceback.format_exc(), None))
+        return pickle.dumps((traceback.format_exc(), None, True))
+
+
+def _is_ending() -> bool:
+    """Whether a failure that the case has caught is to end this process: not in another case."""
+    ending = sys.modules.get("hytrain.comm.process_exit")
+    return ending is not None and bool(ending._failures)
