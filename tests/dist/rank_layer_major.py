@@ -13,11 +13,12 @@ import torch.distributed as dist
 from rank_batches import STEPS, Shares, batches, dataset
 from support.comparisons import assert_same_bits
 from support.engines import built, environment, make_config
-from support.models import make_batch, make_model
+from support.models import Mlp, make_batch, make_model
 from support.short_memory import short_of_memory
 from torch import nn
 
 from hytrain.config import BatchShares
+from hytrain.errors import RankFailedError, UnsupportedError
 
 Outcome = tuple[list[float], list[dict[int, Any]], Any]
 """Losses, each step's reduced gradients, and why it was not computed layer by layer."""
@@ -222,6 +223,36 @@ def all_ranks_fall_back(case: Shares, kind: str, is_short: bool) -> None:
     assert results[0][2] is not None
     assert results[1][2] is None
     assert results[0][0] == results[1][0]
+
+
+class Late(Mlp):
+    """Its head is used from some step on."""
+
+    uses_head = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x = self.embed(inputs)
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x) if self.uses_head else x).pow(2).mean()
+
+
+def a_layer_comes_late(sizes: tuple[int, ...]) -> None:
+    """A layer that the first step has not used: an error before ranks meet in other collectives."""
+    keys = {"batch_sizes": list(sizes), "micro_batch_sizes": [1] * len(sizes)}
+    section = {"accumulation": "layer_major", **keys}
+    config = make_config(bf16=False, stage=3, gathers="each", hytrain=section)
+    rank, done = dist.get_rank(), 0
+    refused = pytest.raises((UnsupportedError, RankFailedError), match="which the first step")
+    with refused, built(Late(), config) as engine:
+        for step in range(3):
+            engine.module.uses_head = step == 2
+            numbers = [10 * step + 5 * rank + n for n in range(sizes[rank])]
+            batches_of = iter([make_batch("mlp", number) for number in numbers])
+            engine.train_batch(batches_of, num_valid=lambda _: 1)
+            assert vars(engine.batch_training.accumulation)["refusal"] is None
+            done += 1
+    assert done == 2
 
 
 def _again(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:

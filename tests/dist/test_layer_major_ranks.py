@@ -76,3 +76,8 @@ def test_zero_3_falls_back_on_all_ranks(
 ) -> None:
     case = Shares(sizes, (1, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major")
     ranks(2).run(cases.all_ranks_fall_back, case, kind, is_short)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 0)], ids=str)
+def test_zero_3_with_a_layer_that_comes_late(ranks: RankPools, sizes: tuple[int, int]) -> None:
+    ranks(2).run(cases.a_layer_comes_late, sizes)
