@@ -17,7 +17,7 @@ import torch
 import torch._utils as torch_utils
 from torch.storage import TypedStorage, UntypedStorage
 
-from hytrain.checkpoint.checksums import SummingFile
+from hytrain.checkpoint.files import SummingFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +33,15 @@ class LaterTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
     def __reduce__(self) -> tuple[Any, ...]:
         strides = torch.empty(self.shape, device="meta").stride()
-        storage = _LaterStorage(self.key, self.dtype, torch.Size(self.shape).numel())
-        arguments = (storage, 0, self.shape, strides, False, OrderedDict())
+        arguments = (_LaterStorage(self), 0, self.shape, strides, False, OrderedDict())
         return torch_utils._rebuild_tensor_v2, arguments  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True, slots=True)
 class _LaterStorage:
-    key: str
-    dtype: torch.dtype
-    numel: int
+    tensor: LaterTensor
 
 
 class PickledObjects:
@@ -60,10 +53,6 @@ class PickledObjects:
     """
 
     def __init__(self, objects: object) -> None:
-        """
-        Args:
-            objects: whatever can be pickled.
-        """
         stream = io.BytesIO()
         pickler = _Pickler(stream)
         pickler.dump(objects)
@@ -80,7 +69,9 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, _LaterStorage):
-            return ("storage", _storage_class(obj.dtype), obj.key, "cpu", obj.numel)
+            later = obj.tensor
+            numel = torch.Size(later.shape).numel()
+            return ("storage", _storage_class(later.dtype), later.key, "cpu", numel)
         if isinstance(obj, TypedStorage):
             storage: Any = obj
             key, kind = self._key(storage._untyped_storage), _storage_class(storage.dtype)
@@ -104,76 +95,23 @@ def _storage_class(dtype: torch.dtype) -> Any:
     return vars(torch)[names[dtype]]
 
 
-class _Sink:
-    """A file as torch's writer takes it.
-
-    Errors are kept for :meth:`check`: the destructor of a writer that was given up writes what was
-    left, to a file that is closed by then, and an error there would end the process.
-    """
-
-    def __init__(self, file: SummingFile) -> None:
-        self._file = file
-        self._error: Exception | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        if self._error is None:
-            try:
-                self._file.write(data)
-            except Exception as error:
-                self._error = error
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """Nobody waits for bytes of an unfinished file."""
-
-    def check(self) -> None:
-        """
-        Raises:
-            OSError: something could not be written.
-        """
-        if self._error is not None:
-            raise self._error
-
-
-def write_objects(file: SummingFile, objects: object) -> None:
-    """``torch.save``, of objects that nobody changes meanwhile.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    sink = _Sink(file)
-    torch.save(objects, cast(Any, sink))
-    sink.check()
-
-
 class ArchiveWriter:
     """A file of ``torch.load``; :meth:`close` makes it whole. Each method may raise an OSError."""
 
-    def __init__(self, file: SummingFile) -> None:
-        """
-        Args:
-            file: at its beginning.
-        """
-        self._sink = _Sink(file)
+    def __init__(self, file: SummingFile, content: bytes) -> None:
+        """``file`` is at its beginning; ``content``: the objects, see :class:`PickledObjects`."""
+        self._file = file
         # The one that torch.save uses.
         writer: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-        self._writer: Any = writer.PyTorchFileWriter(self._sink)
-
-    def write_objects(self, content: bytes) -> None:
-        """The pickle, see :class:`PickledObjects`; first of all."""
+        self._writer: Any = writer.PyTorchFileWriter(file)
         # No ".format_version": with it torch computes where storages begin (for the device "meta",
         # as from_pretrained does) from the order and keys that torch.save gives them.
         for name, record in (("data.pkl", content), ("byteorder", sys.byteorder.encode())):
             self._writer.write_record(name, record, len(record))
-        self._sink.check()
+        file.check()
 
     def write_elements(self, key: str, tensor: torch.Tensor) -> None:
-        """A storage's elements.
-
-        Args:
-            key: of them.
-            tensor: on the host.
-        """
+        """A storage's elements, of a tensor on the host."""
         content = bytes_of(tensor)
         if content.nbytes:
             # A storage of its own, which torch's writer reads without Python's lock.
@@ -181,12 +119,12 @@ class ArchiveWriter:
             self._writer.write_record(f"data/{key}", storage, content.nbytes)
         else:
             self._writer.write_record(f"data/{key}", b"", 0)
-        self._sink.check()
+        self._file.check()
 
     def close(self) -> None:
         """Writes the directory of the records."""
         self._writer.write_end_of_file()
-        self._sink.check()
+        self._file.check()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

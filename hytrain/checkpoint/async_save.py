@@ -25,7 +25,7 @@ from hytrain.checkpoint.copy_memory import CopyMemory
 from hytrain.checkpoint.file_writers import WRITERS
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
 from hytrain.checkpoint.snapshot import StateSnapshot
-from hytrain.checkpoint.target import SaveTarget, writing
+from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_contents
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import CheckpointError
@@ -53,11 +53,6 @@ def open_group(collectives: ShardCollectives) -> ShardCollectives:
     )
     assert isinstance(group, dist.ProcessGroup)
     return ShardCollectives(group)
-
-
-def _writers(cores: int) -> int:
-    """Threads that write beside training: it has the other cores."""
-    return max(2, min(WRITERS, cores // 8))
 
 
 def free_room(share: HostShare) -> int:
@@ -110,8 +105,8 @@ class AsyncSaver:
 
         Args:
             target: where to.
-            model_states: see :func:`take_contents`; called at once.
-            frozen: see :func:`write_contents`; walked through at once.
+            model_states, frozen: see :func:`take_contents`, :func:`write_contents`; called and
+                walked through at once.
 
         Raises:
             HyTrainError: the engine is closed, or its last step failed midway.
@@ -124,11 +119,8 @@ class AsyncSaver:
         # Layers have come to the host, or left it.
         self._memory.fit(self._kept.layers, lambda: free_room(self._share))
         snapshot = self._snapshot = StateSnapshot(self._kept.pipeline, self._memory)
-        self._begin(partial(self._run, target, contents, taken, copies, snapshot))
-
-    def _begin(self, job: Callable[[], None]) -> None:
         self._ended.clear()
-        self._jobs.put(job)
+        self._jobs.put(partial(self._run, target, contents, taken, copies, snapshot))
 
     def _run(
         self,
@@ -175,28 +167,25 @@ class AsyncSaver:
             )
         faults.point("save.snapshot")
         contents = put_together()
-        with writing(target, contents, self.collectives) as saving:
-            write_contents(
-                target,
-                saving,
-                contents,
-                frozen,
-                self.collectives,
-                self._kept.device,
-                snapshot.state,
-                snapshot.written,
-                _writers(self._share.cores),
-            )
+        write_contents(
+            target,
+            contents,
+            frozen,
+            self.collectives,
+            self._kept.device,
+            snapshot.state,
+            snapshot.written,
+            threads=max(2, min(WRITERS, self._share.cores // 8)),  # training has the other cores
+        )
         if self.collectives.rank == 0:
-            size = sum(place.numel * (12 + place.dtype.itemsize) for place in contents.places)
-            written = time.monotonic()
+            seconds = time.monotonic() - copied
             logger.info(
                 "%s is saved: %.2f GB, copied in %.2f s, written in %.2f s (%.2f GB/s)",
                 target.folder,
-                size / 1e9,
+                contents.num_bytes / 1e9,
                 copied - begun,
-                written - copied,
-                size / 1e9 / (written - copied),
+                seconds,
+                contents.num_bytes / 1e9 / seconds,
             )
 
     def _note(self, target: SaveTarget, error: BaseException) -> None:

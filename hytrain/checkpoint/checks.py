@@ -45,11 +45,7 @@ def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torc
 
 
 def stored_names(files: Iterable[str]) -> set[str]:
-    """Names of the parameters that a checkpoint has state of.
-
-    Args:
-        files: paths in the checkpoint's folder.
-    """
+    """Names of the parameters that a checkpoint, of these files, has state of."""
     # A name with "/" is a path, and on the way to it are folders that are no parameter's.
     # DeepSpeed's converter writes values of buffers and of weights that are not trained, too, but
     # no moments.
@@ -67,22 +63,6 @@ def unusable_names(names: Iterable[str]) -> str | None:
         'each parameter: rename the modules, so that their names have no empty part, "." or ".." '
         'between "/"'
     )
-
-
-def find_problems(checks: Iterable[Iterator[str]]) -> str | None:
-    """What the checks found, as one message; None for nothing."""
-    problems: list[str] = []
-    for check in checks:
-        try:
-            problems.extend(check)
-        except CheckpointError as error:
-            problems.append(str(error))
-    if not problems:
-        return None
-    shown = problems[:_SHOWN]
-    if len(problems) > _SHOWN:
-        shown.append(f"and {len(problems) - _SHOWN} more")
-    return "; ".join(shown)
 
 
 def check_names(

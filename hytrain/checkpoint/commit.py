@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from hytrain.checkpoint import export_script
-from hytrain.checkpoint.sync import sync_folder
+from hytrain.checkpoint.files import sync_folder
 from hytrain.checkpoint.tag_lock import PREFIX, TagLock
 from hytrain.checkpoint.universal import LATEST, LATEST_SUM
 from hytrain.errors import CheckpointError
@@ -66,10 +66,7 @@ def too_long(tag: str) -> bool:
 
 
 def lock_tag(folder: Path) -> TagLock:
-    """No other job saves under the tag until the lock is released.
-
-    Args:
-        folder: the tag's.
+    """No other job saves under the tag, of this folder, until the lock is released.
 
     Raises:
         CheckpointError: another one does, or the folder cannot be made.
@@ -90,14 +87,10 @@ def _unusable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def begin_save(folder: Path) -> Path:
-    """Makes the folder to write into; what earlier saves have left is tidied up.
+    """Makes the folder to write into, beside the tag's; what earlier saves have left is tidied up.
 
-    Args:
-        folder: the tag's.
-
-    Returns:
-        An empty folder beside it, of a name that was never there: no host has seen another under
-        it, as it might with a file system that remembers names.
+    Its name was never there: no host has seen another folder under it, as it might with a file
+    system that remembers names.
 
     Raises:
         CheckpointError: it cannot be made; the tag is as it was.
@@ -110,9 +103,9 @@ def begin_save(folder: Path) -> Path:
         _tidy(folder)  # first, as it may be what fills the disk
         saving = _unused_name(folder)
         saving.mkdir()
+        return saving
     except OSError as error:
         raise _unusable(folder, error) from error
-    return saving
 
 
 def finish_save(saving: Path, folder: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -18,14 +20,17 @@ from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import CheckpointError
 from hytrain.optimizer.kept_state import KeptState
 
+logger = logging.getLogger(__name__)
+
+_MOST_ON_DEVICE = 64 * 2**20
+"""Bytes of tensors that are copied on their device: nothing is waited for. More go to the host."""
+
 
 @dataclass(frozen=True, slots=True)
 class Constant:
     """A tensor that no step changes: it is read when it is written, and must be the same then.
 
     Attributes:
-        name: in the module.
-        tensor: on any device.
         version: torch's count of changes when the save began.
     """
 
@@ -38,11 +43,7 @@ class Constant:
         return replace(self, version=self.tensor._version)
 
     def read(self) -> torch.Tensor:
-        """Its elements, on the host.
-
-        Raises:
-            CheckpointError: it has been changed since.
-        """
+        """Its elements, on the host; a CheckpointError where it has been changed since."""
         host = self.tensor.detach().to("cpu").contiguous()
         if self.tensor._version != self.version:  # after the copy, which then was of the old ones
             raise CheckpointError(
@@ -58,21 +59,15 @@ class ModuleTensors:
 
     Attributes:
         state: name -> a :class:`LaterTensor` for each parameter, else what the module has.
-        others: what of it is not a :class:`LaterTensor`.
         constants: key of what is not trained -> where it is.
     """
 
     state: dict[str, Any]
-    others: dict[str, Any]
     constants: dict[str, Constant]
 
     @classmethod
     def of(cls, state: Mapping[str, Any], places: list[ParameterPlace]) -> ModuleTensors:
-        """
-        Args:
-            state: the module's state dict, with parameters as they are.
-            places: of the trained parameters.
-        """
+        """Of a module's state dict, with parameters as they are."""
         trained = {id(place.slot.parameter): key_of(at) for at, place in enumerate(places)}
         keys: dict[int, LaterTensor] = {}
         constants: dict[str, Constant] = {}
@@ -88,11 +83,7 @@ class ModuleTensors:
                     constants[key] = Constant(name, value, value._version)
             return found
 
-        entries = {name: later(name, value) for name, value in state.items()}
-        others = {
-            name: entry for name, entry in entries.items() if not isinstance(entry, LaterTensor)
-        }
-        return cls(entries, others, constants)
+        return cls({name: later(name, value) for name, value in state.items()}, constants)
 
 
 def key_of(index: int) -> str:
@@ -124,17 +115,26 @@ class SaveContents:
 
     Attributes:
         places: all trained parameters.
-        steps: that each parameter has made, in that order.
+        steps: that each parameter group has made.
         optimizer_state: what ``optimizer_state.pt`` holds.
-        model_states: on rank 0 only.
-        failure: why there are none, on rank 0 only.
+        model_states, failure: on rank 0 only; why there are none.
     """
 
     places: list[ParameterPlace]
-    steps: list[float]
+    steps: list[int]
     optimizer_state: dict[str, Any] = field(repr=False)
     model_states: ModelStates | None
     failure: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What all tensors of the checkpoint take."""
+        size = sum(place.numel * (12 + place.dtype.itemsize) for place in self.places)
+        if self.model_states is not None:
+            states = self.model_states
+            size += sum(constant.tensor.nbytes for constant in states.constants.values())
+            size += sum(tensor.nbytes for tensor in states.objects.storages.values())
+        return size
 
 
 ModelStatesLater = Callable[[Sequence[Mapping[str, Any]]], ModelStates]
@@ -147,16 +147,10 @@ def take_contents(
     model_states: Callable[[list[ParameterPlace]], ModelStatesLater],
     collectives: ShardCollectives,
 ) -> Callable[[], SaveContents]:
-    """What there is now: later changes do not reach it.
-
-    Args:
-        kept: the optimizer's.
-        places: all trained parameters.
-        model_states: called on rank 0 only, with these.
-        collectives: the ranks, for the function that is returned.
+    """What there is now: later changes do not reach it. ``model_states`` is called on rank 0 only.
 
     Returns:
-        Puts it together; a collective, in any thread.
+        Puts it together; a collective of ``collectives``, in any thread.
     """
     # Lists of all parameters are left to the function: they take long, and do not change.
     groups = [
@@ -185,8 +179,7 @@ def take_contents(
             scaling=scaling,
             moments=kept.moments,
         )
-        made = [float(steps[place.group]) for place in places]
-        return SaveContents(places, made, state, states, problem)
+        return SaveContents(places, steps, state, states, problem)
 
     return put_together
 
@@ -204,3 +197,34 @@ def _attempt(make: Callable[[], _Made]) -> tuple[_Made | None, str | None]:
             f"mp_rank_00_model_states.pt could not be written ({type(error).__name__}: "
             f"{error}): leave it out of the client state, or out of the module's"
         )
+
+
+def copy_objects(objects: Any) -> Any:
+    """A copy that later changes do not reach; tensors stay on their devices."""
+    try:
+        return copy.deepcopy(objects)
+    except Exception:
+        # Not all that can be pickled can be copied: tensors that autograd has made, for one.
+        logger.debug("copied by pickling", exc_info=True)
+        return pickle.loads(pickle.dumps(objects))
+
+
+def copy_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of tensors, on current streams; those that share memory share it in the copies."""
+    copies: dict[int, torch.UntypedStorage] = {}
+    left = _MOST_ON_DEVICE
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        handle = int(cast(Any, storage)._cdata)
+        copied = copies.get(handle)
+        if copied is None:
+            is_waited_for = False
+            if tensor.device.type != "cpu":
+                left -= storage.nbytes()
+                is_waited_for = left < 0
+            copied = storage.cpu() if is_waited_for else storage.clone()
+            copies[handle] = copied
+        place = torch.empty(0, dtype=tensor.dtype, device=copied.device)
+        found[name] = place.set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return found

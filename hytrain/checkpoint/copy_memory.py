@@ -28,29 +28,24 @@ class CopyMemory:
     """Memory for one copy of each layer on the host, as far as there is room."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, torch.Tensor] = {}
-        self._targets: dict[int, _C.StateArrays] = {}
+        self._copies: dict[int, tuple[torch.Tensor, _C.StateArrays]] = {}
         self._toucher: threading.Thread | None = None
         self._stop = threading.Event()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all of it."""
-        return sum(copy.nbytes for copy in list(self._copies.values()))
+        return sum(copy.nbytes for copy, _ in list(self._copies.values()))
 
     def fit(self, layers: Iterable[LayerState], room: Callable[[], int]) -> None:
         """Has memory for the layers that are on the host, and for no others; touched soon.
 
-        Nothing of what it has may be in use.
-
-        Args:
-            layers: the pipeline's.
-            room: asked where some is missing: bytes of host memory that may be taken.
+        Nothing of what it has may be in use. ``room`` is asked where some is missing: bytes of host
+        memory that may be taken.
         """
         here = {layer.index: layer for layer in layers if layer.placement == "cpu"}
         for index in self._copies.keys() - here.keys():
             del self._copies[index]
-            del self._targets[index]
         missing = [layer for index, layer in here.items() if index not in self._copies]
         left = room() if missing else 0
         new: list[torch.Tensor] = []
@@ -65,20 +60,18 @@ class CopyMemory:
                 logger.warning("%s", error)
                 break
             left -= size
-            self._copies[layer.index] = copy
             arrays = layer.moments.split(copy, layer.shard_size)
-            self._targets[layer.index] = native_arrays(*arrays, layer.moments.seed)
+            self._copies[layer.index] = copy, native_arrays(*arrays, layer.moments.seed)
             new.append(copy)
         if new:
             self._touch(new)
 
-    def of(self, layer: LayerState) -> torch.Tensor | None:
-        """The layer's: uint8, 1-D, of its state's length; None: there is no room."""
-        return self._copies.get(layer.index)
+    def of(self, layer: LayerState) -> tuple[torch.Tensor | None, _C.StateArrays | None]:
+        """The layer's: uint8, 1-D, of its state's length, and as the update worker takes it.
 
-    def target(self, layer: LayerState) -> _C.StateArrays:
-        """For the update worker: the same memory."""
-        return self._targets[layer.index]
+        None where there is no room, or the layer is not on the host.
+        """
+        return self._copies.get(layer.index, (None, None))
 
     def _touch(self, new: list[torch.Tensor]) -> None:
         self._halt()
@@ -111,4 +104,3 @@ class CopyMemory:
         """Gives all of it back; nothing of it may be in use. May be called twice."""
         self._halt()
         self._copies.clear()
-        self._targets.clear()

@@ -49,15 +49,7 @@ def pack_model_states(
     randomness: Sequence[Mapping[str, Any]],
     data: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What the model states' file holds.
-
-    Args:
-        common: DeepSpeed's own keys.
-        client_state: the client's.
-        decisions: about k, on the rank that writes the file; the last ones are kept.
-        randomness: the ranks' random number generators.
-        data: where the engine's data loader has got to; None: it has none.
-    """
+    """What the model states' file holds; of the decisions about k the last ones are kept."""
     record = {
         "version": __version__,
         PLACEMENT: [decision.to_json() for decision in decisions[-_KEPT_DECISIONS:]],
@@ -69,24 +61,15 @@ def pack_model_states(
     return {**common, RECORD: record, **client_state, UNIVERSAL_INFO: universal}
 
 
+def stored_record(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What hytrain keeps in the model states; nothing in DeepSpeed's own, less in older ones."""
+    record = stored.get(RECORD)
+    return record if isinstance(record, Mapping) else {}
+
+
 def stored_decisions(stored: Mapping[str, Any]) -> list[Decision]:
-    """The decisions about k that a checkpoint keeps; none in DeepSpeed's own."""
-    record = stored.get(RECORD)
-    if not isinstance(record, Mapping):
-        return []
-    return [Decision.from_json(entry) for entry in record.get(PLACEMENT, [])]
-
-
-def stored_randomness(stored: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
-    """The ranks' random number generators; None in DeepSpeed's own and in older checkpoints."""
-    record = stored.get(RECORD)
-    return record.get(RANDOMNESS) if isinstance(record, Mapping) else None
-
-
-def stored_position(stored: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Where the engine's data loader had got to; None where it is not known."""
-    record = stored.get(RECORD)
-    return record.get(DATA) if isinstance(record, Mapping) else None
+    """The decisions about k that a checkpoint keeps."""
+    return [Decision.from_json(entry) for entry in stored_record(stored).get(PLACEMENT, [])]
 
 
 def restore_engine(engine: Any, stored: Mapping[str, Any], *, with_scheduler: bool) -> None:

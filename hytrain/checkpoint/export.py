@@ -19,10 +19,7 @@ def collect_module_state(
 ) -> dict[str, Any]:
     """A module's state dict under ZeRO-3, on rank 0; a collective, one layer at a time.
 
-    Args:
-        kept: the optimizer's.
-        module_tensors: the state dict of names, with no weights read.
-        with_frozen: whether parameters that are not trained are in it.
+    ``module_tensors`` is the state dict of names, with no weights read.
 
     Returns:
         Name -> tensor; sharded weights on the host, tied ones as one tensor. On other ranks an

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import stat
 from pathlib import Path
 
-SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
-"""A copy of it is beside the checkpoints."""
+from hytrain.checkpoint.files import write_file
+
+logger = logging.getLogger(__name__)
+
+_SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
 NOTE = "hytrain_README.txt"
-NAMES = (SCRIPT.name, NOTE)
-NOTE_TEXT = """\
+NAMES = (_SCRIPT.name, NOTE)
+_NOTE_TEXT = """\
 The checkpoints in this folder are hytrain's, in DeepSpeed's universal format.
 
 Resume with hytrain:      engine.load_checkpoint(this folder)
@@ -23,10 +28,16 @@ Which there are, and are they whole:  hytrain checkpoint info|verify
 """
 
 
-def contents() -> dict[str, bytes]:
-    """Name in the folder of checkpoints -> contents.
-
-    Raises:
-        OSError: the script is not where hytrain is installed.
-    """
-    return {SCRIPT.name: SCRIPT.read_bytes(), NOTE: NOTE_TEXT.encode()}
+def put_beside(save_dir: Path) -> None:
+    """Ways out and in that users of DeepSpeed look for, in this version's form; does not raise."""
+    try:
+        contents = {_SCRIPT.name: _SCRIPT.read_bytes(), NOTE: _NOTE_TEXT.encode()}
+        for name, content in contents.items():
+            path = save_dir / name
+            if not path.is_file() or path.read_bytes() != content:
+                write_file(path, content)
+                if path.suffix == ".py":
+                    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    except OSError as error:
+        # The checkpoint is whole without them.
+        logger.warning("what explains checkpoints could not be put in %s: %s", save_dir, error)

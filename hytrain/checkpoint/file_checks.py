@@ -16,10 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from hytrain.checkpoint import inert
-from hytrain.checkpoint.checksums import BLOCK_BYTES, FileSums, damaged_blocks, sum_file
+from hytrain.checkpoint.files import BLOCK_BYTES, FileSums, damaged_blocks
 from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
 from hytrain.checkpoint.universal import CheckpointPaths
 from hytrain.errors import CheckpointError, DamagedCheckpointError
@@ -31,8 +29,8 @@ _R = TypeVar("_R")
 
 _THREADS = 8
 """They wait for the disk, or sum bytes: neither needs Python's lock."""
-_SHOWN = 3
-"""Files, or tensors, that a message names at most."""
+_SHOWN = 5
+"""Problems that a message names at most."""
 _IS_MISSING = "is missing: the checkpoint is incomplete or another tool's; load another tag"
 _ADVICE = f"load another tag (or take {MANIFEST} away, if you have changed the file yourself)"
 
@@ -44,10 +42,12 @@ class Listing:
     Attributes:
         found: path in the folder -> bytes, of all that might be a checkpoint's.
         manifest: what was saved; None where nothing says so.
+        saved_at: when, in seconds since 1970; 0 where nothing says so.
     """
 
     found: Mapping[str, int]
     manifest: Mapping[str, FileSums] | None
+    saved_at: float = 0.0
 
 
 def list_files(paths: CheckpointPaths) -> Listing:
@@ -69,7 +69,7 @@ def list_files(paths: CheckpointPaths) -> Listing:
         return Listing(found, None)
     manifest = unpack_manifest(manifest_path)
     _check_sizes(paths, found, manifest.files)
-    return Listing(found, manifest.files)
+    return Listing(found, manifest.files, manifest.saved_at)
 
 
 def _find(paths: CheckpointPaths) -> Iterator[tuple[str, int]]:
@@ -86,10 +86,7 @@ def _find(paths: CheckpointPaths) -> Iterator[tuple[str, int]]:
 def _check_sizes(
     paths: CheckpointPaths, found: Mapping[str, int], manifest: Mapping[str, FileSums]
 ) -> None:
-    """
-    Raises:
-        DamagedCheckpointError: a file is there that was not saved, or has another length.
-    """
+    """Raises a DamagedCheckpointError where a file was not saved, or has another length."""
     wrong = [
         f"{paths.folder / name} was not saved with the checkpoint (its {MANIFEST} does not have "
         "it): take it away, or load another tag"
@@ -102,7 +99,7 @@ def _check_sizes(
         if found[name] != manifest[name].num_bytes
     ]
     if wrong:
-        raise DamagedCheckpointError(_some(wrong))
+        raise DamagedCheckpointError(first_of(wrong))
 
 
 def find_damage(
@@ -114,33 +111,23 @@ def find_damage(
 ) -> str | None:
     """Reads a rank's share of the wanted files' bytes; never raises.
 
-    Args:
-        paths: of the checkpoint.
-        listing: see :func:`list_files`; the same on all ranks.
-        wanted: paths in the folder, the same on all ranks.
-        rank, num_ranks: whose share, of how many.
-
-    Returns:
-        What is missing or damaged, as one message; None for nothing.
+    ``listing`` and ``wanted``, paths in the folder, are the same on all ranks. Returns what is
+    missing or damaged, as one message.
     """
     missing = [name for name in wanted if name not in listing.found]
     if missing:
-        return _some([missing_file(paths, name) for name in missing])
+        return first_of([missing_file(paths, name) for name in missing])
     if listing.manifest is None:
         sizes = [listing.found[name] for name in wanted]
         mine = [wanted[index] for index in _share(sizes, rank, num_ranks)]
         problems = _in_threads(partial(_damage_by_own_sums, paths), mine)
     else:
         problems = _damage_by_manifest(paths, listing.manifest, wanted, rank, num_ranks)
-    return _some([problem for problem in problems if problem is not None]) or None
+    return first_of([problem for problem in problems if problem is not None]) or None
 
 
 def check_files(paths: CheckpointPaths, listing: Listing, wanted: Sequence[str]) -> None:
-    """As :func:`find_damage`, for all of the bytes.
-
-    Raises:
-        DamagedCheckpointError: a file is missing or damaged.
-    """
+    """As :func:`find_damage`, for all of the bytes; raises a DamagedCheckpointError."""
     problem = find_damage(paths, listing, wanted)
     if problem is not None:
         raise DamagedCheckpointError(problem)
@@ -149,25 +136,17 @@ def check_files(paths: CheckpointPaths, listing: Listing, wanted: Sequence[str])
 def load_file(path: Path, *, trusted: bool = False) -> Any:
     """A file's contents, tensors on the CPU: its elements are mapped, and read where they are used.
 
-    Args:
-        path: of a file that was checked.
-        trusted: make objects of all classes, which runs code that the file names.
+    ``trusted``: objects of all classes are made, which runs code that the file names.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     try:
-        if not trusted:
-            return inert.load(path, mmap=True)
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    except CheckpointError:
-        raise
+        return inert.load(path, mmap=True, trusted=trusted)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} {_IS_MISSING}") from error
     except OSError as error:
         raise CheckpointError(_unreadable(path, error)) from error
-    except Exception as error:  # what a file makes of itself is manifold
-        raise inert.unreadable(path, error) from error
 
 
 def missing_file(paths: CheckpointPaths, name: str) -> str:
@@ -219,90 +198,41 @@ def _damage_by_manifest(
             problems.append(result)
         elif result:
             damaged.setdefault(name, []).extend(result)
-    return problems + [
-        _describe(paths, name, manifest, sorted(blocks)) for name, blocks in damaged.items()
-    ]
+    for name, blocks in damaged.items():
+        low, high = manifest[name].bounds(min(blocks))
+        more = f" and {len(blocks) - 1} other places" if len(blocks) > 1 else ""
+        problems.append(
+            f"{_named(paths, name)} is damaged, or another save's (the checksum of bytes {low} to "
+            f"{high}{more} is not the one that was saved); {_ADVICE}"
+        )
+    return problems
 
 
 def _damage_by_own_sums(paths: CheckpointPaths, name: str) -> str | None:
     path = paths.folder / name
     try:
-        records = _bad_records(path)
+        if _is_whole(path):
+            return None
     except OSError as error:
         return _unreadable(path, error)
     except Exception as error:  # what zipfile makes of a damaged directory is manifold
         return str(inert.unreadable(_named(paths, name), error))
-    if not records:
-        return None
-    what = _damaged_parts(path, records)
-    return f"{_named(paths, name)} is damaged (by its own checksums): {what}; load another tag"
+    return f"{_named(paths, name)} is damaged (by its own checksums); load another tag"
 
 
-def _describe(
-    paths: CheckpointPaths, name: str, manifest: Mapping[str, FileSums], blocks: Sequence[int]
-) -> str:
-    """What is wrong with a file, some of whose blocks are not what was saved; never raises."""
-    path = paths.folder / name
-    try:
-        now = sum_file(path)
-        twin = next((n for n, sums in manifest.items() if sums == now and n != name), None)
-        if twin is not None:
-            what = f"it is the file that was saved as {twin}"
-        else:
-            what = _damaged_parts(path, _bad_records(path))
-    except Exception:  # a damaged file may make anything of itself, which is no news
-        what = "it is no longer an archive of tensors"
-    low, high = manifest[name].bounds(blocks[0])
-    more = f" and {len(blocks) - 1} other places" if len(blocks) > 1 else ""
-    return (
-        f"{_named(paths, name)} is damaged (the checksum of bytes {low} to {high}{more} is not the "
-        f"one that was saved): {what}; {_ADVICE}"
-    )
-
-
-def _bad_records(path: Path) -> list[str]:
-    """Records that are not what was written by their own checksums, as ``"data/<key>"``.
-
-    Raises:
-        Exception: whatever a damaged file makes of itself.
-    """
+def _is_whole(path: Path) -> bool:
+    """Whether all records are what was written by their own checksums; may raise anything."""
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
         inert.check_records(infos, path.stat().st_size)
         if not any(info.CRC for info in infos):
-            return []  # torch.serialization.set_crc32_options(False)
-        bad = [info.filename for info in infos if not _is_whole(archive, info)]
-        return [name.partition("/")[2] for name in bad]
-
-
-def _is_whole(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
-    try:
-        with archive.open(info) as record:
-            while record.read(BLOCK_BYTES):
-                pass
-    except OSError:
-        raise
-    except Exception:  # what zipfile makes of damaged headers is manifold
-        return False
-    return True
-
-
-def _damaged_parts(path: Path, records: Sequence[str]) -> str:
-    if not records:
-        return (
-            "its tensors are right by the file's own checksums, so it is another save's file, or "
-            "was changed after it was saved"
-        )
-    if "data.pkl" in records:
-        return "names, shapes and whatever is no tensor are not what was saved"
-    names = inert.tensors_of_records(path)
-    parts = [
-        name
-        for record in records
-        for name in names.get(record.removeprefix("data/"), [f"record {record}"])
-    ]
-    more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-    return f"not what was saved is, or is among, {', '.join(parts[:_SHOWN])}{more}"
+            return True  # torch.serialization.set_crc32_options(False)
+        try:
+            return archive.testzip() is None
+        except OSError:
+            raise
+        except Exception:  # what zipfile makes of damaged headers is manifold
+            return False
 
 
 def _named(paths: CheckpointPaths, name: str) -> str:
@@ -311,7 +241,8 @@ def _named(paths: CheckpointPaths, name: str) -> str:
     return f"{paths.folder / name}{tensor}"
 
 
-def _some(problems: Sequence[str]) -> str:
+def first_of(problems: Sequence[str]) -> str:
+    """A message of the first problems, and how many more there are; empty for none."""
     more = len(problems) - _SHOWN
     return "; ".join([*problems[:_SHOWN], *([f"and {more} more"] if more > 0 else [])])
 

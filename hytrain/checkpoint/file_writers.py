@@ -1,14 +1,12 @@
-"""Writes a rank's files of one save in threads: whole or not at all, and the first failure is kept.
+"""Writes a rank's files of one save in threads; the first failure is kept.
 
-A disk takes many files side by side as fast as it can. Each is written under a temporary name, and
-gets its own when it is on the disk, which threads of their own wait for, half of the time that a
-file takes: those that write go on with the next.
+A disk takes many files side by side as fast as it can. Threads of their own wait until they are on
+the disk, half of the time that a file takes: those that write go on with the next.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,8 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from hytrain import _C
-from hytrain.checkpoint.archive_writer import write_objects
-from hytrain.checkpoint.checksums import FileSums, SummingFile
+from hytrain.checkpoint.files import FileSums, SummingFile, begin_file, finish_file
 
 WRITERS = 8
 _SYNCS = 8
@@ -27,59 +24,6 @@ _UNSYNCED = 64
 
 UNCHANGED = '"latest" is unchanged, and so is what was saved under the tag before'
 """What a message about a failed save ends with."""
-
-
-def write_file(path: Path, stored: object) -> FileSums:
-    """Writes what ``torch.save`` would, or bytes as they are; it exists whole or not at all.
-
-    Returns:
-        The sums of what was written.
-
-    Raises:
-        OSError: the file cannot be written; nothing is left behind.
-    """
-    return finish_file(begin_file(path, stored), path)
-
-
-def begin_file(path: Path, stored: object) -> SummingFile:
-    """Writes a file under its temporary name."""
-    temporary = temporary_name(path)
-    try:
-        file = SummingFile(temporary)
-        try:
-            if isinstance(stored, bytes):
-                file.write(stored)
-            else:
-                write_objects(file, stored)
-            file.end()
-        except BaseException:
-            file.close()
-            raise
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return file
-
-
-def finish_file(file: SummingFile, path: Path) -> FileSums:
-    """A file that was written under its temporary name gets its own, when it is on the disk."""
-    try:
-        file.sync()
-        file.close()
-        temporary_name(path).replace(path)
-    except BaseException:
-        file.close()
-        temporary_name(path).unlink(missing_ok=True)
-        raise
-    return file.sums
-
-
-def temporary_name(path: Path) -> Path:
-    """Of a file that is not whole.
-
-    It does not look like a state file: plain DeepSpeed reads whatever ends in ".pt".
-    """
-    return path.with_name(f"{path.stem}.tmp{os.getpid()}")
 
 
 class FileWriters:
@@ -131,7 +75,7 @@ class FileWriters:
         """Writes files in the threads.
 
         Args:
-            files: paths and what goes there, see :func:`write_file`.
+            files: paths and what goes there, see :func:`begin_file`.
             archive: writes a part of the archive, behind those before it; must not raise.
             held: bytes, of :meth:`hold`, that are free when all of it is written.
             then: called at that time, in any thread.
@@ -171,8 +115,8 @@ class FileWriters:
         self._written.clear()
 
     def put(self, path: Path, stored: object) -> None:
-        """Writes a file, now; it has its name when :meth:`close` has returned."""
-        self.try_to(partial(self._put, path, stored), f"{path} could not be written", UNCHANGED)
+        """Writes a file, now; it is on the disk when :meth:`close` has returned."""
+        self.try_to(partial(self._put, path, stored), f"{path} could not be written")
 
     def _put(self, path: Path, stored: object) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,14 +127,14 @@ class FileWriters:
     def _finish(self, file: SummingFile, path: Path) -> None:
         try:
             # After a failure, too: what is of no use is not left open.
-            self.sums[path] = finish_file(file, path)
+            self.sums[path] = finish_file(file)
         except Exception as error:
             self._note(f"{path} could not be written", UNCHANGED, error)
         finally:
             self._may_sync.release()
 
     def close(self) -> None:
-        """Waits until all files are on the disk and have their names, or have failed to.
+        """Waits until all files are on the disk, or have failed to get there.
 
         To be called before the folder is renamed or removed.
         """
@@ -198,13 +142,10 @@ class FileWriters:
             pool.shutdown(wait=True, cancel_futures=pool is not self._syncs)
         _C.trim_write_buffers()
 
-    def try_to(self, act: Callable[[], object], problem: str, outcome: str) -> None:
+    def try_to(self, act: Callable[[], object], problem: str, outcome: str = UNCHANGED) -> None:
         """Calls ``act`` where nothing has failed before.
 
-        Args:
-            act: what is to be done.
-            problem: how the message begins where it fails.
-            outcome: what there is then.
+        A message of its failure begins with ``problem``, and ends with ``outcome``: what there is.
         """
         if self.failure is not None:
             return

@@ -69,15 +69,10 @@ class ParameterPlace:
         return next((piece for piece in self.pieces if piece.rank == rank), None)
 
     def read(self, kind: str, piece: Piece) -> torch.Tensor:
-        """This rank's piece of a state tensor.
+        """This rank's piece of a state tensor (``kind``: one of :data:`STATES`).
 
-        Args:
-            kind: one of :data:`STATES`.
-            piece: this rank's.
-
-        Returns:
-            fp32, 1-D: a view, on the host or the device as the layer is placed; of moments that
-            are kept in fewer bytes, their values in a tensor of its own, on the host.
+        fp32, 1-D: a view, on the host or the device as the layer is placed; of moments that are
+        kept in fewer bytes, their values in a tensor of its own, on the host.
         """
         return self.read_in(self.layer.state, kind, piece)
 
@@ -90,12 +85,7 @@ class ParameterPlace:
         """Sets this rank's piece of a state tensor.
 
         What was read is set again as it was, of whichever kind the moments are; other values are
-        rounded to the nearest.
-
-        Args:
-            kind: one of :data:`STATES`.
-            piece: this rank's.
-            values: 1-D, as many, of any floating dtype, on any device.
+        rounded to the nearest. They are 1-D, as many, of any floating dtype, on any device.
         """
         part = self._part(self.layer.state, kind, piece)
         write_moment(part, values, is_second=kind == STATES[2])
@@ -178,11 +168,7 @@ def whole_on_host(
 ) -> tuple[torch.Tensor, int]:
     """A state tensor of a parameter that is all this rank's: not copied, if it can be written so.
 
-    Args:
-        place: the parameter.
-        kind: one of :data:`STATES`.
-        source: where it is.
-        hold: called with the bytes of a copy, before that is made.
+    ``hold`` is called with the bytes of a copy, before that is made.
 
     Returns:
         fp32, the parameter's shape, on the host, to be read only, a storage of its own; and the
@@ -230,32 +216,19 @@ def gather_round(
     """
     rank = collectives.rank
     transfers: list[Transfer] = []
-    mine: tuple[ParameterPlace, torch.Tensor] | None = None
-    for delivery in deliveries:
-        place, whole = delivery.place, None
-        if delivery.destination == rank:
+    received: tuple[ParameterPlace, torch.Tensor] | None = None
+    for place, destination in ((d.place, d.destination) for d in deliveries):
+        whole, mine, piece = None, None, place.piece_of(rank)
+        if destination == rank:
             whole = _whole(place, place.dtype if as_trained else torch.float32)
-            mine = place, whole
-
-        def outgoing(piece: Piece, place: ParameterPlace = place) -> torch.Tensor | None:
-            if piece.rank != rank:
-                return None
-            state = source(place, kind, piece)
-            return state.to(place.dtype) if as_trained else state
-
-        transfers.extend(
-            Transfer(
-                piece.rank,
-                delivery.destination,
-                piece.end - piece.begin,
-                outgoing=outgoing(piece),
-                incoming=None if whole is None else whole[piece.begin : piece.end],
-            )
-            for piece in place.pieces
-        )
+            received = place, whole
+        if piece is not None:
+            mine = source(place, kind, piece)
+            mine = mine.to(place.dtype) if as_trained else mine
+        transfers += _transfers(place, destination, rank, mine, whole)
     exchange(transfers, collectives, device)
-    if mine is not None:
-        place, whole = mine
+    if received is not None:
+        place, whole = received
         deliver(place, kind, whole.view(place.shape))
 
 
@@ -278,18 +251,34 @@ def gather_everywhere(
     """
     whole = _whole(place)
     transfers = [
+        transfer
+        for destination in range(collectives.world_size)
+        for transfer in _transfers(place, destination, collectives.rank, mine, whole)
+    ]
+    exchange(transfers, collectives, device)
+    return whole.view(place.shape).to(device)
+
+
+def _transfers(
+    place: ParameterPlace,
+    destination: int,
+    rank: int,
+    mine: torch.Tensor | None,
+    whole: torch.Tensor | None,
+) -> list[Transfer]:
+    """Of all pieces to one rank: ``mine`` is this rank's, ``whole`` is where it receives them."""
+    return [
         Transfer(
             piece.rank,
             destination,
             piece.end - piece.begin,
-            outgoing=mine if piece.rank == collectives.rank else None,
-            incoming=whole[piece.begin : piece.end] if destination == collectives.rank else None,
+            outgoing=mine if piece.rank == rank else None,
+            incoming=whole[piece.begin : piece.end]
+            if whole is not None and destination == rank
+            else None,
         )
         for piece in place.pieces
-        for destination in range(collectives.world_size)
     ]
-    exchange(transfers, collectives, device)
-    return whole.view(place.shape).to(device)
 
 
 def gather_to_first(

@@ -81,10 +81,7 @@ class Unpickler(_Python):
     """
 
     record_bytes: Mapping[str, int]
-    """Key of a storage -> bytes that the file has of it; set by subclasses."""
-
-    storage_keys: dict[int, str]
-    """Address of a storage that was made -> its key; set by subclasses."""
+    """Key of a storage -> bytes that the file has of it; set by a subclass for each file."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_Python.dispatch)
 
@@ -163,9 +160,7 @@ class Unpickler(_Python):
             raise pickle.UnpicklingError(
                 f"record {key} has not the {numel * dtype.itemsize} bytes that its tensor has"
             )
-        storage = self.persistent_load(pid)
-        self.storage_keys[storage._untyped_storage.data_ptr()] = key
-        self.append(storage)
+        self.append(self.persistent_load(pid))
 
     def _refuse(self) -> None:
         raise pickle.UnpicklingError("an operation that no checkpoint needs")
@@ -478,22 +473,19 @@ def walk(objects: object) -> Iterator[tuple[tuple[str, ...], object]]:
 _NO_PARTS = (str, int, float, bytes, bytearray, type(None), complex, torch.dtype, np.generic)
 
 
-def load(path: str | Path, *, mmap: bool = False) -> Any:
-    """``torch.load``, on the CPU.
+def load(path: str | Path, *, mmap: bool = False, trusted: bool = False) -> Any:
+    """``torch.load``, on the CPU; ``trusted``: objects of all classes are made, which runs code.
 
     Raises:
         CheckpointError: it is not what ``torch.save`` writes, or is damaged.
         OSError: it cannot be read.
     """
-    return _load(Path(path), {}, mmap=mmap)
-
-
-def _load(path: Path, storage_keys: dict[int, str], *, mmap: bool) -> Any:
     try:
-        own = {"record_bytes": _record_bytes(path), "storage_keys": storage_keys}
-        module: Any = SimpleNamespace(
-            Unpickler=type("Unpickler", (Unpickler,), own), __name__=__name__
-        )
+        module: Any = pickle
+        if not trusted:
+            own = {"record_bytes": _record_bytes(Path(path))}
+            kind = type("Unpickler", (Unpickler,), own)
+            module = SimpleNamespace(Unpickler=kind, __name__=__name__)
         return torch.serialization.load(
             path, map_location="cpu", pickle_module=module, weights_only=False, mmap=mmap
         )
@@ -514,28 +506,8 @@ def unreadable(path: object, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}): {why}")
 
 
-def tensors_of_records(path: Path) -> dict[str, list[str]]:
-    """Key of a storage -> tensors that have elements there, as ``"module: 'blocks.0.weight'"``.
-
-    Raises:
-        CheckpointError, OSError: see :func:`load`.
-    """
-    keys: dict[int, str] = {}
-    names: dict[str, list[str]] = {}
-    for where, tensor in walk(_load(path, keys, mmap=True)):
-        if isinstance(tensor, torch.Tensor) and tensor.numel():
-            first, *rest = where or ("the tensor",)
-            name = f"{first}: '{'.'.join(rest)}'" if rest else f"'{first}'"
-            names.setdefault(keys[tensor.untyped_storage().data_ptr()], []).append(name)
-    return names
-
-
 def _record_bytes(path: Path) -> dict[str, int]:
-    """Key of a storage -> its bytes. torch's reader believes what the pickle says of them.
-
-    Raises:
-        Exception: it is no archive, or has records of more bytes than the file.
-    """
+    """Key of a storage -> its bytes. torch's reader believes what the pickle says of them."""
     num_bytes = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
@@ -548,11 +520,7 @@ def _record_bytes(path: Path) -> dict[str, int]:
 
 
 def check_records(infos: Iterable[zipfile.ZipInfo], num_bytes: int) -> None:
-    """
-    Raises:
-        zipfile.BadZipFile: no objects are among the records of a file, or these are compressed, or
-            share its bytes.
-    """
+    """Raises BadZipFile where records have no objects, are compressed or share the file's bytes."""
     infos = list(infos)
     if not any(info.filename.endswith("/data.pkl") for info in infos):
         raise zipfile.BadZipFile("it has no data.pkl")

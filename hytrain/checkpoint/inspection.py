@@ -20,16 +20,10 @@ from hytrain.checkpoint.file_checks import (
     load_file,
     missing_file,
 )
-from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
+from hytrain.checkpoint.gather import STATES
+from hytrain.checkpoint.manifest import MANIFEST
 from hytrain.checkpoint.tags import look_up_tag
-from hytrain.checkpoint.universal import (
-    LATEST,
-    RECORD,
-    STATES,
-    STEP,
-    CheckpointPaths,
-    OptimizerRecord,
-)
+from hytrain.checkpoint.universal import LATEST, RECORD, STEP, CheckpointPaths, OptimizerRecord
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 OPTIMIZER_SHARD = "optim_states.pt"
@@ -81,18 +75,15 @@ def _is_checkpoint(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """What a checkpoint says of itself.
+    """What a checkpoint says of itself; None where it does not say.
 
     Attributes:
         tag: its folder's name.
         kind: "hytrain" and "universal" load anywhere, "deepspeed" after its conversion; a save that
             is "unfinished" never; "damaged": it cannot be read.
         is_latest: a load without a tag takes it.
-        step, skipped_steps: of the training; None where it does not say.
-        num_ranks: that saved it.
         parameters: elements that are trained.
-        num_bytes: of its files.
-        saved_at: seconds since 1970; None where it does not say.
+        saved_at: seconds since 1970.
         dtype: of the training copy.
         versions: of what saved it.
         problem: why it is "damaged".
@@ -114,11 +105,7 @@ class CheckpointFacts:
 
 
 def describe_folder(folder: Path) -> Iterator[CheckpointFacts]:
-    """All checkpoints and unfinished saves of a folder; nothing but small files is read.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """All checkpoints and unfinished saves of a folder; nothing but small files is read."""
     try:
         latest = look_up_tag(folder, None)
     except CheckpointError:
@@ -161,8 +148,6 @@ def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFact
     trained = stored_names(listing.found)
     dtypes = {str(module[name].dtype).removeprefix("torch.") for name in trained & module.keys()}
     shapes: list[Mapping[str, Any]] = stored.get("param_shapes") or []
-    manifest = paths.zero / MANIFEST
-    saved_at = unpack_manifest(manifest).saved_at if manifest.is_file() else 0.0
     own: Mapping[str, Any] = stored.get(RECORD) or {}
     versions = {
         "deepspeed": str(stored.get("ds_version", ""))[:40],
@@ -178,7 +163,7 @@ def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFact
         num_ranks=_count(stored, "dp_world_size"),
         parameters=sum(shape.numel() for group in shapes for shape in group.values()),
         tensors=len(trained),
-        saved_at=saved_at or None,
+        saved_at=listing.saved_at or None,
         dtype=", ".join(sorted(dtypes)) or None,
         versions={name: text for name, text in versions.items() if text},
     )
@@ -240,10 +225,7 @@ def verify(folder: Path) -> Verdict:
 def _check_complete(
     paths: CheckpointPaths, listing: Listing, stored: Mapping[str, Any], record: OptimizerRecord
 ) -> None:
-    """
-    Raises:
-        DamagedCheckpointError: a file is missing that a universal checkpoint needs.
-    """
+    """Raises a DamagedCheckpointError where a file is missing that a universal checkpoint needs."""
     shapes: list[Mapping[str, Any]] = stored.get("param_shapes") or []
     names = {name for group in (*shapes, *(record.names or ())) for name in group}
     names |= stored_names(listing.found)
@@ -255,10 +237,7 @@ def _check_complete(
 
 
 def _check_shards(paths: CheckpointPaths, found: Collection[str]) -> None:
-    """
-    Raises:
-        DamagedCheckpointError: a file is missing that a checkpoint of DeepSpeed's own needs.
-    """
+    """Raises a DamagedCheckpointError where a file of DeepSpeed's own checkpoint is missing."""
     shards = [name for name in found if name.endswith(OPTIMIZER_SHARD)]
     parts = [paths.folder / name for name in found if _RANK_OF_ZERO3.match(name)]
     is_zero3 = bool(parts) and not paths.model_states.is_file()

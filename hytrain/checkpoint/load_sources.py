@@ -76,12 +76,6 @@ def merge_steps(
     of its parameters the count is the checkpoint's, and a warning names those that keep moments of
     another.
 
-    Args:
-        places: the parameters.
-        origins: where their state comes from.
-        saved: the checkpoint's counts.
-        running: the engine's.
-
     Returns:
         Steps of each group; None where the checkpoint should say and does not.
     """

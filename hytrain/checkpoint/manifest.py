@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hytrain.checkpoint.checksums import BLOCK_BYTES, FileSums
+from hytrain.checkpoint.files import BLOCK_BYTES, FileSums
 from hytrain.checkpoint.universal import is_plain_path
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 from hytrain.formats.record import Record, checked, parse_json
@@ -26,12 +26,7 @@ MANIFEST_VERSION = 1
 
 
 def pack_manifest(files: Mapping[str, FileSums], *, saved_at: float) -> bytes:
-    """The manifest's contents.
-
-    Args:
-        files: path in the tag's folder, with "/" -> sums.
-        saved_at: seconds since 1970, when it was written.
-    """
+    """The file's contents; see :class:`Manifest`."""
     entries = {
         name: {
             "bytes": sums.num_bytes,

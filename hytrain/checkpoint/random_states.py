@@ -19,11 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of this process; 10 KB.
-
-    Args:
-        device: this rank's.
-    """
+    """Of this process and its device; 10 KB."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
         "python": random.getstate(),
@@ -45,10 +41,7 @@ def restore_random_states(
     With another number of ranks there is no state that would be this rank's, and giving one to two
     ranks would make them draw the same numbers: generators go on from the script's own seeds.
 
-    Args:
-        stored: what :func:`random_state` has returned on each rank; None: the checkpoint has none.
-        device: this rank's.
-        collectives: the ranks.
+    ``stored`` is what :func:`random_state` has returned on each rank.
     """
     if stored is None:
         logger.info("the checkpoint has no states of random number generators")

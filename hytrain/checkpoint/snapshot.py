@@ -21,9 +21,9 @@ import threading
 import torch
 
 from hytrain.checkpoint.copy_memory import CopyMemory
-from hytrain.checkpoint.device_copies import DeviceCopies
 from hytrain.checkpoint.gather import STATES, ParameterPlace, Piece
 from hytrain.errors import HostMemoryError
+from hytrain.hardware.gpu_memory import spare_gpu_bytes
 from hytrain.kernels.host_memory import host_zeros
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.pipeline import UpdatePipeline
@@ -39,12 +39,7 @@ class LayerSnapshot:
     """One layer's state; its place is where it was at the step."""
 
     def __init__(self, layer: LayerState, pipeline: UpdatePipeline, memory: CopyMemory) -> None:
-        """
-        Args:
-            layer: whose last step is final.
-            pipeline: the layer's.
-            memory: for its copy, if it is on the host.
-        """
+        """The layer's last step is final; ``memory`` has a copy's, if there is room."""
         self.layer = layer
         self.is_on_host = layer.placement == "cpu"
         self._cpu, self._streams = pipeline.cpu, pipeline.streams
@@ -54,10 +49,9 @@ class LayerSnapshot:
         self._issued: torch.cuda.Event | None = None
         self.left = len(STATES) * len(layer.layout.slots)
         """State tensors of parameters that are still to be written."""
-        copy = memory.of(layer) if self.is_on_host else None
+        copy, self._target = memory.of(layer)
         self.is_captured = copy is not None
         """Whether the update worker takes the copy."""
-        self._target = None if copy is None else memory.target(layer)
         if copy is not None:
             self._memory = copy
         layer.hold_for(self.wait, updates=not self.is_captured)
@@ -75,11 +69,7 @@ class LayerSnapshot:
         return self._memory.nbytes
 
     def wait_captured(self) -> None:
-        """Until the update worker has taken the copy.
-
-        Raises:
-            WorkerError: it has failed.
-        """
+        """Until the update worker has taken the copy; a WorkerError where it has failed."""
         self._cpu.worker.wait_captured(self.layer.worker_index)
         self.copied()
 
@@ -97,17 +87,16 @@ class LayerSnapshot:
         self._memory = target
         self.copied()
 
-    def copy_on_device(self, copies: DeviceCopies) -> bool:
-        """Issues a copy on its device, if there is room, on this thread's stream."""
-        memory = copies.copy(self._memory)
-        if memory is None:
-            return False
-        self._memory = memory
-        if self._streams.is_cuda:
+    def copy_on_device(self, pool: torch.cuda.MemPool | None) -> None:
+        """Issues a copy on its device, on this thread's stream; RuntimeError: there is no room."""
+        if pool is None:
+            self._memory = self._memory.clone()
+        else:
+            with torch.cuda.use_mem_pool(pool, self._streams.device):
+                self._memory = self._memory.clone()
             self._issued = torch.cuda.Event()
             self._issued.record()
         self.copied()
-        return True
 
     def copied(self) -> None:
         """The copy is there, or will be before what comes after :meth:`wait`."""
@@ -142,15 +131,15 @@ class StateSnapshot:
     def __init__(self, pipeline: UpdatePipeline, memory: CopyMemory) -> None:
         """From here on no layer changes before it has been copied or written.
 
-        Args:
-            pipeline: between two steps, with no update begun.
-            memory: for copies of the layers on the host; in use until :meth:`release`.
+        It is between two steps, with no update begun; ``memory`` is in use until :meth:`release`.
         """
         self._cpu = pipeline.cpu
         self._updated = pipeline.streams.record_update()
         self._streams = pipeline.streams
         self._lock = threading.Lock()
-        self._copies = DeviceCopies(pipeline.streams.device)
+        # A pool of its own: what a stream has freed stays that stream's otherwise, and training
+        # would find the device full of what nobody uses.
+        self._pool: torch.cuda.MemPool | None = None
         self._layers = {
             layer.index: LayerSnapshot(layer, pipeline, memory) for layer in pipeline.layers
         }
@@ -192,11 +181,8 @@ class StateSnapshot:
         there = [snapshot for snapshot in self._layers.values() if not snapshot.is_on_host]
         for snapshot in there:
             self._wait_until_there(snapshot.layer)
-        count = 0
-        while count < len(there) and there[count].copy_on_device(self._copies):
-            count += 1
         without = 0
-        for snapshot in there[count:]:
+        for snapshot in there[self._copy_on_device(there) :]:
             if snapshot.num_bytes > room:
                 without += snapshot.num_bytes
                 continue
@@ -208,6 +194,25 @@ class StateSnapshot:
                 without += snapshot.num_bytes
                 room = 0
         return without
+
+    def _copy_on_device(self, there: list[LayerSnapshot]) -> int:
+        """Copies the first layers on the device, in milliseconds; returns how many had room."""
+        device = self._streams.device
+        # Asked here: in a save's call the driver may take milliseconds of it.
+        room = spare_gpu_bytes(device) if there else 0
+        if there and device.type == "cuda":
+            self._pool = torch.cuda.MemPool()
+        for count, snapshot in enumerate(there):
+            room -= snapshot.num_bytes
+            if room < 0:
+                return count
+            try:
+                snapshot.copy_on_device(self._pool)
+            except RuntimeError as error:
+                # Training may have taken the memory meanwhile: the copies go to the host.
+                logger.info("no copy of the state on the device: %s", error)
+                return count
+        return len(there)
 
     def _wait_until_there(self, layer: LayerState) -> None:
         # It may have been on its way to the device: the copies must have been issued, then done.
@@ -235,4 +240,4 @@ class StateSnapshot:
         """Lets all layers go, written or not."""
         for snapshot in self._layers.values():
             snapshot.release()
-        self._copies.close()
+        self._pool = None

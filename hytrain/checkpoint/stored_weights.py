@@ -10,20 +10,15 @@ from typing import Any
 import torch
 
 from hytrain.checkpoint.checks import no_parameters, stored_names
-from hytrain.checkpoint.file_checks import Listing, check_files, list_files, load_file
-from hytrain.checkpoint.universal import STATES, CheckpointPaths, unpack_tensor
+from hytrain.checkpoint.file_checks import check_files, list_files, load_file
+from hytrain.checkpoint.gather import STATES
+from hytrain.checkpoint.universal import CheckpointPaths, unpack_tensor
 from hytrain.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A tensor of the model.
-
-    Attributes:
-        name: in the model's state dict.
-        shape, dtype: as it will be written.
-        read: makes it, on the host, its own memory.
-    """
+    """A tensor of the model's state dict; ``read`` makes it, on the host, its own memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,43 +43,29 @@ class StoredModel:
     tied: Mapping[str, str]
 
 
-def open_checkpoint(folder: Path) -> tuple[CheckpointPaths, Listing]:
-    """A checkpoint of which all files that weights are read from have been checked.
-
-    Raises:
-        DamagedCheckpointError: one is missing or damaged.
-        CheckpointError: there is no universal checkpoint.
-        OSError: one cannot be read.
-    """
-    paths = CheckpointPaths(folder)
-    listing = list_files(paths)
-    if not stored_names(listing.found):
-        raise CheckpointError(no_parameters(paths))
-    first = f"{STATES[0]}.pt"
-    wanted = {name for name in listing.found if name.endswith(f"/{first}") or "/" not in name}
-    check_files(paths, listing, sorted(wanted | {paths.model_states.name}))
-    return paths, listing
-
-
-def stored_model(
-    paths: CheckpointPaths,
-    listing: Listing,
-    dtype: torch.dtype | None,
-    *,
-    with_frozen: bool = True,
-) -> StoredModel:
-    """The weights of a checkpoint.
+def stored_model(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) -> StoredModel:
+    """The weights of a checkpoint, of which all files that they are read from are checked here.
 
     Args:
-        paths, listing: see :func:`open_checkpoint`.
+        folder: the checkpoint's.
         dtype: of parameters: fp32 ones are the master weights where the checkpoint has them, others
             are rounded from these. None: each as the training copy was, rounded as that was.
             Buffers keep theirs.
         with_frozen: whether parameters that are not trained are among them.
 
     Raises:
-        CheckpointError: the checkpoint is not an engine's.
+        DamagedCheckpointError: a file is missing or damaged.
+        CheckpointError: there is no universal checkpoint.
+        OSError: a file cannot be read.
     """
+    paths = CheckpointPaths(folder)
+    listing = list_files(paths)
+    trained = stored_names(listing.found)
+    if not trained:
+        raise CheckpointError(no_parameters(paths))
+    first = f"{STATES[0]}.pt"
+    wanted = {name for name in listing.found if name.endswith(f"/{first}") or "/" not in name}
+    check_files(paths, listing, sorted(wanted | {paths.model_states.name}))
     stored: Mapping[str, Any] = load_file(paths.model_states)
     module = stored.get("module")
     tensors: dict[str, torch.Tensor] = {
@@ -97,7 +78,6 @@ def stored_model(
     frozen: set[str] = set(stored.get("frozen_param_shapes") or ())
     buffers: set[str] = set(stored.get("buffer_names") or ())
     tied: dict[str, str] = dict(stored.get("shared_params") or {})
-    trained = stored_names(listing.found)
     weights: list[StoredWeight] = []
     for name in dict.fromkeys((*tensors, *fragments, *sorted(trained))):
         if name in tied or (name in frozen and not with_frozen):

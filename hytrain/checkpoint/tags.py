@@ -53,10 +53,7 @@ def older_tags(load_dir: Path, tag: str | None, collectives: ShardCollectives) -
     Only what has a sound manifest: of others nobody knows whether they were ever whole, or when
     they were saved.
 
-    Args:
-        load_dir: folder of checkpoints.
-        tag: the damaged one; None: the file that names the latest is damaged.
-        collectives: the ranks.
+    ``tag`` is the damaged one; None: the file that names the latest is damaged.
     """
     found = from_first(lambda: _older(load_dir, tag), collectives)
     assert isinstance(found, list)
@@ -148,10 +145,7 @@ def _latest(load_dir: Path) -> tuple[str, Path] | None:
 
 
 def _read_tag(path: Path) -> str:
-    """
-    Raises:
-        DamagedCheckpointError: the file does not hold a tag.
-    """
+    """The tag that a file holds; raises a DamagedCheckpointError where it holds none."""
     content = path.read_bytes()
     try:
         tag = content.decode("utf-8").strip()
@@ -166,10 +160,7 @@ def _read_tag(path: Path) -> str:
 
 
 def _check_sum(path: Path, content: bytes) -> None:
-    """
-    Raises:
-        DamagedCheckpointError: the file is not what a save wrote, and nobody has written it since.
-    """
+    """Raises where a file is not what a save wrote, and nobody has written it since."""
     sums = path.with_name(LATEST_SUM)
     if not sums.is_file():
         return  # of plain DeepSpeed, or of an older version

@@ -46,6 +46,8 @@ def writing(
 ) -> Generator[Path]:
     """The folder to write into, for the length of a block; a collective at its beginning.
 
+    What is there when the block fails with a CheckpointError, on all ranks, is removed.
+
     Raises:
         CheckpointError: it cannot be made, another job saves under the tag, there is no room for
             the checkpoint, or a parameter's name cannot be a folder's. The tag is as it was.
@@ -53,24 +55,25 @@ def writing(
     wrong = unusable_names(place.name for place in contents.places)
     if wrong is not None:
         raise CheckpointError(wrong)
-
-    locks: list[TagLock] = []
+    lock: TagLock | None = None
+    saving: Path | None = None
 
     def begin() -> str:
-        locks.append(lock_tag(target.folder))
+        nonlocal lock, saving
+        lock = lock_tag(target.folder)
         saving = begin_save(target.folder)
-        try:
-            _check_room(saving, contents)
-        except CheckpointError:
-            give_up_save(saving)
-            raise
+        _check_room(saving, contents)
         return seen_from(target.save_dir, saving)
 
     try:
         # Of different tags, which DeepSpeed warns of, rank 0's counts: all write into one folder.
         yield target.save_dir / str(from_first(begin, collectives))
+    except CheckpointError:
+        if saving is not None and saving.exists():
+            give_up_save(saving)
+        raise
     finally:
-        for lock in locks:
+        if lock is not None:
             lock.release()
 
 
@@ -86,23 +89,13 @@ def room_text(saving: Path, contents: SaveContents) -> str:
     except OSError as error:
         return f"how much is free is not known ({error})"
     return (
-        f"the checkpoint takes {contents_bytes(contents) / 1e9:.3f} GB in all, and beside what is "
+        f"the checkpoint takes {contents.num_bytes / 1e9:.3f} GB in all, and beside what is "
         f"written of it {free}"
     )
 
 
-def contents_bytes(contents: SaveContents) -> int:
-    """What all tensors of a checkpoint take."""
-    size = sum(place.numel * (12 + place.dtype.itemsize) for place in contents.places)
-    if contents.model_states is not None:
-        states = contents.model_states
-        size += sum(constant.tensor.nbytes for constant in states.constants.values())
-        size += sum(tensor.nbytes for tensor in states.objects.storages.values())
-    return size
-
-
 def _check_room(saving: Path, contents: SaveContents) -> None:
-    size, free = contents_bytes(contents), free_bytes(saving)
+    size, free = contents.num_bytes, free_bytes(saving)
     if free < _ROOM_FACTOR * size:
         raise CheckpointError(
             f"{saving.parent} has {free / 1e9:.3f} GB free, and the checkpoint takes "

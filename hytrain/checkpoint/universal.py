@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from hytrain.checkpoint.gather import STATES, ParameterPlace
+from hytrain.checkpoint.gather import ParameterPlace
 from hytrain.checkpoint.inert import Unknown
 from hytrain.errors import CheckpointError
 from hytrain.formats.moment_kinds import FP32
@@ -91,11 +91,7 @@ class CheckpointPaths:
 
     @staticmethod
     def state_of(file: str) -> tuple[str, str] | None:
-        """The parameter and the kind that a file has; None for other files.
-
-        Args:
-            file: path in the checkpoint's folder, with "/".
-        """
+        """The parameter and the kind that a file (its path in the folder) has; None: neither."""
         path = PurePosixPath(file)
         if path.parts[0] != "zero" or len(path.parts) < 3:
             return None
@@ -127,11 +123,7 @@ def pack_tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def unpack_tensor(stored: object, path: Path) -> torch.Tensor:
-    """The tensor of a state file.
-
-    Raises:
-        CheckpointError: the file holds something else.
-    """
+    """The tensor of a state file; a CheckpointError where it holds something else."""
     tensor = stored.get(PARAM) if isinstance(stored, Mapping) else stored
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{path} holds a {type(tensor).__name__} where a tensor was expected")
@@ -156,17 +148,7 @@ def pack_optimizer_state(
     scaling: LossScaling,
     moments: MomentFormat,
 ) -> dict[str, Any]:
-    """What ``optimizer_state.pt`` holds.
-
-    Args:
-        groups: the optimizer's parameter groups.
-        steps: steps that each group has made.
-        places: all trained parameters.
-        clip: the clipping threshold; 0 for none.
-        num_ranks: ranks that shared the state (for information).
-        scaling: of losses.
-        moments: how moments were kept; the files have their values.
-    """
+    """What ``optimizer_state.pt`` holds; ``num_ranks`` shared the state, for information."""
     saved: list[dict[str, Any]] = []
     index = 0
     for group in groups:
@@ -260,10 +242,3 @@ def _steps_of_zero3(stored: Mapping[str, Any], num_groups: int) -> list[int] | N
     found = [int(state["step"]) for state in (states or {}).values() if "step" in state]
     # Sub-groups of ZeRO-3 are no parameter groups, and all have made the same steps.
     return [found[0]] * num_groups if found else None
-
-
-__all__ = [
-    "CAT_DIM", "LATEST", "PARAM", "RECORD", "RESERVED_CLIENT_KEYS", "STATES", "STEP",
-    "UNIVERSAL_INFO", "UNIVERSAL_VERSION", "CheckpointPaths", "OptimizerRecord",
-    "group_names", "pack_optimizer_state", "pack_tensor", "restore_group", "unpack_tensor",
-]  # fmt: skip

@@ -24,9 +24,8 @@ from hytrain.checkpoint.archive_writer import (
     PickledObjects,
     bytes_of,
 )
-from hytrain.checkpoint.checksums import SummingFile
+from hytrain.checkpoint.files import SummingFile, sync_names
 from hytrain.checkpoint.stored_weights import StoredModel, StoredWeight
-from hytrain.checkpoint.sync import sync_names
 from hytrain.errors import CheckpointError
 
 SAFETENSORS = "model.safetensors"
@@ -73,7 +72,7 @@ def write_safetensors(model: StoredModel, folder: Path, max_bytes: int) -> list[
             for number in range(1, len(shards) + 1)
         ]
 
-    contents: dict[str, Callable[[SummingFile], None]] = {
+    contents: dict[str, Callable[[SummingFile], object]] = {
         name: partial(_write_shard, weights=shard)
         for name, shard in zip(names, shards, strict=True)
     }
@@ -94,8 +93,7 @@ def write_torch_file(model: StoredModel, folder: Path) -> list[Path]:
     later |= {name: later[first] for name, first in model.tied.items() if first in later}
 
     def write(file: SummingFile) -> None:
-        archive = ArchiveWriter(file)
-        archive.write_objects(PickledObjects(later).content)
+        archive = ArchiveWriter(file, PickledObjects(later).content)
         for weight in model.weights:
             archive.write_elements(weight.name, weight.read())
         archive.close()
@@ -103,7 +101,7 @@ def write_torch_file(model: StoredModel, folder: Path) -> list[Path]:
     return _write_all(folder, {TORCH_FILE: write})
 
 
-def _write_all(folder: Path, contents: Mapping[str, Callable[[SummingFile], None]]) -> list[Path]:
+def _write_all(folder: Path, contents: Mapping[str, Callable[[SummingFile], object]]) -> list[Path]:
     """Writes files elsewhere, and gives them their names when all of them are on the disk."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".hytrain-export-") as temporary:
         made = [Path(temporary, name) for name in contents]
@@ -146,6 +144,7 @@ def _write_shard(file: SummingFile, weights: Sequence[StoredWeight]) -> None:
     file.write(struct.pack("<Q", len(text)) + text)
     for weight in ordered:
         file.write(bytes_of(weight.read()))
+        file.check()
 
 
 def _index(

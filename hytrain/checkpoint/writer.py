@@ -7,8 +7,6 @@ rank fails the save on all of them and leaves the tag and ``latest`` as they wer
 
 from __future__ import annotations
 
-import logging
-import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -16,10 +14,8 @@ from pathlib import Path
 
 import torch
 
-from hytrain.checkpoint import export_script
 from hytrain.checkpoint.archive_writer import ArchiveWriter
-from hytrain.checkpoint.checksums import FileSums, SummingFile
-from hytrain.checkpoint.commit import finish_save, give_up_save
+from hytrain.checkpoint.commit import finish_save
 from hytrain.checkpoint.contents import (
     ModelStates,
     ModelStatesLater,
@@ -27,15 +23,11 @@ from hytrain.checkpoint.contents import (
     key_of,
     take_contents,
 )
-from hytrain.checkpoint.file_writers import (
-    UNCHANGED,
-    WRITERS,
-    FileWriters,
-    finish_file,
-    temporary_name,
-    write_file,
-)
+from hytrain.checkpoint.export_script import put_beside
+from hytrain.checkpoint.file_writers import UNCHANGED, WRITERS, FileWriters
+from hytrain.checkpoint.files import FileSums, SummingFile, finish_file, sync_names, write_file
 from hytrain.checkpoint.gather import (
+    STATES,
     Delivery,
     ParameterPlace,
     StateSource,
@@ -45,13 +37,11 @@ from hytrain.checkpoint.gather import (
     whole_on_host,
 )
 from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
-from hytrain.checkpoint.sync import sync_names
 from hytrain.checkpoint.target import SaveTarget, room_text, writing
 from hytrain.checkpoint.universal import (
     LATEST,
     LATEST_SUM,
     MODEL_STATES_OF_ZERO3,
-    STATES,
     STEP,
     CheckpointPaths,
     pack_latest_sum,
@@ -59,12 +49,9 @@ from hytrain.checkpoint.universal import (
 )
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import raise_together
-from hytrain.errors import CheckpointError
 from hytrain.kernels.host_memory import host_copy
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.testing import faults
-
-logger = logging.getLogger(__name__)
 
 
 def write_checkpoint(
@@ -73,17 +60,11 @@ def write_checkpoint(
     model_states: Callable[[list[ParameterPlace]], ModelStatesLater],
     frozen: Iterable[Mapping[int, torch.Tensor]],
 ) -> None:
-    """Saves everything that a run needs to go on; a collective.
+    """Saves everything that a run needs to go on; a collective. See :func:`write_contents`.
 
     Host memory grows by state tensors of no more elements than the largest parameter has (on one
     rank by none: they are written from where they are), and on rank 0 by one parameter's training
-    copy and the module's buffers.
-
-    Args:
-        target: where to.
-        kept: whose state is written; it is flushed, which changes no number.
-        model_states: see :func:`take_contents`.
-        frozen: see :func:`write_contents`.
+    copy and the module's buffers. The state is flushed, which changes no number.
 
     Raises:
         CheckpointError: a file could not be written on some rank; raised on all. The tag and
@@ -93,13 +74,11 @@ def write_checkpoint(
     kept.flush()
     places = list_parameters(kept.layers)
     contents = take_contents(kept, places, model_states, kept.collectives)()
-    with writing(target, contents, kept.collectives) as saving:
-        write_contents(target, saving, contents, frozen, kept.collectives, kept.device)
+    write_contents(target, contents, frozen, kept.collectives, kept.device)
 
 
 def write_contents(
     target: SaveTarget,
-    saving: Path,
     contents: SaveContents,
     frozen: Iterable[Mapping[int, torch.Tensor]],
     collectives: ShardCollectives,
@@ -112,7 +91,6 @@ def write_contents(
 
     Args:
         target: where to.
-        saving: what :func:`writing` gave.
         contents: all but the state tensors.
         frozen: parameters that are not trained and not whole on rank 0: copies there, by ``id``, a
             few at a time; all ranks walk through it.
@@ -122,50 +100,30 @@ def write_contents(
         written: called, in any thread, when this rank's piece of one of a parameter's state tensors
             (:data:`STATES`) is not read any more.
         threads: that write.
-
-    Raises:
-        CheckpointError: see :func:`write_checkpoint`.
     """
-    paths = CheckpointPaths(saving)
-    failure = contents.failure and f"{contents.failure}; {UNCHANGED}"
-    # Of copies there may be, at a time, one state tensor of the largest parameter.
-    most_bytes = 4 * max((place.numel for place in contents.places), default=0)
-    room = partial(room_text, saving, contents)
-    files = FileWriters(threads, most_bytes, failure or _missing(saving), room)
-    try:
-        archive = _ModelStatesFile(paths.model_states, files, contents.model_states)
-        parameters = _ParameterWriter(
-            contents, paths, files, archive, collectives, device, source, written
-        )
-        for deliveries in plan_rounds(contents.places, collectives.world_size):
-            parameters.write(deliveries)
-        files.wait()
-        for copies in frozen:
-            archive.write_constants(copies)
+    with writing(target, contents, collectives) as saving:
+        save = _Save(saving, contents, collectives, device, source, written, threads)
+        files = save.files
+        try:
+            save.write(frozen)
+        finally:
+            files.close()
+        files.try_to(lambda: sync_names(saving, list(files.sums)), f"{saving} could not be synced")
+        faults.point("save.synced")
+        raise_together(files.failure, collectives)
+        sums = _all_sums(files, saving, collectives)
         if collectives.rank == 0:
-            files.put(paths.optimizer_state, contents.optimizer_state)
-        if contents.model_states is not None:
-            files.put(paths.folder / MODEL_STATES_OF_ZERO3, contents.model_states.metadata)
-        archive.finish()
-    finally:
-        files.close()
-    files.try_to(
-        lambda: sync_names(saving, list(files.sums)), f"{saving} could not be synced", UNCHANGED
-    )
-    faults.point("save.synced")
-    _finish(target, saving, files, collectives)
+            files.try_to(lambda: _write_manifest(saving, sums), f"{MANIFEST} could not be written")
+            faults.point("save.manifest")
+            _commit(files, saving, target)
+        # No rank returns before the checkpoint is there for all.
+        raise_together(files.failure, collectives)
 
 
 class _ModelStatesFile:
     """The model states' file on rank 0, whose weights come one after another; nothing elsewhere."""
 
     def __init__(self, path: Path, files: FileWriters, states: ModelStates | None) -> None:
-        """
-        Args:
-            path: the file's.
-            files: takes the first failure, after which nothing is written.
-            states: None: this rank does not write it.
-        """
         self._path, self._files = path, files
         self._file: SummingFile | None = None
         self._archive: ArchiveWriter | None = None
@@ -174,14 +132,13 @@ class _ModelStatesFile:
             self._try_to(partial(self._open, states))
 
     def _open(self, states: ModelStates) -> None:
-        self._file = SummingFile(temporary_name(self._path))
-        self._archive = ArchiveWriter(self._file)
-        self._archive.write_objects(states.objects.content)
+        self._file = SummingFile(self._path)
+        self._archive = ArchiveWriter(self._file, states.objects.content)
         for key, tensor in states.objects.storages.items():
             self._archive.write_elements(key, tensor)
 
     def _try_to(self, act: Callable[[], object]) -> None:
-        self._files.try_to(act, f"{self._path} could not be written", UNCHANGED)
+        self._files.try_to(act, f"{self._path} could not be written")
 
     def write(self, key: str, make: Callable[[], torch.Tensor]) -> None:
         """Writes a tensor's elements; does not raise."""
@@ -198,7 +155,7 @@ class _ModelStatesFile:
                 del self._constants[key]
 
     def finish(self) -> None:
-        """Writes the other constants, where they are; the file then exists, or never will."""
+        """Writes the other constants, where they are; the file then is whole, or never will be."""
         for key, constant in self._constants.items():
             self.write(key, constant.read)
         if self._archive is not None:
@@ -210,33 +167,51 @@ class _ModelStatesFile:
         assert self._archive is not None
         assert self._file is not None
         self._archive.close()
-        self._files.sums[self._path] = finish_file(self._file, self._path)
+        self._files.sums[self._path] = finish_file(self._file)
 
 
-class _ParameterWriter:
-    """State tensors of all parameters to their files, and the weights to the model states' file."""
+class _Save:
+    """This rank's files: state tensors one parameter after another, weights as they come by."""
 
     def __init__(
         self,
+        saving: Path,
         contents: SaveContents,
-        paths: CheckpointPaths,
-        files: FileWriters,
-        archive: _ModelStatesFile,
         collectives: ShardCollectives,
         device: torch.device,
         source: StateSource,
         written: Callable[[ParameterPlace], None],
+        threads: int,
     ) -> None:
         """Arguments as of :func:`write_contents`."""
-        self._paths, self._files, self._archive = paths, files, archive
+        self._paths, self._contents = CheckpointPaths(saving), contents
         self._collectives, self._device = collectives, device
         self._source, self._written = source, written
-        self._steps: dict[str, float] = {}
-        self._keys: dict[str, str] = {}
-        for index, (place, step) in enumerate(zip(contents.places, contents.steps, strict=True)):
-            self._steps[place.name], self._keys[place.name] = step, key_of(index)
+        self._keys = {place.name: key_of(index) for index, place in enumerate(contents.places)}
+        failure = contents.failure and f"{contents.failure}; {UNCHANGED}"
+        # Of copies there may be, at a time, one state tensor of the largest parameter.
+        most_bytes = 4 * max((place.numel for place in contents.places), default=0)
+        room = partial(room_text, saving, contents)
+        self.files = FileWriters(threads, most_bytes, failure or _missing(saving), room)
+        self._archive = _ModelStatesFile(
+            self._paths.model_states, self.files, contents.model_states
+        )
 
-    def write(self, deliveries: Sequence[Delivery]) -> None:
+    def write(self, frozen: Iterable[Mapping[int, torch.Tensor]]) -> None:
+        """Writes all of them; a collective."""
+        for deliveries in plan_rounds(self._contents.places, self._collectives.world_size):
+            self._write_round(deliveries)
+        self.files.wait()
+        for copies in frozen:
+            self._archive.write_constants(copies)
+        if self._collectives.rank == 0:
+            self.files.put(self._paths.optimizer_state, self._contents.optimizer_state)
+        states = self._contents.model_states
+        if states is not None:
+            self.files.put(self._paths.folder / MODEL_STATES_OF_ZERO3, states.metadata)
+        self._archive.finish()
+
+    def _write_round(self, deliveries: Sequence[Delivery]) -> None:
         """Brings a round's parameters to where they are written; a collective."""
         rank, is_alone = self._collectives.rank, self._collectives.world_size == 1
         mine = sum(4 * d.place.numel for d in deliveries if d.destination == rank)
@@ -245,7 +220,7 @@ class _ParameterWriter:
                 for delivery in deliveries:
                     self._write_own(delivery.place, kind)
                 continue
-            self._files.hold(mine)
+            self.files.hold(mine)
             put = partial(self._put, held=mine)
             gather_round(deliveries, kind, self._collectives, self._device, put, self._source)
             for delivery in deliveries:
@@ -258,7 +233,7 @@ class _ParameterWriter:
         # In a function of its own: a copy that a loop still refers to is there beside the next.
         rounded = place.dtype.itemsize * place.numel if kind == STATES[0] else 0
         whole, held = whole_on_host(
-            place, kind, self._source, lambda num_bytes: self._files.hold(num_bytes + rounded)
+            place, kind, self._source, lambda num_bytes: self.files.hold(num_bytes + rounded)
         )
         self._put(place, kind, whole, held=held + rounded, then=partial(self._written, place))
 
@@ -267,9 +242,9 @@ class _ParameterWriter:
         held = place.dtype.itemsize * place.numel if self._collectives.rank == 0 else 0
 
         def deliver(place: ParameterPlace, _: str, tensor: torch.Tensor) -> None:
-            self._files.write([], self._part(place, tensor), held)
+            self.files.write([], self._part(place, tensor), held)
 
-        self._files.hold(held)
+        self.files.hold(held)
         gather_round(
             [Delivery(place, 0)],
             STATES[0],
@@ -294,11 +269,11 @@ class _ParameterWriter:
             (self._paths.state(place.name, kind), pack_tensor(tensor))
         ]
         if kind == STATES[-1]:
-            step = torch.tensor(self._steps[place.name])
+            step = torch.tensor(float(self._contents.steps[place.group]))
             files.append((self._paths.state(place.name, STEP), step))
         is_in_archive = kind == STATES[0] and self._collectives.rank == 0
         part = self._part(place, tensor) if is_in_archive else None
-        self._files.write(files, part, held, then)
+        self.files.write(files, part, held, then)
 
     def _part(self, place: ParameterPlace, tensor: torch.Tensor) -> Callable[[], None]:
         """Writes the weights as the training copy has them."""
@@ -309,28 +284,6 @@ class _ParameterWriter:
             return tensor if is_right else host_copy(tensor, place.dtype, purpose=purpose)
 
         return lambda: self._archive.write(key, rounded)
-
-
-def _finish(
-    target: SaveTarget, saving: Path, files: FileWriters, collectives: ShardCollectives
-) -> None:
-    is_first = collectives.rank == 0
-    paths = CheckpointPaths(saving)
-    try:
-        raise_together(files.failure, collectives)
-        sums = _all_sums(files, saving, collectives)
-        if is_first:
-            files.try_to(
-                lambda: _write_manifest(paths, sums), f"{MANIFEST} could not be written", UNCHANGED
-            )
-            faults.point("save.manifest")
-            _commit(files, saving, target)
-        # No rank returns before the checkpoint is there for all.
-        raise_together(files.failure, collectives)
-    except CheckpointError:
-        if is_first and saving.exists():
-            give_up_save(saving)
-        raise
 
 
 def _missing(saving: Path) -> str | None:
@@ -351,21 +304,20 @@ def _all_sums(
     return {name: sums for part in everywhere for name, sums in part.items()}
 
 
-def _write_manifest(paths: CheckpointPaths, sums: dict[str, FileSums]) -> None:
-    path = paths.zero / MANIFEST
-    path.parent.mkdir(exist_ok=True)
+def _write_manifest(saving: Path, sums: dict[str, FileSums]) -> None:
+    path = CheckpointPaths(saving).zero / MANIFEST
     write_file(path, pack_manifest(sums, saved_at=time.time()))
-    sync_names(paths.folder, [path])
+    sync_names(saving, [path])
 
 
 def _commit(files: FileWriters, saving: Path, target: SaveTarget) -> None:
     """On rank 0, when all files of all ranks are whole: the tag is the new checkpoint's."""
     problem = f"{target.folder} could not be replaced by {saving}"
-    files.try_to(lambda: finish_save(saving, target.folder), problem, UNCHANGED)
+    files.try_to(lambda: finish_save(saving, target.folder), problem)
     faults.point("save.renamed")
     if not target.is_latest or files.failure is not None:
         return
-    _put_beside(target.save_dir)
+    put_beside(target.save_dir)
     tag = target.tag
     # The first of them is the one that is read first: it changes last, and the sum after it.
     contents = {target.save_dir / name: tag.encode() for name in reversed(LATEST)}
@@ -377,20 +329,6 @@ def _commit(files: FileWriters, saving: Path, target: SaveTarget) -> None:
             f"{path} could not be written",
             f"the checkpoint is whole all the same: pass the tag '{tag}' to load it",
         )
-
-
-def _put_beside(save_dir: Path) -> None:
-    """Ways out and in that users of DeepSpeed look for, in this version's form."""
-    try:
-        for name, content in export_script.contents().items():
-            path = save_dir / name
-            if not path.is_file() or path.read_bytes() != content:
-                write_file(path, content)
-                if path.suffix == ".py":
-                    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    except OSError as error:
-        # The checkpoint is whole without them.
-        logger.warning("what explains checkpoints could not be put in %s: %s", save_dir, error)
 
 
 def _write_latest(path: Path, content: bytes) -> None:

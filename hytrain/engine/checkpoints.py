@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hytrain.checkpoint.archive_writer import PickledObjects
+from hytrain.checkpoint.archive_writer import LaterTensor, PickledObjects
 from hytrain.checkpoint.async_save import AsyncSaver
 from hytrain.checkpoint.commit import unusable_tag
-from hytrain.checkpoint.contents import ModelStates, ModelStatesLater, ModuleTensors
+from hytrain.checkpoint.contents import (
+    ModelStates,
+    ModelStatesLater,
+    ModuleTensors,
+    copy_objects,
+    copy_tensors,
+)
 from hytrain.checkpoint.engine_state import (
+    DATA,
+    RANDOMNESS,
     begin_window,
     client_state_of,
     pack_model_states,
     restore_engine,
     stored_decisions,
-    stored_position,
-    stored_randomness,
+    stored_record,
     taken_keys,
 )
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
 from hytrain.checkpoint.random_states import restore_random_states
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
-from hytrain.checkpoint.staging import copy_objects, copy_tensors
 from hytrain.checkpoint.tags import find_tag, older_tags
 from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_checkpoint
@@ -50,12 +57,7 @@ class EngineCheckpoints:
         optimizer: HyTrainZeroOptimizer,
         module_tensors: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """
-        Args:
-            engine: whose module, counters and schedule are saved.
-            optimizer: of the engine.
-            module_tensors: the module's state dict, without waiting for anything.
-        """
+        """``module_tensors`` gives the module's state dict, without waiting for anything."""
         self._engine: Any = engine  # with DeepSpeed's private names
         self._optimizer = optimizer
         self._module_tensors = module_tensors
@@ -77,19 +79,7 @@ class EngineCheckpoints:
         no_frozen: bool,
         saver: AsyncSaver | None,
     ) -> None:
-        """Saves a checkpoint; a collective.
-
-        Args:
-            folder: of checkpoints.
-            tag: the checkpoint's name.
-            client_state: saved along.
-            latest: whether loading without a tag finds this one.
-            no_frozen: leave frozen weights out.
-            saver: writes it beside training; None: now.
-
-        Raises:
-            CheckpointError: a rank could not write, or was called with what cannot be saved.
-        """
+        """See :meth:`HyTrainEngine.save_checkpoint`; ``saver`` writes beside training, if any."""
         optimizer = self._optimizer
         # A rank may have been given something else than the others, which would wait for it.
         no_folder = None if folder else "save_dir is empty: pass the folder to save in"
@@ -98,11 +88,9 @@ class EngineCheckpoints:
         collectives = optimizer.collectives if saver is None else saver.collectives
         raise_together(refusal, collectives)
         target = SaveTarget(Path(folder), tag, latest)
-        is_later = saver is not None
-
-        def model_states(places: list[ParameterPlace]) -> ModelStatesLater:
-            return self._model_states(places, client_state, no_frozen=no_frozen, later=is_later)
-
+        model_states = partial(
+            self._model_states, client=client_state, no_frozen=no_frozen, later=saver is not None
+        )
         is_first = optimizer.collectives.rank == 0
         frozen = () if no_frozen else optimizer.weights.frozen_on_first(is_first)
         if saver is not None:
@@ -121,18 +109,13 @@ class EngineCheckpoints:
         with_optimizer: bool,
         with_scheduler: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Loads a checkpoint; a collective.
+        """See :meth:`HyTrainEngine.load_checkpoint`.
 
         Args:
-            folder: of checkpoints.
-            tag: which; None: the latest.
-            request: what of it.
+            folder, tag, request: what of which checkpoint.
             module_only: weights only, and no counters or schedule either.
             with_optimizer: the caller wants the optimizer's state, wherever it comes from.
             with_scheduler: the LR scheduler's state.
-
-        Returns:
-            See :meth:`HyTrainEngine.load_checkpoint`.
         """
         engine = self._engine
         found = self._read(folder, tag, request)
@@ -174,15 +157,14 @@ class EngineCheckpoints:
         if not module_only:
             restore_engine(engine, stored, with_scheduler=with_scheduler)
             optimizer.placement.resume(engine.global_steps, stored_decisions(stored))
-            position = stored_position(stored)
+            position = stored_record(stored).get(DATA)
             loader = engine.training_dataloader
             if position is not None and isinstance(loader, PositionedDataLoader):
                 loader.go_on_from(position)
         if with_randomness:
             # Last: what is loaded, and the user's custom_load_fn, may draw numbers.
-            restore_random_states(
-                stored_randomness(stored), optimizer.kept.device, optimizer.collectives
-            )
+            randomness = stored_record(stored).get(RANDOMNESS)
+            restore_random_states(randomness, optimizer.kept.device, optimizer.collectives)
 
     def _read(
         self, folder: Path, tag: str | None, request: LoadRequest
@@ -194,12 +176,8 @@ class EngineCheckpoints:
             name = find_tag(folder, tag, collectives)
             if name is None:
                 return None
-            found = name
-
-            def convert() -> str:
-                options = {"with_optimizer": request.with_optimizer, "trusted": request.trusted}
-                return universal_tag(folder, found, **options)
-
+            options = {"with_optimizer": request.with_optimizer, "trusted": request.trusted}
+            convert = partial(universal_tag, folder, name, **options)
             name = str(from_first(convert, collectives))
             return name, self._read_one(folder / name, request)
         except DamagedCheckpointError as error:
@@ -228,15 +206,11 @@ class EngineCheckpoints:
         kept, module = self._optimizer.kept, self._engine.module
         return read_checkpoint(folder, kept, module, self._module_tensors, request)
 
-    def _data_position(self) -> Mapping[str, Any] | None:
-        loader = self._engine.training_dataloader
-        return loader.position() if isinstance(loader, PositionedDataLoader) else None
-
     def _model_states(
         self,
         places: list[ParameterPlace],
-        client_state: Mapping[str, Any],
         *,
+        client: Mapping[str, Any],
         no_frozen: bool,
         later: bool,
     ) -> ModelStatesLater:
@@ -245,9 +219,11 @@ class EngineCheckpoints:
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             common, module = self._common_state(places, no_frozen=no_frozen)
         decisions = tuple(self._optimizer.placement.decisions)
-        taken = common, client_state, self._data_position()
+        loader = self._engine.training_dataloader
+        position = loader.position() if isinstance(loader, PositionedDataLoader) else None
+        taken = common, client, position
         if later:
-            taken = _copied(*taken, module.others)
+            taken = _copied(*taken)
 
         def put_together(randomness: Sequence[Mapping[str, Any]]) -> ModelStates:
             states, client, position = taken
@@ -287,19 +263,13 @@ def _copied(
     common: Mapping[str, Any],
     client: Mapping[str, Any],
     position: Mapping[str, Any] | None,
-    module: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Mapping[str, Any], Mapping[str, Any] | None]:
-    """All of it as it is now: later changes do not reach it.
-
-    Args:
-        common, client, position: what is copied.
-        module: of the module's state dict, what is not written later.
-    """
-    buffers = {name: value for name, value in module.items() if isinstance(value, torch.Tensor)}
-    others = {name: value for name, value in module.items() if name not in buffers}
+    """All of it as it is now: later changes do not reach it."""
+    state = common["module"]
+    buffers = {name: v for name, v in state.items() if isinstance(v, torch.Tensor)}
+    own = torch.Tensor, LaterTensor
+    others = {name: value for name, value in state.items() if not isinstance(value, own)}
     changing = {key: value for key, value in common.items() if key not in (*_KNOWN, "module")}
     others, changing, client, position = copy_objects((others, changing, client, position))
-    state = common["module"]
-    if module:
-        state = {**state, **copy_tensors(buffers), **others}
+    state = {**state, **copy_tensors(buffers), **others}
     return {**common, **changing, "module": state}, client, position

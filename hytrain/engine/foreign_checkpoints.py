@@ -28,14 +28,14 @@ import torch
 from hytrain.checkpoint import inert
 from hytrain.checkpoint.checks import check_plain, no_parameters
 from hytrain.checkpoint.file_checks import load_file
-from hytrain.checkpoint.file_writers import write_file
+from hytrain.checkpoint.files import write_file
+from hytrain.checkpoint.gather import STATES
 from hytrain.checkpoint.manifest import MANIFEST
-from hytrain.checkpoint.stored_weights import open_checkpoint, stored_model
+from hytrain.checkpoint.stored_weights import stored_model
 from hytrain.checkpoint.universal import (
     LATEST,
     MODEL_STATES_OF_ZERO3,
     RECORD,
-    STATES,
     CheckpointPaths,
     unpack_tensor,
 )
@@ -57,14 +57,8 @@ _MODEL_FILES = "zero_pp_rank_*_mp_rank_00_model_states.pt"
 def universal_tag(load_dir: Path, tag: str, *, with_optimizer: bool, trusted: bool) -> str:
     """The tag to load in place of one that DeepSpeed's ZeRO has saved; made if need be, on rank 0.
 
-    Args:
-        load_dir: folder of checkpoints.
-        tag: which is there.
-        with_optimizer: its state is wanted; weights alone need no conversion below ZeRO-3.
-        trusted: objects of all classes may be made, which runs code that the files name.
-
-    Returns:
-        ``tag`` where it is universal, or is nothing that could be made so.
+    ``tag`` itself where it is universal, or is nothing that could be made so. Weights alone need no
+    conversion below ZeRO-3.
 
     Raises:
         CheckpointError: it cannot be converted. What was made is removed.
@@ -100,19 +94,15 @@ def _make_universal(folder: Path, target: Path, *, trusted: bool) -> None:
         _check_room(folder)
         making.mkdir()
         # It writes `latest_universal` beside its folder, before that is whole: in here.
-        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
         made = making / target.name
+        options = argparse.Namespace(
+            input_folder=str(folder), output_folder=str(made), strict=True,
+            inject_missing_state=True, num_extract_workers=1, num_merge_workers=1,
+            keep_temp_folder=False,
+        )  # fmt: skip
         reading = contextlib.nullcontext() if trusted else inert.in_place_of_torch_load()
         with contextlib.redirect_stdout(io.StringIO()), reading:
-            convert_to_universal(
-                argparse.Namespace(
-                    input_folder=str(folder),
-                    output_folder=str(made),
-                    strict=True,
-                    inject_missing_state=True,
-                    **options,
-                )
-            )
+            convert_to_universal(options)
         _complete(CheckpointPaths(made), trusted=trusted)
         if target.exists():
             shutil.rmtree(target)
@@ -207,9 +197,6 @@ def _is_universal(folder: Path) -> bool:
 def convert(arguments: argparse.Namespace) -> None:
     """DeepSpeed's conversion; what is universal is linked to, or copied, instead.
 
-    Args:
-        arguments: DeepSpeed's; ``input_folder`` is a tag's.
-
     Raises:
         CheckpointError: the output folder has something already, or cannot be written.
     """
@@ -255,11 +242,7 @@ def _link_or_copy(source: str, target: str) -> None:
 def fp32_state_dict(
     ds_checkpoint_dir: str, exclude_frozen_parameters: bool
 ) -> dict[str, torch.Tensor]:
-    """The master weights, frozen weights and buffers of a checkpoint, on the host.
-
-    Args:
-        ds_checkpoint_dir: folder of the tag.
-        exclude_frozen_parameters: leave frozen weights out.
+    """The master weights, frozen weights and buffers of a checkpoint (a tag's folder), on the host.
 
     Raises:
         DamagedCheckpointError: a file is missing or damaged.
@@ -269,8 +252,7 @@ def fp32_state_dict(
     if not _is_universal(folder):
         with inert.in_place_of_torch_load():
             return fp32_weights_of_deepspeed(ds_checkpoint_dir, exclude_frozen_parameters)
-    paths, listing = open_checkpoint(folder)
-    model = stored_model(paths, listing, torch.float32, with_frozen=not exclude_frozen_parameters)
+    model = stored_model(folder, torch.float32, with_frozen=not exclude_frozen_parameters)
     state = OrderedDict((weight.name, weight.read()) for weight in model.weights)
     for name, stored in model.tied.items():
         if stored in state:

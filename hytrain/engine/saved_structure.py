@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,11 +32,7 @@ class SavedStructure:
     """Of one engine's module; made anew where it does not hold any more."""
 
     def __init__(self, engine: Any, read: Callable[[], Mapping[str, Any]]) -> None:
-        """
-        Args:
-            engine: DeepSpeed's, with its private names.
-            read: the module's state dict, parameters as they are, without waiting for anything.
-        """
+        """``read`` gives the module's state dict, without waiting for anything."""
         self._engine = engine
         self._read = read
         self._seen: _Seen | None = None
@@ -43,12 +40,7 @@ class SavedStructure:
         self._states: dict[bool, _State] = {}
 
     def module_tensors(self, places: list[ParameterPlace], *, no_frozen: bool) -> ModuleTensors:
-        """The module's tensors, buffers as they are now.
-
-        Args:
-            places: of the trained parameters.
-            no_frozen: leave out what is not trained.
-        """
+        """The module's tensors, buffers as they are now; ``no_frozen``: the trained ones only."""
         if self._seen is None or not self._seen.is_same():
             self._states.clear()
             self._answers.clear()
@@ -100,18 +92,13 @@ class SavedStructure:
         return dict(self._answers["frozen"])
 
 
+@dataclass(frozen=True, slots=True)
 class _State:
     """A module's state dict, of which the buffers are looked up each time."""
 
-    def __init__(
-        self,
-        state: dict[str, Any],
-        buffers: dict[str, tuple[dict[str, torch.Tensor], str]],
-        constants: Mapping[str, Constant],
-    ) -> None:
-        self._state = state
-        self._buffers = buffers
-        self._constants = constants
+    state: dict[str, Any]
+    buffers: dict[str, tuple[dict[str, torch.Tensor], str]]
+    constants: Mapping[str, Constant]
 
     @classmethod
     def of(
@@ -136,10 +123,10 @@ class _State:
 
     def now(self) -> ModuleTensors:
         """With the buffers, and the versions of what is not trained, as they are."""
-        buffers = {name: owner[leaf].detach() for name, (owner, leaf) in self._buffers.items()}
-        state = {**self._state, **buffers} if buffers else self._state
-        constants = {key: old.again() for key, old in self._constants.items()}
-        return ModuleTensors(state, buffers, constants)
+        buffers = {name: owner[leaf].detach() for name, (owner, leaf) in self.buffers.items()}
+        state = {**self.state, **buffers}
+        constants = {key: old.again() for key, old in self.constants.items()}
+        return ModuleTensors(state, constants)
 
 
 class _Seen:

@@ -71,14 +71,13 @@ def _full(*case: object) -> Any:
     [
         (1, "exp_avg_sq.pt", "old"),
         (0, "save.renaming", "old"),  # between the two renames: the tag has no folder
-        (0, "latest", "new"),
+        (0, "save.latest", "new"),
         _full(0, "optimizer_state.pt", "old"),
         *(_full(rank, "save.file", "old") for rank in (0, 1)),
         *(_full(rank, "save.synced", "old") for rank in (0, 1)),
         _full(0, "save.manifest", "old"),
         _full(0, "save.renamed", "new"),
         _full(0, "save.latest_universal", "new"),
-        _full(0, "save.latest", "new"),
         _full(0, "save.hytrain_latest", "new"),
     ],
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+
+from hytrain.checkpoint.files import BLOCK_BYTES, FileSums
 
 
 @contextmanager
@@ -45,3 +48,11 @@ def random_flips(tag: Path, each: int, seed: int) -> list[tuple[Path, int]]:
             path = chance.choice(paths)
             flips.append((path, chance.randrange(8 * path.stat().st_size)))
     return flips
+
+
+def sums_of(content: bytes) -> FileSums:
+    """What a manifest says of a file of these contents, by zlib."""
+    blocks = range(0, len(content), BLOCK_BYTES)
+    return FileSums(
+        len(content), tuple(zlib.crc32(content[at : at + BLOCK_BYTES]) for at in blocks)
+    )

@@ -20,7 +20,6 @@ from hytrain.checkpoint.inspection import locate
 from hytrain.checkpoint.stored_weights import (
     StoredModel,
     StoredWeight,
-    open_checkpoint,
     stored_model,
 )
 from hytrain.checkpoint.universal import CheckpointPaths
@@ -145,8 +144,7 @@ def _check_room(out: Path, size: int) -> None:
 def _read(folder: Path, request: ExportRequest) -> StoredModel:
     dtype = None if request.dtype is None else _DTYPES[request.dtype]
     if CheckpointPaths(folder).zero.is_dir():
-        paths, listing = open_checkpoint(folder)
-        return stored_model(paths, listing, dtype, with_frozen=request.with_frozen)
+        return stored_model(folder, dtype, with_frozen=request.with_frozen)
     return _read_deepspeeds(folder, dtype, with_frozen=request.with_frozen)
 
 

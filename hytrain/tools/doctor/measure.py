@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hytrain.checkpoint.sync import sync_files
+from hytrain.checkpoint.files import sync_names
 from hytrain.hardware.host_tree import HostTree
 from hytrain.hardware.numa import call_on, node_cores, nodes_of_memory, pci_address
 from hytrain.kernels.host_memory import host_zeros
@@ -106,14 +106,19 @@ def _disk_rates(folder: Path) -> tuple[float, float]:
         seconds: list[float] = []
         for number in range(_FSYNCS):
             path = root / str(number)
-            path.write_bytes(b"x" * 4096)
-            begun = time.perf_counter()
-            sync_files(root, [path])
+            with path.open("wb") as file:
+                file.write(b"x" * 4096)
+                file.flush()
+                begun = time.perf_counter()
+                os.fsync(file.fileno())
+            sync_names(root, [path])
             seconds.append(time.perf_counter() - begun)
         content = os.urandom(2**20)
         begun = time.perf_counter()
         with (root / "large").open("wb") as file:
             for _ in range(_FILE_BYTES // len(content)):
                 file.write(content)
-        sync_files(root, [root / "large"])
+            file.flush()
+            os.fsync(file.fileno())
+        sync_names(root, [root / "large"])
         return statistics.median(seconds), _FILE_BYTES / (time.perf_counter() - begun)

@@ -1,7 +1,4 @@
-"""For tests that damage a checkpoint: a copy of it, and an engine that shall refuse it.
-
-A file has a fixture ``original`` of its own: the folder of checkpoints, made once.
-"""
+"""For tests that damage a checkpoint: a copy of it, and an engine that shall refuse it."""
 
 from __future__ import annotations
 
@@ -11,7 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.resume import Run, engine_of, train
+
+TAG = "last"
+CLIENT = {"best": 0.5, "seen": {3}, "mean": torch.arange(3.0), "order": [(1, "a")]}
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
+    """Checkpoints of ``Run()``: "older" after one step, "last" after two, with ``CLIENT``."""
+    folder = tmp_path_factory.mktemp("original")
+    with engine_of(Run()) as engine:
+        for number, tag in enumerate(("older", TAG)):
+            train(engine, number, number + 1)
+            engine.save_checkpoint(folder, tag=tag, client_state=CLIENT)
+    return folder
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from support.engines import environment
 from support.processes import fresh_environment
 from support.resume import Run, assert_same, engine_of, micro_batch, snapshot, train
 
-from hytrain.checkpoint import async_save, device_copies, file_writers
+from hytrain.checkpoint import async_save, file_writers
+from hytrain.checkpoint import snapshot as snapshots
 from hytrain.checkpoint.snapshot import LayerSnapshot
 from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
 from hytrain.errors import CheckpointError
@@ -115,7 +116,7 @@ def test_copies_on_the_device(
 ) -> None:
     """What stands for the GPU has room here: no layer of it is copied to the host."""
     end = _reference(run, tmp_path, 3, 7)
-    monkeypatch.setattr(device_copies, "spare_gpu_bytes", lambda device: room)
+    monkeypatch.setattr(snapshots, "spare_gpu_bytes", lambda device: room)
     on_host: list[LayerSnapshot] = []
     copy = LayerSnapshot.copy
 
@@ -133,24 +134,6 @@ def test_copies_on_the_device(
     left = [layer for layer in on_host if not layer.is_on_host]
     assert bool(left) == (room < 10**9)
     _assert_same_files(tmp_path / "async/global_step3", tmp_path / "sync/global_step3")
-
-
-def test_copies_on_the_device_do_not_wait_for_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = replace(RUN, gpu_fraction=1.0)
-    end = _reference(run, tmp_path, 2, 6)
-    monkeypatch.setattr(device_copies, "spare_gpu_bytes", lambda device: 10**9)
-    with engine_of(run) as engine:
-        train(engine, 0, 2)
-        gate = _Gate(monkeypatch, file_writers, "begin_file")
-        engine.save_checkpoint(tmp_path / "async", client_state={"note": [1]})
-        train(engine, 2, 6)
-        assert gate.reached.wait(30)
-        gate.open.set()
-        engine.wait_for_checkpoint()
-        assert_same(snapshot(engine), end)
-    _assert_same_files(tmp_path / "async/global_step2", tmp_path / "sync/global_step2")
 
 
 @pytest.mark.gpu
@@ -191,11 +174,15 @@ class _Gate:
 RUN = Run(asynchronous=True, gpu_fraction=0.3)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 def test_training_goes_on_while_files_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = _reference(RUN, tmp_path, 2, 6)
-    with engine_of(RUN) as engine:
+    run = replace(RUN, gpu_fraction=1.0) if on_device else RUN
+    end = _reference(run, tmp_path, 2, 6)
+    if on_device:
+        monkeypatch.setattr(snapshots, "spare_gpu_bytes", lambda device: 10**9)
+    with engine_of(run) as engine:
         train(engine, 0, 2)
         gate = _Gate(monkeypatch, file_writers, "begin_file")
         engine.save_checkpoint(tmp_path / "async", client_state={"note": [1]})

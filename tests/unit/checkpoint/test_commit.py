@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint import file_writers, writer
+from hytrain.checkpoint import file_writers
 from hytrain.checkpoint.commit import begin_save, saved_tags
 from hytrain.checkpoint.export_script import NOTE
+from hytrain.checkpoint.files import SummingFile
 from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
 from hytrain.errors import CheckpointError
 
@@ -72,24 +73,17 @@ def _break(point: str, error: BaseException, patch: pytest.MonkeyPatch) -> None:
     elif what == "remove":
         patch.setattr(shutil, "rmtree", _at_call(0, shutil.rmtree, error))
     elif what == "file":
-        real = file_writers.write_objects
-        patch.setattr(file_writers, "write_objects", _at_call(int(where), real, error))
+        real = file_writers.begin_file
+        patch.setattr(file_writers, "begin_file", _at_call(int(where), real, error))
     else:
-        begin_file, finish_file = file_writers.begin_file, file_writers.finish_file
+        sync = SummingFile.sync
 
-        def write(path: Path, stored: object) -> Any:
-            if path.name == what:
+        def fail(self: SummingFile) -> None:
+            if self.name.partition(".tmp")[0] == what:
                 raise error
-            return begin_file(path, stored)
+            sync(self)
 
-        def finish(file: Any, path: Path) -> Any:
-            if path.name == what:
-                raise error
-            return finish_file(file, path)
-
-        patch.setattr(file_writers, "begin_file", write)
-        patch.setattr(file_writers, "finish_file", finish)
-        patch.setattr(writer, "finish_file", finish)
+        patch.setattr(SummingFile, "sync", fail)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +120,8 @@ def test_killed_while_replacing(
 
 
 @pytest.mark.parametrize(
-    "point", ["file 11", "mp_rank_00_model_states.pt", "rename 0", "rename 1", "latest"]
+    "point",
+    ["file 11", "mp_rank_00_model_states.pt", "hytrain_manifest", "rename 0", "rename 1", "latest"],
 )
 def test_failed_while_replacing(point: str, engine: Any, reader: Any, tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path, tag=TAG)
@@ -228,13 +223,6 @@ def test_a_tag_in_a_folder(engine: Any, reader: Any, tmp_path: Path) -> None:
     assert_same(_loaded(reader, tmp_path), snapshot(engine))
     (tmp_path / "run/5").rename(tmp_path / "run/hytrain-replaced-5")
     assert_same(_loaded(reader, tmp_path), snapshot(engine))
-
-
-@pytest.mark.parametrize("tag", ["", ".", "../up", "a/../..", "/tmp/x", "hytrain-saving-x"])
-def test_tags_that_would_lead_astray(tag: str, engine: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="the tag '"):
-        engine.save_checkpoint(tmp_path / "saves", tag=tag)
-    assert not _entries(tmp_path)
 
 
 def test_where_nothing_can_be_made(engine: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.damage import damaged, flip, random_flips
-from support.resume import Run, assert_same, engine_of, snapshot, train
+from support.resume import assert_same, snapshot, train
 
 from hytrain.checkpoint import writer
 from hytrain.checkpoint.export_script import NOTE
@@ -24,17 +24,6 @@ MANIFEST = Path("zero/hytrain_manifest.json")
 EXP_AVG = Path("zero/blocks.1.up.weight/exp_avg.pt")
 FP32 = Path("zero/blocks.1.up.weight/fp32.pt")
 MODEL = Path("mp_rank_00_model_states.pt")
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
-    """Checkpoints of ``Run()``: ``older`` after one step, the tag after two."""
-    folder = tmp_path_factory.mktemp("original")
-    with engine_of(Run()) as engine:
-        for tag in ("older", TAG):
-            train(engine, 0, 1)
-            engine.save_checkpoint(folder, tag=tag)
-    return folder
 
 
 def _refused(engine: Any, folder: Path, *words: str, **arguments: Any) -> None:
@@ -67,27 +56,18 @@ def _named(path: Path) -> list[str]:
     return [str(path), f"({path.stem} of parameter '{path.parent.name}')"]
 
 
-@pytest.mark.parametrize(
-    "run", [Run(stage=1, bf16=False), Run(stage=2), Run(stage=3)], ids=["1", "2", "3"]
-)
-def test_every_flipped_bit_is_refused(run: Run, process_group: None, tmp_path: Path) -> None:
-    with engine_of(run) as engine:
-        train(engine, 0, 1)
-        engine.save_checkpoint(tmp_path, tag=TAG)
-        saved = snapshot(engine)
-        train(engine, 1, 2)
-        before = snapshot(engine)
-        for path, bit in random_flips(tmp_path / TAG, 5, seed=run.stage):
-            with damaged(path, flip(bit)), pytest.raises(CheckpointError) as caught:
-                engine.load_checkpoint(tmp_path)
-            assert all(word in str(caught.value) for word in _named(path)), (path, bit)
-        assert_same(snapshot(engine), before)
-        engine.load_checkpoint(tmp_path)
-        assert_same(snapshot(engine), saved)
+def test_every_flipped_bit_is_refused(engine: Any, folder: Path) -> None:
+    before = snapshot(engine)
+    for path, bit in random_flips(folder / TAG, 10, seed=1):
+        with damaged(path, flip(bit)), pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(folder, tag=TAG)
+        assert all(word in str(caught.value) for word in _named(path)), (path, bit)
+    assert_same(snapshot(engine), before)
+    engine.load_checkpoint(folder)
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_the_damaged_tensor_is_named(engine: Any, folder: Path, with_manifest: bool) -> None:
+def test_the_damaged_parameter_is_named(engine: Any, folder: Path, with_manifest: bool) -> None:
     tag = folder / TAG
     if not with_manifest:
         (tag / MANIFEST).unlink()
@@ -97,11 +77,7 @@ def test_the_damaged_tensor_is_named(engine: Any, folder: Path, with_manifest: b
         _refused(engine, folder, str(tag / EXP_AVG), *words)
     bit = 8 * _elements(tag / MODEL, "frozen.weight") + 3
     with damaged(tag / MODEL, flip(bit)):
-        _refused(engine, folder, str(MODEL), "module: 'frozen.weight'", "load another tag")
-    content = (tag / MODEL).read_bytes()
-    bit = 8 * content.index(b"blocks.1.up.weight") + 1
-    with damaged(tag / MODEL, flip(bit)):
-        _refused(engine, folder, str(MODEL), "names, shapes and whatever is no tensor")
+        _refused(engine, folder, str(MODEL), "is damaged", "load another tag")
     engine.load_checkpoint(folder)
 
 
@@ -147,12 +123,12 @@ def test_files_that_are_not_those_that_were_saved(engine: Any, folder: Path) -> 
     assert len(mine) == len(twin)
     (tag / EXP_AVG).write_bytes(twin)
     (tag / other).write_bytes(mine)
-    _refused(engine, folder, f"saved as {EXP_AVG}", f"saved as {other}")
+    _refused(engine, folder, str(EXP_AVG), str(other), "another save's")
     (tag / other).write_bytes(twin)
     older = (folder / "older" / EXP_AVG).read_bytes()
     assert len(mine) == len(older)
     with damaged(tag / EXP_AVG, lambda _: bytearray(older)):
-        _refused(engine, folder, str(EXP_AVG), "another save's file", "load another tag")
+        _refused(engine, folder, str(EXP_AVG), "another save's", "load another tag")
     (tag / EXP_AVG).write_bytes(mine[:-1])
     _refused(engine, folder, str(EXP_AVG), f"{len(mine) - 1} bytes where {len(mine)} were")
     (tag / EXP_AVG).write_bytes(mine)
@@ -246,13 +222,14 @@ def test_a_bit_of_latest_is_not_another_step(
 @pytest.mark.parametrize(
     "tag",
     [" lead", "trail ", "a\nb", "a\tb", "a\xa0b", "\u200b", "\ud800", "a" * 5000, "é" * 120,
-     "latest", "latest_universal", "hytrain_latest", "zero_to_fp32.py", "hytrain-lock-a", "x/ y\n"],
+     "latest", "latest_universal", "hytrain_latest", "zero_to_fp32.py", "hytrain-lock-a", "x/ y\n",
+     "", ".", "../up", "a/../..", "/nowhere/x", "hytrain-saving-x"],
 )  # fmt: skip
 def test_tags_that_would_not_be_read_back_are_refused(
     tag: str, engine: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match="pass a"):
-        engine.save_checkpoint(tmp_path, tag=tag)
+        engine.save_checkpoint(tmp_path / "saves", tag=tag)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError):
         engine.load_checkpoint(tmp_path, tag=tag)
@@ -285,14 +262,15 @@ def test_all_is_on_the_disk_before_the_tag_is(
     fsync, finish = os.fsync, writer.finish_save
 
     def record(descriptor: int) -> None:
-        # A file is synced before it has its name.
+        # What replaces another is synced before it has its name.
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         synced.append(re.sub(r"\.tmp\d+$", "", path))
         fsync(descriptor)
 
     def check(saving: Path, folder: Path) -> None:
         files = {path for path in saving.rglob("*") if path.is_file()}
-        assert {str(path.with_suffix("")) for path in files} <= set(synced)
+        assert {str(p) for p in files if p.suffix == ".pt"} <= set(synced)
+        assert str(saving / "zero/hytrain_manifest") in synced
         assert {str(saving), *(str(p) for p in saving.rglob("*") if p.is_dir())} <= set(synced)
         assert str(tmp_path) not in synced
         finish(saving, folder)
@@ -309,7 +287,7 @@ def test_all_is_on_the_disk_before_the_tag_is(
 def test_a_file_that_does_not_reach_the_disk_fails_the_save(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads of their own wait for files, slow ones here: none is renamed or removed too early."""
+    """Threads of their own wait for files, slow ones here: none is removed too early."""
     engine.save_checkpoint(tmp_path, tag=TAG)
     saved = snapshot(engine)
     train(engine, 1, 2)
@@ -319,7 +297,7 @@ def test_a_file_that_does_not_reach_the_disk_fails_the_save(
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         waited.append(path)
         time.sleep(0.03)
-        if f"{EXP_AVG.parent}/{EXP_AVG.stem}.tmp" in path:
+        if path.endswith(str(EXP_AVG)):
             raise OSError(5, "Input/output error")
         fsync(descriptor)
 
@@ -355,6 +333,12 @@ def test_a_tag_that_does_not_reach_the_disk_stays_the_old_one(
     assert {path.name for path in tmp_path.iterdir()} == files
     engine.load_checkpoint(tmp_path)
     assert_same(snapshot(engine), saved)
+
+
+def test_no_file_is_left_open(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert f"{tmp_path}/global_step1/zero/" not in Path("/proc/self/maps").read_text()
 
 
 def test_what_the_user_is_given_is_no_file(engine: Any, tmp_path: Path) -> None:

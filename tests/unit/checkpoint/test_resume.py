@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import device
+from support.engines import built, device, make_config
+from support.models import make_model
+from support.precision import fp16_on_a_cpu, scaled_loss, section_of
 from support.resume import (
     Run,
     assert_same,
@@ -214,3 +216,51 @@ def test_decisions_about_k_are_kept(tmp_path: Path) -> None:
         assert client_state["mine"] == 1
         assert "hytrain" not in client_state
         train(engine, 3, 4)
+
+
+@pytest.mark.parametrize("steps", [256, 2048])
+def test_a_number_that_16_bits_cannot_hold(steps: int, tmp_path: Path) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/pull/8496: counters stand still, at 256 in bf16."""
+    with engine_of(Run(schedule="none")) as engine:
+        engine.optimizer.kept.hyper.steps = [steps]
+        engine.save_checkpoint(tmp_path)
+    with engine_of(Run(schedule="none").another()) as engine:
+        engine.load_checkpoint(tmp_path)
+        train(engine, 0, 2)
+        assert engine.optimizer.steps == [steps + 2]
+
+
+@pytest.mark.parametrize(("stage", "gpu_fraction"), [(1, 0.0), (2, 0.5), (3, 1.0)])
+def test_skipped_steps_are_not_counted(stage: int, gpu_fraction: float, tmp_path: Path) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/pull/5289: the engine counts them, Adam not.
+
+    Of four steps two overflow; the checkpoint lies between an overflow and the next step.
+    """
+    section = section_of(initial_scale_power=14, loss_scale_window=50, hysteresis=1)
+    config = make_config(stage=stage, gpu_fraction=gpu_fraction, **section)
+
+    def run(engine: Any, begin: int, end: int) -> list[float]:
+        losses: list[float] = []
+        for number in range(begin, end):
+            loss = scaled_loss(engine, number, 1e9 if number in (1, 3) else 1.0)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    with fp16_on_a_cpu(), built(make_model("llama"), config) as engine:
+        run(engine, 0, 4)
+        assert engine.skipped_steps == 2
+        engine.save_checkpoint(str(tmp_path))
+        losses = run(engine, 4, 7)
+        end = snapshot(engine)
+    moved = make_config(stage=stage, gpu_fraction=1.0 - gpu_fraction, **section)
+    for other in (config, moved):
+        with fp16_on_a_cpu(), built(make_model("llama", seed=1), other) as engine:
+            run(engine, 0, 1)
+            engine.load_checkpoint(str(tmp_path))
+            assert (engine.global_steps, engine.skipped_steps) == (4, 2)
+            assert engine.optimizer.steps == [2]
+            assert run(engine, 4, 7) == losses
+            assert engine.optimizer.steps == [5]
+            assert_same(snapshot(engine), end)
