@@ -70,20 +70,6 @@ def test_what_is_written_is_told(tmp_path: Path) -> None:
     assert parts == [0, 1]
 
 
-def test_what_nobody_catches_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class _KilledError(BaseException):
-        pass
-
-    def die(*_: Any) -> None:
-        raise _KilledError
-
-    monkeypatch.setattr(file_writers, "begin_file", die)
-    with closing(FileWriters(2, 0)) as files:
-        files.write([(tmp_path / "a.pt", b"")])
-        with pytest.raises(_KilledError):
-            files.wait()
-
-
 def test_too_many_open_files_are_no_full_disk(tmp_path: Path) -> None:
     with closing(FileWriters(1, 0, room=lambda: "0 GB are free")) as files:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""A file system that is really full: a small tmpfs, and files that may not grow (RLIMIT_FSIZE).
+"""A file system that is really full: a small tmpfs.
 
 Wherever space ends, the save says so, what was saved before is whole, nothing is left that takes
 space, training goes on bit for bit, and the next save works when there is room again.
@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.file_limits import largest_file
 from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import target
-from hytrain.checkpoint.universal import LATEST
 from hytrain.errors import CheckpointError
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(180)]
@@ -173,70 +171,3 @@ def _first_then_real(free: int) -> Any:
     """What the check before writing sees is no longer true when a message is made."""
     answers = iter([free])
     return lambda path: next(answers, None) or shutil.disk_usage(path).free
-
-
-def _told(engine: Any, folder: Path, tag: str) -> str | None:
-    """What a save has failed with."""
-    try:
-        _save(engine, folder, tag)
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
-def _outcome(told: str | None, tag: str) -> str:
-    if told is None:
-        return "saved"
-    assert "No space left on device" in told
-    if f"the checkpoint is whole all the same: pass the tag '{tag}'" in told:
-        return "without latest"
-    assert "is unchanged" in told
-    return "refused"
-
-
-@pytest.mark.parametrize("run", RUNS, ids=["now", "beside training"])
-def test_it_ends_with_the_last_of_the_files(
-    run: Run, disk: Path, folder: Path, reader: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From all but a few pages to enough: the manifest, "latest" and the renames come last."""
-    outcomes: list[str] = []
-    with engine_of(run) as engine:
-        training = _Training(engine, folder, reader)
-        pages = sum(-(-len(content) // BLOCK) for content in training.files.values())
-        for number in range(pages - 5, pages + 3):
-            tag = f"new{number}"
-            _fill(disk, number * BLOCK)
-            with monkeypatch.context() as patch:
-                patch.setattr(target, "free_bytes", _first_then_real(1 << 40))
-                told = _told(engine, folder, tag)
-            outcomes.append(_outcome(told, tag))
-            named = tag if outcomes[-1] == "saved" else "kept"
-            assert (folder / "latest").read_text() == named
-            assert (folder / tag).is_dir() is (outcomes[-1] != "refused")
-            assert not list(folder.glob("hytrain-*"))
-            reader.load_checkpoint(folder)
-            assert_same(snapshot(reader), training.saved if named == "kept" else training.now)
-            if outcomes[-1] != "refused":
-                reader.load_checkpoint(folder, tag=tag)
-                assert_same(snapshot(reader), training.now)
-            shutil.rmtree(folder / tag, ignore_errors=True)
-            for name in LATEST:
-                (folder / name).write_text("kept")
-    assert outcomes == sorted(outcomes, key=["refused", "without latest", "saved"].index)
-    assert {"refused", "saved"} <= set(outcomes)
-
-
-@pytest.mark.parametrize("run", RUNS, ids=["now", "beside training"])
-@pytest.mark.parametrize("limit", [0, 3000, 100_000, 300_000])
-def test_files_may_not_grow(
-    run: Run, limit: int, tmp_path: Path, reader: Any, expected: Snapshot
-) -> None:
-    """Without rights to mount: small files can be written, large ones end in the midst."""
-    with engine_of(run) as engine:
-        training = _Training(engine, tmp_path / "saves", reader)
-        with largest_file(limit), pytest.raises(CheckpointError, match="File too large") as raised:
-            _save(engine, training.folder, "kept")
-        assert "is unchanged" in str(raised.value)
-        assert _content(training.folder) == training.files
-        assert not list(training.folder.rglob("hytrain-*[0-9a-f]"))
-        training.end(expected)

@@ -6,10 +6,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_optimizer_state
 from support.engines import built, device, make_config
 from torch import nn
 
@@ -60,29 +58,6 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     for name, tensors in saved.items():
         for kind, tensor in tensors.items():
             assert torch.equal(now[name][kind], tensor), (name, kind)
-
-
-def test_plain_deepspeed_loads_them(tmp_path: Path) -> None:
-    with _engine(*NAMES) as engine:
-        _train(engine)
-        engine.save_checkpoint(tmp_path)
-        saved = engine.fp32_state_dict()
-    model = _Adapters(*NAMES)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-        "checkpoint": {"load_universal": True},
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
-    plain, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    plain.load_checkpoint(str(tmp_path))
-    for name, parameter in plain.module.named_parameters():
-        moment: Any = safe_get_full_optimizer_state(parameter, "exp_avg")
-        assert torch.equal(parameter.detach().cpu(), saved[name]["fp32"])
-        assert torch.equal(moment.cpu(), saved[name]["exp_avg"])
-    plain.destroy()
 
 
 def test_differing_names_are_named(tmp_path: Path) -> None:
