@@ -1,6 +1,6 @@
 """The compiled extension: kernels on addresses and sizes. Nothing here checks its arguments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 # ---- adam: csrc/include/hytrain/adam.h, dispatch.h ----
@@ -253,21 +253,10 @@ class UpdateWorker:
     def take_trace(self) -> tuple[list[TraceSpan], int]: ...
     def fail_at(self, layer: int) -> None: ...
 
-# ---- checkpoint: csrc/include/hytrain/crc32.h, summed_file.h, checked_read.h ----
+# ---- checkpoint: csrc/include/hytrain/crc32.h, summed_file.h ----
 
 def crc32(sum: int, data: int, bytes: int) -> int: ...
-def crc32_portable(sum: int, data: int, bytes: int) -> int: ...
-def crc32_joined(first: int, second: int, second_bytes: int) -> int: ...
 def trim_write_buffers() -> None: ...
-def read_checked(
-    descriptor: int,
-    file_bytes: int,
-    begin: int,
-    end: int,
-    sums: Sequence[int],
-    target: int,
-    threads: int,
-) -> list[int]: ...
 
 class SummedFile:
     num_bytes: int

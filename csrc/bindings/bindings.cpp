@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "hytrain/adam.h"
-#include "hytrain/checked_read.h"
 #include "hytrain/crc32.h"
 #include "hytrain/device.h"
 #include "hytrain/dispatch.h"
@@ -488,26 +487,7 @@ void bind_checkpoint(py::module_& m) {
         },
         py::arg("sum"), py::arg("data"), py::arg("bytes"),
         py::call_guard<py::gil_scoped_release>());
-    m.def(
-        "crc32_portable",
-        [](std::uint32_t sum, Address data, std::size_t bytes) {
-            return hytrain::crc32_portable(sum, pointer<void>(data), bytes);
-        },
-        py::arg("sum"), py::arg("data"), py::arg("bytes"));
-    m.def("crc32_joined", &hytrain::crc32_joined, py::arg("first"), py::arg("second"),
-          py::arg("second_bytes"));
     m.def("trim_write_buffers", &hytrain::WriteBuffer::trim);
-    m.def(
-        "read_checked",
-        [](int descriptor, std::uint64_t file_bytes, std::uint64_t begin, std::uint64_t end,
-           std::vector<std::uint32_t> sums, Address target, int threads) {
-            const hytrain::CheckedRange range{file_bytes, begin, end, std::move(sums)};
-            return without_gil([&] {
-                return hytrain::read_checked(descriptor, range, pointer<char>(target), threads);
-            });
-        },
-        py::arg("descriptor"), py::arg("file_bytes"), py::arg("begin"), py::arg("end"),
-        py::arg("sums"), py::arg("target"), py::arg("threads"));
     py::class_<SummedFile>(m, "SummedFile")
         .def(py::init<int>(), py::arg("descriptor"))
         .def(
