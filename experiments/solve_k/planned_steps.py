@@ -44,7 +44,6 @@ from hytrain.tools.planner.cost_model import Collectives, workload
 from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.profiler.layer_bench import LayerBench
-from hytrain.tools.profiler.layer_profile import LayerOptions
 from hytrain.tools.profiler.layer_samples import DEPTH, Row, SizeMeasurements
 from hytrain.tools.profiler.measured_model import MeasuredModel
 from hytrain.tools.profiler.profile_options import ProfileOptions
@@ -145,8 +144,8 @@ class Workload:
             "predicted", "predicted_by_the_profile_alone", "layer", "outside", "update_rate"}}.
         """
         cell = self._cell
-        layer = LayerOptions(micro_batches=(cell.batch,), seconds=seconds)
-        found = profile_ranks(subject_of(cell), self._device, ProfileOptions(layer=layer))
+        options = ProfileOptions(micro_batches=(cell.batch,), seconds=seconds)
+        found = profile_ranks(subject_of(cell), self._device, options)
         parts = tuple(reversed(PARTS)) if backwards else PARTS
         steps: dict[float, list[float]] = {part: [] for part in parts}
         passes: dict[float, SizeMeasurements] = {}

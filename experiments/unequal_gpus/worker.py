@@ -30,7 +30,6 @@ from hytrain.formats.plan_file import PlanFile, write_plan
 from hytrain.formats.profile_file import ProfileFile, write_profile
 from hytrain.hardware.device_facts import MULTIPROCESSORS_VARIABLE
 from hytrain.kernels.host_limits import available_host_bytes
-from hytrain.tools.profiler.layer_profile import LayerOptions
 from hytrain.tools.profiler.measured_model import MakeBatch, MeasuredModel
 from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.run import profile_ranks
@@ -104,7 +103,8 @@ class Bench:
         if self.limited is not None:
             settings["multiprocessors"] = self.limited.granted
         options = ProfileOptions(
-            layer=LayerOptions(micro_batches=sizes, seconds=self.job["profile_seconds"]),
+            micro_batches=sizes,
+            seconds=self.job["profile_seconds"],
             rate_seconds=RATE_SECONDS,
             collective_bytes=COLLECTIVE_BYTES,
             multiprocessors=int(os.environ[MULTIPROCESSORS_VARIABLE]),

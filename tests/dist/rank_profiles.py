@@ -11,7 +11,6 @@ from torch import nn
 
 from hytrain.errors import ConfigError, ProfileRunError
 from hytrain.formats.profile_file import ProfileFile
-from hytrain.tools.profiler.layer_profile import LayerOptions
 from hytrain.tools.profiler.measured_model import MeasuredModel
 from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.ranks import Ranks
@@ -36,7 +35,8 @@ class _Loss(nn.Module):
 
 def _options() -> ProfileOptions:
     return ProfileOptions(
-        layer=LayerOptions(micro_batches=(1, 2), seconds=1.0),
+        micro_batches=(1, 2),
+        seconds=1.0,
         rate_seconds=0.01,
         cpu_elements=1 << 14,
         copy_bytes=1 << 16,
@@ -63,7 +63,8 @@ def profile_alone() -> int:
         return 0
     subject = MeasuredModel("linear", _build, seq_len=1, dtype=torch.float32)
     options = ProfileOptions(
-        layer=LayerOptions(micro_batches=(1,), seconds=0.5),
+        micro_batches=(1,),
+        seconds=0.5,
         rate_seconds=0.01,
         cpu_elements=1 << 14,
         copy_bytes=1 << 16,

@@ -116,7 +116,6 @@ def _measure(arguments: argparse.Namespace) -> int:
 
     from hytrain.kernels.host_memory import taking_host_memory
     from hytrain.tools.profiler.launch import joined, limit_memory, local_device
-    from hytrain.tools.profiler.layer_profile import LayerOptions
     from hytrain.tools.profiler.measured_model import read_subject
     from hytrain.tools.profiler.profile_options import ProfileOptions
     from hytrain.tools.profiler.profile_report import profile_table
@@ -125,9 +124,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     from hytrain.tools.profiler.run import profile_ranks
 
     options = ProfileOptions(
-        layer=LayerOptions(
-            micro_batches=arguments.micro_batches, seconds=arguments.seconds or _SECONDS
-        ),
+        micro_batches=arguments.micro_batches,
+        seconds=arguments.seconds or _SECONDS,
         settings=arguments.settings or "",
         moments=arguments.moments or FP32,
     )

@@ -34,10 +34,7 @@ class BlockHooks:
     """Hooks on the blocks of a model, until :meth:`close`."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        """
-        Args:
-            blocks: in the order of their forwards.
-        """
+        """Of the blocks in the order of their forwards."""
         self.tell: Callable[[Point], None] = ignore
         """Called at each point but BEGIN, LOSS and END, on whatever thread comes there."""
         self.boundary_bytes = 0

@@ -41,12 +41,7 @@ def collective_samples(
     """All-gather and reduce-scatter over all ranks, equal and unequal shards; a collective.
 
     Of a repeat the slowest rank counts, of the repeats the median. One rank alone has none.
-
-    Args:
-        device: where the shards are.
-        ranks: all of the default process group.
-        dtype: of the elements.
-        sizes: bytes of a layer, all shards together, ascending.
+    ``sizes`` are bytes of a layer, all shards together, ascending.
     """
     if ranks.world_size == 1:
         return ()

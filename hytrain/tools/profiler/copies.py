@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hytrain.formats.profile_file import CopyRates
+from hytrain.tools.profiler.launching import repeating
 from hytrain.tools.profiler.ranks import Ranks
-from hytrain.tools.profiler.repeats import median_seconds
 
 _COPY_BYTES = 64 * 2**20
 _COPIES = 8
@@ -52,14 +52,7 @@ class Copies:
 def copy_rates(
     device: torch.device, ranks: Ranks, *, seconds: float = 0.3, num_bytes: int = _COPY_BYTES
 ) -> CopyRates:
-    """Bytes a second, each way alone and both at once.
-
-    Args:
-        device: a GPU, or a CPU for trying.
-        ranks: all measure at once.
-        seconds: of each of the three measurements.
-        num_bytes: of a copy.
-    """
+    """Bytes a second, each way alone and both at once, in so many seconds each."""
     copies = Copies(device, num_bytes)
 
     def rate(*ways: int) -> float:
@@ -69,7 +62,7 @@ def copy_rates(
             copies.wait()
             return time.perf_counter() - begin
 
-        return _COPIES * num_bytes / median_seconds(run, ranks, seconds)
+        return _COPIES * num_bytes / ranks.median_seconds(run, seconds)
 
     both = rate(_TO_HOST, _FROM_HOST)
     return CopyRates(
@@ -81,8 +74,7 @@ class TrainingLoad:
     """What goes on beside the CPU's update in training: copies both ways, and a busy thread.
 
     A gradient arrives and new weights leave for every parameter of an update: as many bytes each
-    way as the training copy has. The thread stands for the one that launches the GPU's kernels; it
-    computes, without the interpreter's lock, and touches no memory to speak of.
+    way as the training copy has.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -94,23 +86,11 @@ class TrainingLoad:
         size = min(num_bytes, _LOAD_BYTES)
         self._times = -(-num_bytes // size)
         self.copies = Copies(device, size)
-        self._over = threading.Event()
-        self._launcher: threading.Thread | None = None
 
-    def __enter__(self) -> TrainingLoad:
-        self._over.clear()
-        self._launcher = threading.Thread(target=self._compute, daemon=True)
-        self._launcher.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._over.set()
-        if self._launcher is not None:
-            self._launcher.join()
-
-    def _compute(self) -> None:
-        while not self._over.is_set():
-            hashlib.sha256(_HASHED).digest()
+    def launching(self) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, a thread stands for the one that launches the GPU's kernels: it computes,
+        without the interpreter's lock, and touches no memory to speak of."""
+        return repeating(lambda: hashlib.sha256(_HASHED).digest())
 
     def beside(self, run: Callable[[], float]) -> float:
         """What ``run`` returns, with the copies of one update beside it."""

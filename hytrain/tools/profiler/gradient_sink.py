@@ -50,11 +50,7 @@ class GradientSink:
     """Hooks on the parameters of all layers, until :meth:`close`; drops what is complete."""
 
     def __init__(self, layers: Sequence[LayerParameters], device: torch.device) -> None:
-        """
-        Args:
-            layers: of the model, with all trained parameters.
-            device: where they are.
-        """
+        """Of the model's layers, with all trained parameters, on a device."""
         group_of = {id(parameter): 0 for layer in layers for _, parameter in layer.parameters}
         self._step = StepState()
         # Not a cycle: the copy of the model goes when its measurement ends.

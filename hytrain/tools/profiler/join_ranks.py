@@ -27,32 +27,25 @@ class RankPlace:
     Attributes:
         host: name of its machine, the same for all ranks there and for no others.
         facts: of its device.
-        cores: its part of the machine's.
-        all_cores: those it may use.
+        cores: those of the machine that it may use.
         memory_bytes: its part of the host's memory.
-        ranks_on_host: that share the machine.
         cpu: the CPU's name.
         settings: what makes its device differ from its kind, in words.
     """
 
     host: str
     facts: DeviceFacts
-    cores: int
-    all_cores: frozenset[int]
+    cores: frozenset[int]
     memory_bytes: int
-    ranks_on_host: int
     cpu: str
     settings: str = ""
 
 
 def host_names(machines: Sequence[tuple[str, RankHost]]) -> list[str]:
-    """A name for each rank's machine.
+    """A name for each rank's machine, of what it calls it and what identifies it.
 
     Ranks of one machine have the name that its first rank gives it (containers have several); of
     machines that call themselves the same, the later ones get a number.
-
-    Args:
-        machines: what each rank calls its machine, and what identifies it.
     """
     names: dict[str, str] = {}
     for name, where in machines:
@@ -65,13 +58,7 @@ def host_names(machines: Sequence[tuple[str, RankHost]]) -> list[str]:
 def device_profiles(
     everybody: Sequence[tuple[RankPlace, Measured]], layer_parameters: int, now: datetime.datetime
 ) -> tuple[DeviceProfile, ...]:
-    """One for the ranks of each host whose devices have one label.
-
-    Args:
-        everybody: of all ranks, in their order.
-        layer_parameters: of a block.
-        now: when it was measured.
-    """
+    """One for the ranks of each host whose devices have one label."""
     members: dict[tuple[str, str], list[tuple[RankPlace, Measured]]] = {}
     for place, measured in everybody:
         members.setdefault((place.host, place.facts.label), []).append((place, measured))
@@ -108,7 +95,7 @@ def _device(
 def host_profiles(
     everybody: Sequence[tuple[RankPlace, Measured]], now: datetime.datetime
 ) -> tuple[HostProfile, ...]:
-    """One for each host, in the order of the ranks; arguments as :func:`device_profiles`."""
+    """One for each host, in the order of the ranks."""
     hosts = dict.fromkeys(place.host for place, _ in everybody)
     return tuple(
         _host([(place, one) for place, one in everybody if place.host == host], now)
@@ -123,7 +110,7 @@ def _host(ranks: Sequence[tuple[RankPlace, Measured]], now: datetime.datetime) -
     return HostProfile(
         host=places[0].host,
         ranks=tuple(place.facts.label for place in places),
-        cores=len(frozenset[int]().union(*(place.all_cores for place in places))),
+        cores=len(frozenset[int]().union(*(place.cores for place in places))),
         memory_bytes=sum(place.memory_bytes for place in places),
         bandwidth=max(sum(one.memory[t] for one in cpu) for t in threads),
         updates=tuple(

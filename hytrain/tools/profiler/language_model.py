@@ -51,10 +51,6 @@ def read_config(path: Path) -> Any:
 def check_length(config: Any, source: Path, seq_len: int) -> None:
     """Refuses samples that are longer than a model's positions.
 
-    Args:
-        config: of transformers.
-        source: where it was read, for errors.
-        seq_len: tokens of a sample.
 
     Raises:
         ConfigError: they are.
@@ -70,9 +66,6 @@ def check_length(config: Any, source: Path, seq_len: int) -> None:
 def build_language_model(config: Any, source: Path) -> nn.Module:
     """The model that a configuration describes, randomly initialized.
 
-    Args:
-        config: of transformers.
-        source: where it was read, for errors.
 
     Raises:
         ConfigError: it is no language model.

@@ -43,11 +43,7 @@ def joined(device: torch.device) -> Generator[None]:
 
 
 def limit_memory(device: torch.device, fractions: Sequence[float]) -> None:
-    """Lets this process use a part of its GPU's memory only.
-
-    Args:
-        device: this rank's.
-        fractions: one for all ranks, or one a rank.
+    """Lets this process use a part of its GPU's memory only: one for all ranks, or one a rank.
 
     Raises:
         ConfigError: a fraction is out of range, there are not as many as ranks, or no GPU.

@@ -17,13 +17,13 @@ _TENTH = 10
 
 
 @contextlib.contextmanager
-def updating(update: Callable[[], object]) -> Generator[None]:
-    """While it lasts, another thread updates, once after another."""
+def repeating(work: Callable[[], object]) -> Generator[None]:
+    """While it lasts, another thread does the work, once after another."""
     is_over = threading.Event()
 
     def go_on() -> None:
         while not is_over.is_set():
-            update()
+            work()
 
     worker = threading.Thread(target=go_on, daemon=True)
     worker.start()
@@ -45,7 +45,7 @@ def measure_slowdown(launch: Callable[[], float], update: Callable[[], object]) 
     ratios: list[float] = []
     for _ in range(_TURNS):  # in turns: hosts are faster and slower for seconds on end
         alone = launch()
-        with updating(update):
+        with repeating(update):
             ratios.append(launch() / alone)
     return max(1.0, statistics.median(ratios))
 
@@ -54,9 +54,6 @@ def spread(turns: Sequence[float]) -> float:
     """By which slow turns took longer than fast ones, as a share of these.
 
     The slowest but a tenth of all, and the fastest but a tenth: a stall is not a slow turn.
-
-    Args:
-        turns: what each took; at least one.
     """
     ascending = sorted(turns)
     left_out = len(ascending) // _TENTH

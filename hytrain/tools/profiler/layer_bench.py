@@ -63,7 +63,8 @@ class LayerBench:
         self._recomputation = Recomputation(model.blocks)
         self._sink = GradientSink(model.layers, device)
         self._is_cuda = device.type == "cuda"
-        self._boundary_bytes = 0
+        self.boundary_bytes = 0
+        """Activations between two blocks, a sample; of the last size measured."""
 
     def close(self) -> None:
         """Removes all hooks."""
@@ -73,11 +74,6 @@ class LayerBench:
     def recomputing(self) -> AbstractContextManager[object]:
         """While it lasts, blocks recompute as :meth:`measure` wants them to."""
         return self._recomputation.installed()
-
-    @property
-    def boundary_bytes(self) -> int:
-        """Activations between two blocks, a sample; of the last size measured."""
-        return self._boundary_bytes
 
     def clean(self) -> None:
         """Forgets what a pass that failed has left."""
@@ -95,10 +91,6 @@ class LayerBench:
         """Trained parameters of a block, as tensors; where blocks differ, of the middle one."""
         blocks = [layer for layer in self._model.layers if layer.block is not None]
         return statistics.median_high(len(block.parameters) for block in blocks)
-
-    def allocated(self) -> int:
-        """Bytes allocated now."""
-        return self._meter().allocated()
 
     def measure(self, size: int, seconds: float) -> SizeMeasurements:
         """Memory, and times of as many passes as fit into some seconds.
@@ -120,7 +112,7 @@ class LayerBench:
         found = SizeMeasurements(self._times(batch, number), memory, self._launches(batch))
         if found.may_be_launch_bound:
             found.queued = self._queued(batch, found.launches)
-        self._boundary_bytes = self._hooks.boundary_bytes // size
+        self.boundary_bytes = self._hooks.boundary_bytes // size
         return found
 
     def measure_again(self, size: int, found: SizeMeasurements) -> None:
@@ -143,18 +135,16 @@ class LayerBench:
         """
         return _seconds(self._launches(self._batch(size), _SLICE_SECONDS))
 
-    def launch_again(self, size: int, found: SizeMeasurements) -> float | None:
-        """A few launches more, which are added: of one of many short turns.
-
-        Returns:
-            Seconds of a pass of this turn; None without a GPU, where nothing is launched.
+    def launch_again(self, size: int, found: SizeMeasurements) -> None:
+        """A few launches more, which are added: of one of many short turns; none without a GPU.
 
         Raises:
             torch.cuda.OutOfMemoryError: the size does not fit this time; :meth:`clean` then.
         """
         launches = self._launches(self._batch(size), _SLICE_SECONDS)
         found.launches += launches
-        return _seconds(launches) if launches else None
+        if launches:
+            found.turns.append(_seconds(launches))
 
     def _batch(self, size: int) -> Mapping[str, Any]:
         with self._subject.defaults(self._device):

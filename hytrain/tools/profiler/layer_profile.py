@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from hytrain.tools.profiler.launching import spread
 from hytrain.tools.profiler.layer_bench import LayerBench
 from hytrain.tools.profiler.layer_samples import DEPTH, SizeMeasurements
 from hytrain.tools.profiler.measured_model import MeasuredModel
+from hytrain.tools.profiler.profile_options import ProfileOptions
 
 logger = logging.getLogger(__name__)
 
@@ -48,27 +50,6 @@ _WIDEST_GAP = 1.5
 """... than a size of so many times the one below."""
 _TRIED_WITHOUT_GPU = 4
 """Doublings on a CPU at most, which is for trying only."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerOptions:
-    """What to measure.
-
-    Attributes:
-        micro_batches: samples of a micro-batch, ascending; None: 1, 2, 4, ... until a pass does not
-            fit, or 8 or more gain less than 3 % twice in a row; then, while there is time, the
-            middles of what lies between, the size that did not fit included: a plan chooses among
-            sizes that were measured.
-        seconds: of measuring, about; sizes that were given, else at least two, are all measured.
-    """
-
-    micro_batches: tuple[int, ...] | None = None
-    seconds: float = 40.0
-
-    def __post_init__(self) -> None:
-        sizes = self.micro_batches
-        if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
-            raise ConfigError(f"--micro-batches {sizes}: give ascending numbers of samples")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +81,10 @@ class LayerProfile:
 class LayerProfiling:
     """A copy of the model on a device, and what has been measured of it; within ``with``."""
 
-    def __init__(self, subject: MeasuredModel, device: torch.device, options: LayerOptions) -> None:
-        """
-        Args:
-            subject: the model.
-            device: where, on its current stream.
-            options: which sizes, and how long.
+    def __init__(
+        self, subject: MeasuredModel, device: torch.device, options: ProfileOptions
+    ) -> None:
+        """On the device's current stream.
 
         Raises:
             ConfigError: three blocks do not fit.
@@ -123,8 +102,6 @@ class LayerProfiling:
         """By micro-batch size."""
         self._too_large: int | None = None
         """The smallest size that did not fit."""
-        self._turns: dict[int, list[float]] = {}
-        """Seconds of a pass in each turn of launches, by micro-batch size."""
         self._launch_bound: list[int] = []
         """Sizes that may wait for launches."""
         self._idle_bytes = 0
@@ -143,6 +120,9 @@ class LayerProfiling:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
     def measure(self, on_size: Callable[[int, float], None] = lambda size, share: None) -> None:
         """All sizes; on a GPU what passes leave in the allocator is given back to the device.
 
@@ -154,16 +134,17 @@ class LayerProfiling:
                 even the smallest size fits.
         """
         begin, seconds = time.monotonic(), self._options.seconds
-        weights = self._bench.allocated()
+        weights = self._allocated()
         try:
             with self._bench.recomputing():
                 for size, its_seconds in self._sizes(begin):
                     on_size(size, min(1.0, (time.monotonic() - begin) / seconds))
-                    self._visit(size, its_seconds)
+                    if not self._fits(self._visit, size, its_seconds):
+                        self._too_large = size
                 # Once more the small sizes, then the larger ones.
                 for size in sorted(self._found):
                     if time.monotonic() < begin + seconds:
-                        self._again(size, self._bench.measure_again)
+                        self._fits(self._bench.measure_again, size, self._found[size])
         finally:
             self._give_back()
         if not self._found:
@@ -171,9 +152,7 @@ class LayerProfiling:
                 f"--model {self._subject.name}: not even the smallest micro-batch fits on "
                 f"{self._device}: give a smaller --seq-len or --micro-batches"
             )
-        if self._device.type == "cuda":
-            left = torch.cuda.memory_allocated(self._device) - weights
-            self._idle_bytes = max(0, left)
+        self._idle_bytes = max(0, self._allocated() - weights)
         self._launch_bound = [
             size for size in sorted(self._found) if self._found[size].may_be_launch_bound
         ]
@@ -211,69 +190,54 @@ class LayerProfiling:
         return len(gains) == 2 and max(gains) < _KNEE and samples[-1].samples >= _SMALLEST_LAST
 
     def _visit(self, size: int, seconds: float) -> None:
+        self._found[size] = self._bench.measure(size, seconds)
+
+    def _fits(self, measure: Callable[[int, Any], object], size: int, how: Any) -> bool:
+        """Whether a size has room for what is measured; what was measured of it before counts."""
         try:
-            self._found[size] = self._bench.measure(size, seconds)
-            return
+            measure(size, how)
+            return True
         except torch.cuda.OutOfMemoryError as error:
             logger.info("a micro-batch of %d does not fit (%s)", size, _first_line(error))
         # Not in the handler: the exception holds the pass's tensors.
-        self._bench.clean()
-        self._too_large = size
-
-    def _again(self, size: int, measure: Callable[[int, SizeMeasurements], None]) -> bool:
-        """Adds to what was measured of a size; False where it has no room this time."""
-        try:
-            measure(size, self._found[size])
-            return True
-        except torch.cuda.OutOfMemoryError as error:
-            # It fitted before; what was measured then counts.
-            logger.info("a micro-batch of %d did not fit again (%s)", size, _first_line(error))
         self._bench.clean()
         return False
 
     # -- launches ------------------------------------------------------------------------------
 
     def launch_again(self, pauses: int = 1) -> None:
-        """Launches of all sizes that may wait for them, in some of their turns; at least in one.
-
-        Args:
-            pauses: in how many calls of this all turns are made.
-        """
+        """Launches of all sizes that may wait for them, in a part of their turns; at least in
+        one."""
         deadline = time.monotonic() + _LAUNCH_SHARE * self._options.seconds / pauses
         with self._bench.recomputing():
             for turn in range(-(-_LAUNCH_TURNS // pauses)):
                 if turn and time.monotonic() > deadline:
                     return
                 self._launch_bound = [
-                    size for size in self._launch_bound if self._again(size, self._launch)
+                    size
+                    for size in self._launch_bound
+                    if self._fits(self._bench.launch_again, size, self._found[size])
                 ]
 
-    def _launch(self, size: int, found: SizeMeasurements) -> None:
-        taken = self._bench.launch_again(size, found)
-        if taken is not None:
-            self._turns.setdefault(size, []).append(taken)
-
     def launch_beside(self, measure: Callable[[Callable[[], float]], float]) -> None:
-        """Launches beside updates on the CPU.
-
-        Args:
-            measure: the slowdown; is given what launches passes of the smallest size and returns
-                the seconds of one.
-        """
+        """Launches beside updates on the CPU: ``measure`` gives the slowdown of what launches
+        passes of the smallest size and returns the seconds of one."""
         if self._device.type == "cuda":  # without, the host computes
             size = min(self._found)
             self._slowdown = measure(lambda: self._bench.launch_seconds(size))
 
     def result(self) -> LayerProfile:
         """What has been measured so far."""
+        found = [self._found[size] for size in sorted(self._found)]
         rows = [self._found[size].row(size) for size in sorted(self._found)]
+        turns = next((one.turns for one in found if one.turns), None)
         return LayerProfile(
             layer=tuple(block for block, _ in rows),
             outside=tuple(around for _, around in rows),
             boundary_bytes=self._bench.boundary_bytes,
             idle_bytes=self._idle_bytes,
             launch_slowdown=self._slowdown,
-            launch_spread=spread(self._turns[min(self._turns)]) if self._turns else None,
+            launch_spread=spread(turns) if turns else None,
             sums_squares=self._bench.sums_squares,
             block_tensors=self._bench.block_tensors,
         )

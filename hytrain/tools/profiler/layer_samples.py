@@ -42,6 +42,8 @@ class SizeMeasurements:
     """When the host came to the points, nothing queued on the device; empty without a GPU."""
     queued: list[tuple[int, Pass[float]]] = field(default_factory=list)
     """When the device did, all of a pass queued before; empty where it never waits."""
+    turns: list[float] = field(default_factory=list[float])
+    """Seconds to launch a pass, in each of many short turns."""
 
     @property
     def may_be_launch_bound(self) -> bool:

@@ -40,10 +40,7 @@ class CpuMeter(TorchDispatchMode):
     """
 
     def __init__(self, present: Iterable[torch.Tensor]) -> None:
-        """
-        Args:
-            present: tensors that are there already and are not counted.
-        """
+        """Tensors that are there already are not counted."""
         super().__init__()
         self._bytes = 0
         self._peak = 0

@@ -19,13 +19,7 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 def read_model_shape(
     path: Path, *, seq_len: int, dtype: Dtype, moments: MomentsName = FP32
 ) -> ModelShape:
-    """The model as equal blocks and what is outside of them.
-
-    Args:
-        path: a transformers ``config.json``, or the folder that holds one.
-        seq_len: tokens of a sample.
-        dtype: of the training copy.
-        moments: how Adam's are kept.
+    """The model of a transformers ``config.json`` as equal blocks and what is outside of them.
 
     Raises:
         ConfigError: the file is no transformers configuration, or tells no sizes.

@@ -26,14 +26,7 @@ from hytrain.zero3.plan import GatherSettings, gather_settings
 def read_model_sizes(
     path: Path, config: HyTrainConfig, form: TrainingForm, *, num_ranks: int, rank: int
 ) -> ModelSizes:
-    """The layers of a model as one rank will hold them.
-
-    Args:
-        path: a transformers ``config.json``, or the folder that holds one.
-        config: how the model is cut.
-        form: dtypes, and whether gradients wait.
-        num_ranks: ranks that share the state.
-        rank: whose shards.
+    """The layers of a transformers ``config.json``'s model as one rank will hold them.
 
     Raises:
         ConfigError: the file is no transformers configuration, transformers is not installed, or

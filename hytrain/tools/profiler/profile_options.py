@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from hytrain.errors import ConfigError
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.tools.profiler import collective_profile
-from hytrain.tools.profiler.layer_profile import LayerOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +15,12 @@ class ProfileOptions:
     """What to measure, and for how long.
 
     Attributes:
-        layer: sizes and seconds of the layer's passes.
+        micro_batches: samples of a micro-batch, ascending; None: 1, 2, 4, ... until a pass does not
+            fit, or 8 or more gain less than 3 % twice in a row; then, while there is time, the
+            middles of what lies between, the size that did not fit included: a plan chooses among
+            sizes that were measured.
+        seconds: of measuring passes, about; sizes that were given, else at least two, are all
+            measured.
         rate_seconds: of each measurement of a rate.
         cpu_elements: of each array of the CPU update; None: beyond the caches.
         copy_bytes: of a copy.
@@ -26,7 +31,8 @@ class ProfileOptions:
         moments: how updates keep Adam's moments.
     """
 
-    layer: LayerOptions = field(default_factory=LayerOptions)
+    micro_batches: tuple[int, ...] | None = None
+    seconds: float = 40.0
     rate_seconds: float = 0.25
     cpu_elements: int | None = None
     copy_bytes: int = 64 * 2**20
@@ -34,3 +40,8 @@ class ProfileOptions:
     multiprocessors: int | None = None
     settings: str = ""
     moments: MomentsName = FP32
+
+    def __post_init__(self) -> None:
+        sizes = self.micro_batches
+        if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
+            raise ConfigError(f"--micro-batches {sizes}: give ascending numbers of samples")

@@ -10,11 +10,7 @@ class Progress:
     """What is told about the work."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        """
-        Args:
-            stream: where it is shown; None: nowhere, for ranks but the first, and for callers in
-                Python.
-        """
+        """On a stream; None: nowhere, for ranks but the first, and for callers in Python."""
         self._stream = stream
         self._begin = time.monotonic()
         self._words = ""

@@ -88,7 +88,7 @@ def measure_rank(
         update = partial(arrays.update, max(1, mine - 1))
         return measure_slowdown(launch, lambda: load.beside(update))
 
-    with ranks.together(lambda: LayerProfiling(subject, device, options.layer)) as layers:
+    with ranks.together(lambda: LayerProfiling(subject, device, options)) as layers:
 
         def pause() -> None:
             ranks.together(lambda: layers.launch_again(_PAUSES + rounds))
@@ -126,8 +126,9 @@ def measure_rank(
         kind = UpdatedKind(
             dtype, moments, sums_squares=layer.sums_squares, parameters=layer.block_tensors
         )
-        launching = ranks.together(lambda: update_launches(device, kind))
-        return Measured(layer, 1.0 / update, copies, cpu, adding, launching)
+        is_cuda = device.type == "cuda"  # else nothing is launched
+        launches = ranks.together(lambda: update_launches(device, kind) if is_cuda else None)
+        return Measured(layer, 1.0 / update, copies, cpu, adding, launches)
 
 
 def _update_seconds(device: torch.device, subject: MeasuredModel, options: ProfileOptions) -> float:

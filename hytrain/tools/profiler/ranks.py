@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from hytrain.errors import ConfigError, HyTrainError, ProfileRunError
 
 _T = TypeVar("_T")
+_FEWEST_REPEATS = 3
 
 
 class Ranks:
@@ -19,11 +22,7 @@ class Ranks:
     """
 
     def __init__(self, *, alone: bool = False) -> None:
-        """A collective, unless alone.
-
-        Args:
-            alone: leaves a process group that there is aside.
-        """
+        """A collective, unless alone, which leaves a process group that there is aside."""
         self._is_joined = not alone and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self._is_joined else 0
         self.world_size = dist.get_world_size() if self._is_joined else 1
@@ -46,6 +45,20 @@ class Ranks:
         """Waits for all."""
         if self.world_size > 1:
             dist.barrier(group=self._control)
+
+    def median_seconds(self, run: Callable[[], float], seconds: float) -> float:
+        """The median of what ``run`` returns, over some seconds of repeats on all ranks at once.
+
+        They share a host's memory and its links: a measurement begins at a barrier and lasts for a
+        time, not for a number of repeats, so that nobody's last repeats run undisturbed.
+        """
+        run()  # touches pages, wakes threads
+        self.barrier()
+        end = time.perf_counter() + seconds
+        values = [run()]
+        while len(values) < _FEWEST_REPEATS or time.perf_counter() < end:
+            values.append(run())
+        return statistics.median(values)
 
     def together(self, work: Callable[[], _T]) -> _T:
         """Does work that may fail, and fails on every rank where it failed on any.

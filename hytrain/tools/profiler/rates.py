@@ -16,7 +16,6 @@ from hytrain.offload.threads import candidates
 from hytrain.offload.update_arrays import UpdateArrays, array_bytes
 from hytrain.tools.profiler.copies import TrainingLoad
 from hytrain.tools.profiler.ranks import Ranks
-from hytrain.tools.profiler.repeats import median_seconds
 
 _ELEMENTS = 1 << 24
 _LLC_MULTIPLE = 4
@@ -88,12 +87,12 @@ def cpu_rates(
     for number in range(rounds):
         # A host with fewer counts than another repeats its last one, so that barriers meet.
         threads = counts[min(number, len(counts) - 1)]
-        updates[threads] = n / median_seconds(partial(arrays.update, threads), ranks, seconds)
-        with load:
-            beside = partial(load.beside, partial(arrays.update, threads))
-            loaded = median_seconds(beside, ranks, seconds)
+        update = partial(arrays.update, threads)
+        updates[threads] = n / ranks.median_seconds(update, seconds)
+        with load.launching():
+            loaded = ranks.median_seconds(partial(load.beside, update), seconds)
         in_training[threads] = n / loaded
-        swept = median_seconds(partial(arrays.sweep, threads), ranks, seconds)
+        swept = ranks.median_seconds(partial(arrays.sweep, threads), seconds)
         # Both read and write all of the state. An update reads two gradients and writes the copy
         # besides; of its copies one writes a gradient and the other reads the copy. Those of a GPU
         # are over before it; between arrays of a CPU they may not be, and are not counted.
@@ -105,12 +104,7 @@ def cpu_rates(
 
 
 def update_elements(ranks_on_host: int, parameters: int = 0) -> int:
-    """As many as training updates, up to a limit; at least what lies beyond the caches, if it fits.
-
-    Args:
-        ranks_on_host: that measure at once.
-        parameters: of the rank's shard in training.
-    """
+    """As many as training updates, up to a limit; at least what caches do not hold, if it fits."""
     beyond_caches = max(_ELEMENTS, _LLC_MULTIPLE * last_level_cache_bytes() // 12 // ranks_on_host)
     each = array_bytes(FP32) * ranks_on_host
     most, fits = int(_MAPPED_BYTES / each), int(_MEMORY_SHARE * available_host_bytes() / each)

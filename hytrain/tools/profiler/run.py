@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import datetime
 import socket
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from hytrain.formats.profile_file import CollectiveProfile, ProfileFile
 from hytrain.hardware.device_facts import device_facts
-from hytrain.hardware.host_share import RankHost, divide_host, this_host
+from hytrain.hardware.host_share import divide_host, this_host
 from hytrain.hardware.machine import cpu_model, package_version
 from hytrain.kernels.host_limits import host_memory_pools
 from hytrain.tools.profiler import collective_profile
@@ -65,17 +64,29 @@ def profile_ranks(
     ranks = ranks if ranks is not None else Ranks()
     progress = progress if progress is not None else Progress()
     machines = ranks.gather((socket.gethostname(), this_host()))
-    model, me = ranks.together(
-        lambda: (subject.sizes(), _place(device, options, machines, ranks.rank))
-    )
+    share = divide_host([machine for _, machine in machines], ranks.rank)
+
+    def place() -> RankPlace:
+        return RankPlace(
+            host=host_names(machines)[ranks.rank],
+            facts=device_facts(
+                device, multiprocessors=options.multiprocessors, ranks_on_host=share.ranks
+            ),
+            cores=machines[ranks.rank][1].cores,
+            memory_bytes=share.memory(host_memory_pools()),
+            cpu=cpu_model(),
+            settings=options.settings,
+        )
+
+    model, me = ranks.together(lambda: (subject.sizes(), place()))
     measured = measure_rank(
         subject,
         device,
         options,
         ranks,
         progress,
-        cores=ranks.gather(me.cores),
-        ranks_on_host=me.ranks_on_host,
+        cores=ranks.gather(share.cores),
+        ranks_on_host=share.ranks,
         shard=model.parameters // ranks.world_size,
     )
     progress.show(0.9, "collectives")
@@ -87,45 +98,23 @@ def profile_ranks(
         me = replace(me, facts=device_facts(device, multiprocessors=options.multiprocessors))
     everybody = ranks.gather((me, measured))
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
-    collectives: list[CollectiveProfile] = []
+    collectives: tuple[CollectiveProfile, ...] = ()
     if samples:
         names = tuple(place.host for place, _ in everybody)
-        collectives.append(
-            CollectiveProfile(hosts=names, backend=ranks.backend, samples=samples, measured=now)
-        )
+        found = CollectiveProfile(hosts=names, backend=ranks.backend, samples=samples, measured=now)
+        collectives = (found,)
     known = {"boundary_bytes": measured.layer.boundary_bytes, "moments": options.moments}
     profile = ProfileFile(
         model=model.model_copy(update=known),
         devices=device_profiles(everybody, model.layer_parameters, now),
         hosts=host_profiles(everybody, now),
-        collectives=tuple(collectives),
+        collectives=collectives,
         versions=_versions(),
     )
     progress.show(1.0, "done")
     return ranks.gather(profile)[0]  # clocks differ; all have the first rank's
 
 
-def _place(
-    device: torch.device,
-    options: ProfileOptions,
-    machines: Sequence[tuple[str, RankHost]],
-    rank: int,
-) -> RankPlace:
-    share = divide_host([machine for _, machine in machines], rank)
-    facts = device_facts(device, multiprocessors=options.multiprocessors, ranks_on_host=share.ranks)
-    return RankPlace(
-        host=host_names(machines)[rank],
-        facts=facts,
-        cores=share.cores,
-        all_cores=machines[rank][1].cores,
-        memory_bytes=share.memory(host_memory_pools()),
-        ranks_on_host=share.ranks,
-        cpu=cpu_model(),
-        settings=options.settings,
-    )
-
-
 def _versions() -> dict[str, str]:
-    versions = {name: package_version(name) for name in _PACKAGES}
-    versions["cuda"] = torch.version.cuda
+    versions = {name: package_version(name) for name in _PACKAGES} | {"cuda": torch.version.cuda}
     return {name: version for name, version in versions.items() if version is not None}

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,13 +54,8 @@ _TURNS = 3
 
 @dataclass(frozen=True, slots=True)
 class UpdatedLayers:
-    """Layers of a step that is measured.
-
-    Attributes:
-        on_gpu: how many are updated there, the first ones.
-        on_cpu: the others.
-        limits: by which those on the GPU share launches.
-    """
+    """Layers of a step that is measured: so many on the GPU, the first ones, and the others on the
+    CPU. By ``limits`` those on the GPU share launches."""
 
     on_gpu: int
     on_cpu: int
@@ -101,14 +96,8 @@ class UpdatedKind:
     parameters: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class HostSeconds:
-    """Of the host, for a step.
-
-    Attributes:
-        passes: in forward and backward.
-        step: in step().
-    """
+class HostSeconds(NamedTuple):
+    """Of the host, for a step: in forward and backward, and in step()."""
 
     passes: float
     step: float = 0.0
@@ -244,13 +233,8 @@ class TrainedSteps:
         self.optimizer.destroy()
 
 
-def update_launches(device: torch.device, kind: UpdatedKind) -> UpdateLaunches | None:
-    """Of the host, by what a step has; None without a GPU, where nothing is launched."""
-    return measured_launches(device, kind) if device.type == "cuda" else None
-
-
-def measured_launches(device: torch.device, kind: UpdatedKind) -> UpdateLaunches:
-    """As :func:`update_launches`, on any device: without a GPU with the updates themselves."""
+def update_launches(device: torch.device, kind: UpdatedKind) -> UpdateLaunches:
+    """Of the host, by what a step has; without a GPU with the updates themselves."""
     try:
         return terms_of(*_cases(device, kind))
     finally:
@@ -291,8 +275,8 @@ def _cases(device: torch.device, kind: UpdatedKind) -> tuple[list[HostSeconds], 
         return extra, [steps.num_launches for steps in trained]
 
 
-def _of_each(pick: Callable[[list[float]], float], rows: Sequence[HostSeconds]) -> HostSeconds:
-    return HostSeconds(pick([one.passes for one in rows]), pick([one.step for one in rows]))
+def _of_each(pick: Callable[[Sequence[float]], float], rows: Sequence[HostSeconds]) -> HostSeconds:
+    return HostSeconds(*map(pick, zip(*rows, strict=True)))
 
 
 def terms_of(extra: Sequence[HostSeconds], launches: Sequence[int]) -> UpdateLaunches:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile, LayerProfiling
+from hytrain.tools.profiler.layer_profile import LayerProfile, LayerProfiling
 from hytrain.tools.profiler.measured_model import MeasuredModel
+from hytrain.tools.profiler.profile_options import ProfileOptions
 
 WIDTH = 8
 
@@ -77,7 +78,7 @@ def paced_build(clock: Any, forward: Pace, backward: Pace) -> Callable[..., Any]
 
 
 def profile_layer(
-    subject: MeasuredModel, device: torch.device, options: LayerOptions
+    subject: MeasuredModel, device: torch.device, options: ProfileOptions
 ) -> LayerProfile:
     """All that a profile measures of a layer, but for launches beside updates."""
     with LayerProfiling(subject, device, options) as layers:

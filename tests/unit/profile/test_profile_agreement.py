@@ -19,7 +19,7 @@ from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.profile_problem import PlanOptions, gpu_profile
 from hytrain.tools.profiler.block_hooks import Recomputation
 from hytrain.tools.profiler.gradient_sink import GradientSink
-from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfile
+from hytrain.tools.profiler.layer_profile import LayerProfile
 from hytrain.tools.profiler.measured_model import MeasuredModel, read_subject
 from hytrain.tools.profiler.memory_meter import CpuMeter, CudaMeter, MemoryMeter
 from hytrain.tools.profiler.profile_options import ProfileOptions
@@ -110,7 +110,7 @@ class Whole:
 def assert_memory_agrees(
     subject: MeasuredModel, device: torch.device, sizes: tuple[int, ...]
 ) -> None:
-    found = profile_layer(subject, device, LayerOptions(micro_batches=sizes, seconds=2.0))
+    found = profile_layer(subject, device, ProfileOptions(micro_batches=sizes, seconds=2.0))
     planned = as_planned(subject, found)
     for recomputes in (False, True):
         whole = Whole(subject, device, recomputes=recomputes)
@@ -168,7 +168,7 @@ def test_time_of_the_whole_model_on_a_gpu(tmp_path: Path, recomputes: bool) -> N
     device = torch.device("cuda", torch.cuda.current_device())
     subject = subject_of(tmp_path, LARGE, 1024, torch.bfloat16)
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        found = profile_layer(subject, device, LayerOptions(micro_batches=(16, 24)))
+        found = profile_layer(subject, device, ProfileOptions(micro_batches=(16, 24)))
         whole = Whole(subject, device, recomputes=recomputes)
         for block, around in zip(found.layer, found.outside, strict=True):
             backward = block.recompute_backward_ms if recomputes else block.backward_ms
@@ -186,9 +186,7 @@ def test_a_profile_of_a_gpu(tmp_path: Path) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(0.5, device)
     try:
-        options = ProfileOptions(
-            layer=LayerOptions(micro_batches=(1, 2)), multiprocessors=7, settings="half"
-        )
+        options = ProfileOptions(micro_batches=(1, 2), multiprocessors=7, settings="half")
         profile = profile_ranks(subject, device, options, ranks=Ranks(alone=True))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -11,30 +11,23 @@ from hytrain.placement.allocator_watch import AllocatorWatch, advise_on_plan, re
 from hytrain.placement.memory_probe import LOOK_EVERY
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture, counts: list[int]) -> list[str]:
+def warnings_of(caplog: pytest.LogCaptureFixture, counts: list[int], looks: int = 0) -> list[str]:
     """What is said where a look at every tenth step sees these counts."""
-    looks = iter(counts)
-    watch = AllocatorWatch(lambda: next(looks))
+    seen = iter(counts)
+    watch = AllocatorWatch(lambda: next(seen))
     with caplog.at_level(logging.WARNING):
-        for step in range(1, LOOK_EVERY * len(counts) + 1):
+        for step in range(1, LOOK_EVERY * (looks or len(counts)) + 1):
             watch.after_step(step)
     return [record.getMessage() for record in caplog.records]
 
 
-def test_what_goes_on_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    (text,) = warnings_of(caplog, [4, 9, 12])
+def test_what_goes_on_is_told_once_and_nobody_counts_after(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (text,) = warnings_of(caplog, [4, 9, 12], looks=20)
     assert "8 times in the last 20 steps" in text
     assert "expandable_segments:True" in text
     assert "hytrain.solver.gpu_memory_reserve_bytes" in text
-
-
-def test_nobody_counts_after_it_was_told(caplog: pytest.LogCaptureFixture) -> None:
-    looks = iter([0, 1, 2])
-    watch = AllocatorWatch(lambda: next(looks))
-    with caplog.at_level(logging.WARNING):
-        for step in range(1, 20 * LOOK_EVERY):
-            watch.after_step(step)
-    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hytrain import _C
-from hytrain.placement.costs import LayerBytes
+from hytrain.placement.costs import LayerBytes, StepCosts
 from hytrain.placement.measure import (
     CONFIRMING,
     CostEstimator,
@@ -66,6 +66,12 @@ def span(
     )
 
 
+def costs_of(estimator: CostEstimator) -> StepCosts:
+    costs = estimator.costs()
+    assert costs is not None
+    return costs
+
+
 def update_all(estimator: CostEstimator, rate: float, layers: range = range(L)) -> None:
     estimator.add_spans([span(index, _C.Pass.update, rate) for index in reversed(layers)])
 
@@ -104,16 +110,13 @@ def test_a_clipped_step_tells_commit_and_preview_apart_from_update() -> None:
     assert estimator.cpu_seconds_per_parameter("commit") == pytest.approx(1.5)
 
 
-@pytest.mark.parametrize(
-    ("seen", "rate"), [(_C.Pass.direct, 30.0), (_C.Pass.update, 30.0)], ids=str
-)
-def test_passes_that_were_not_seen_follow_from_their_traffic(seen: _C.Pass, rate: float) -> None:
+@pytest.mark.parametrize("seen", [_C.Pass.direct, _C.Pass.update], ids=str)
+def test_passes_that_were_not_seen_follow_from_their_traffic(seen: _C.Pass) -> None:
     estimator = make()
     for _ in range(2):
-        estimator.add_spans([span(i, seen, rate) for i in range(L)])
-    assert estimator.cpu_seconds_per_parameter("update") == pytest.approx(rate)
-    assert estimator.cpu_seconds_per_parameter("commit") == pytest.approx(rate * 26 / 30)
-    assert estimator.cpu_seconds_per_parameter("preview") == pytest.approx(rate * 16 / 30)
+        estimator.add_spans([span(i, seen, 30.0) for i in range(L)])
+    for kind, rate in (("update", 30.0), ("commit", 26.0), ("preview", 16.0)):
+        assert estimator.cpu_seconds_per_parameter(kind) == pytest.approx(rate)
 
 
 def test_waits_for_gradients_are_not_the_pass() -> None:
@@ -170,20 +173,14 @@ def test_two_outliers_of_the_host_change_nothing() -> None:
         assert estimator.cpu_seconds_per_parameter("update") in (3.0, pytest.approx(2.0))
 
 
-def test_small_layers_weigh_little() -> None:
+@pytest.mark.parametrize(("large", "rate"), [(range(1, L), 2.0), ((), 3.0)])
+def test_small_layers_weigh_little_and_alone_tell_nothing(large: Any, rate: float) -> None:
     estimator = make([10, *[SIZE] * (L - 1)])
     for _ in range(3):
         # The small one ends in a call of its own: launches cost it more than its parameters.
-        estimator.add_spans([span(i, _C.Pass.update, 2.0) for i in range(1, L)])
+        estimator.add_spans([span(i, _C.Pass.update, 2.0) for i in large])
         estimator.add_spans([span(0, _C.Pass.update, 50.0, size=10)])
-    assert estimator.cpu_seconds_per_parameter("update") == pytest.approx(2.0, rel=0.1)
-
-
-def test_small_layers_alone_tell_nothing() -> None:
-    estimator = make([10, *[SIZE] * (L - 1)])
-    for _ in range(3):
-        estimator.add_spans([span(0, _C.Pass.update, 50.0, size=10)])
-    assert estimator.cpu_seconds_per_parameter("update") == 3.0
+    assert estimator.cpu_seconds_per_parameter("update") == pytest.approx(rate, rel=0.1)
 
 
 # -- the compute stream ------------------------------------------------------------------------
@@ -194,8 +191,7 @@ def test_costs_are_the_measured_ones() -> None:
     estimator.add_samples([SAMPLE])
     for _ in range(2):
         update_all(estimator, 2.0)
-    costs = estimator.costs()
-    assert costs is not None
+    costs = costs_of(estimator)
     assert costs.chunk_elements == 100
     assert (costs.between, costs.tail, costs.clipped_share) == (0.5, 0.25, 0.0)
     for index, layer in enumerate(costs.layers):
@@ -225,12 +221,9 @@ def test_a_change_is_followed_within_three_samples() -> None:
     estimator = make()
     estimator.add_samples([SAMPLE] * 30)
     estimator.add_samples([scaled(2.0)] * 2)
-    costs = estimator.costs()
-    assert costs is not None
-    assert costs.backward_seconds == 16.0
+    assert costs_of(estimator).backward_seconds == 16.0
     estimator.add_samples([scaled(2.0)])
-    costs = estimator.costs()
-    assert costs is not None
+    costs = costs_of(estimator)
     assert (costs.forward_seconds, costs.backward_seconds) == (16.0, 32.0)
     assert (costs.between, costs.tail) == (1.0, 0.5)
     assert estimator.step_seconds == 49.5
@@ -239,8 +232,7 @@ def test_a_change_is_followed_within_three_samples() -> None:
 def test_two_outliers_change_nothing() -> None:
     estimator = make()
     estimator.add_samples([SAMPLE, SAMPLE, scaled(100.0), scaled(0.01), SAMPLE])
-    costs = estimator.costs()
-    assert costs is not None
+    costs = costs_of(estimator)
     assert (costs.forward_seconds, costs.backward_seconds) == (8.0, 16.0)
 
 
@@ -251,37 +243,24 @@ def test_the_fastest_large_update_had_the_gpu_to_itself() -> None:
     assert estimator.gpu_seconds_per_parameter == 0.25
 
 
-def test_an_update_that_forward_did_not_wait_for_slowed_it_down() -> None:
-    """8 s of forward hold 2 s of updates of which 0.5 s were waited for: 1.5 s are not forward."""
-    updates = {0: 1.0, 1: 1.0}
-    sample = replace(SAMPLE, gpu_update=updates, gpu_wait=0.5)
-    estimator = make()
-    estimator.add_samples([sample])
-    costs = estimator.costs()
-    assert costs is not None
-    assert costs.forward_seconds == pytest.approx(6.5)
-    beside_none = make(updates_overlap=False)  # on a CPU they come one after the other
-    beside_none.add_samples([sample])
-    costs = beside_none.costs()
-    assert costs is not None
-    assert costs.forward_seconds == 8.0
-
-
-@pytest.mark.parametrize(("wait", "forward"), [(2.0, 8.0), (100.0, 8.0), (0.0, 6.0)])
-def test_updates_that_were_waited_for_slowed_nothing_down(wait: float, forward: float) -> None:
-    estimator = make()
-    estimator.add_samples([replace(SAMPLE, gpu_update={0: 1.0, 1: 1.0}, gpu_wait=wait)])
-    costs = estimator.costs()
-    assert costs is not None
-    assert costs.forward_seconds == pytest.approx(forward)
-
-
-def test_contention_takes_half_of_forward_at_most() -> None:
-    estimator = make()
-    estimator.add_samples([replace(SAMPLE, gpu_update={i: 50.0 for i in range(L)})])
-    costs = estimator.costs()
-    assert costs is not None
-    assert costs.forward_seconds == 4.0
+@pytest.mark.parametrize(
+    ("seconds", "wait", "overlap", "forward"),
+    [
+        (1.0, 0.5, True, 6.5),  # of 2 s of updates 1.5 were not waited for: they are not forward
+        (1.0, 0.5, False, 8.0),  # on a CPU they come one after the other
+        (1.0, 2.0, True, 8.0),
+        (1.0, 100.0, True, 8.0),
+        (1.0, 0.0, True, 6.0),
+        (50.0, 0.0, True, 4.0),  # half of it at most
+    ],
+)
+def test_an_update_that_forward_did_not_wait_for_slowed_it_down(
+    seconds: float, wait: float, overlap: bool, forward: float
+) -> None:
+    estimator = make(updates_overlap=overlap)
+    updates = {0: seconds, 1: seconds}
+    estimator.add_samples([replace(SAMPLE, gpu_update=updates, gpu_wait=wait)])
+    assert costs_of(estimator).forward_seconds == pytest.approx(forward)
 
 
 # -- copies, clipping --------------------------------------------------------------------------
@@ -296,17 +275,10 @@ def test_copies_are_medians_a_byte_and_steps_without_any_do_not_count() -> None:
     estimator = make()
     estimator.add_samples([SAMPLE])
     for seconds in (4, 1, 2):
-        estimator.add_copies(
-            statistics(
-                to_host_ns=seconds * 10**9,
-                to_host_bytes=10,
-                to_device_ns=seconds * 10**10,
-                to_device_bytes=10,
-            )
-        )
+        times = {"to_host_ns": seconds * 10**9, "to_device_ns": seconds * 10**10}
+        estimator.add_copies(statistics(**times, to_host_bytes=10, to_device_bytes=10))
         estimator.add_copies(statistics())
-    costs = estimator.costs()
-    assert costs is not None
+    costs = costs_of(estimator)
     assert costs.layers[0].to_host == pytest.approx(0.2 * 2 * SIZE)
     assert costs.layers[0].to_device == pytest.approx(2.0 * 2 * SIZE)
 
@@ -317,9 +289,7 @@ def test_the_share_of_clipped_steps() -> None:
     shares: list[float] = []
     for number in range(32):
         estimator.add_outcome(clipped=number >= 16)
-        costs = estimator.costs()
-        assert costs is not None
-        shares.append(costs.clipped_share)
+        shares.append(costs_of(estimator).clipped_share)
     assert shares[15] == 0.0
     assert shares[23] == 0.5
     assert shares[31] == 1.0

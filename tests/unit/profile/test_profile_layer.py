@@ -16,13 +16,12 @@ from hytrain.model.partition import align_up
 from hytrain.tools.profiler import layer_bench, layer_profile
 from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS
 from hytrain.tools.profiler.layer_profile import (
-    LayerOptions,
     LayerProfile,
     LayerProfiling,
     widest_middle,
 )
-from hytrain.tools.profiler.measured_model import MeasuredModel, read_subject
-from hytrain.tools.profiler.memory_meter import CpuMeter
+from hytrain.tools.profiler.measured_model import MeasuredModel
+from hytrain.tools.profiler.profile_options import ProfileOptions
 
 CPU = torch.device("cpu")
 
@@ -40,12 +39,12 @@ def _few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_profile, "_WIDEST_GAP", float("inf"))
 
 
-def subject_of(build: Callable[..., Any], seq_len: int = 4) -> MeasuredModel:
-    return MeasuredModel("paced", build, seq_len=seq_len, dtype=torch.float32)
+def subject_of(build: Callable[..., Any]) -> MeasuredModel:
+    return MeasuredModel("paced", build, seq_len=4, dtype=torch.float32)
 
 
-def profiled(build: Callable[..., Any], *sizes: int) -> LayerProfile:
-    options = LayerOptions(micro_batches=sizes or None, seconds=1.0 if not sizes else 60.0)
+def profiled(build: Callable[..., Any], *sizes: int, seconds: float = 60.0) -> LayerProfile:
+    options = ProfileOptions(micro_batches=sizes or None, seconds=seconds)
     return profile_layer(subject_of(build), CPU, options)
 
 
@@ -102,9 +101,7 @@ def test_the_first_pass_and_outliers_do_not_count(clock: FakeDevice) -> None:
 def test_sizes_end_where_nothing_is_gained(
     clock: FakeDevice, pace: Callable[[int], float], last: int
 ) -> None:
-    found = profile_layer(
-        subject_of(paced_build(clock, pace, pace)), CPU, LayerOptions(seconds=120.0)
-    )
+    found = profiled(paced_build(clock, pace, pace), seconds=120.0)
     assert found.layer[-1].samples == last
 
 
@@ -150,15 +147,14 @@ def test_launches_that_may_be_waited_for_are_timed_in_many_turns(
 
     monkeypatch.setattr(layer_bench.LayerBench, "_launches", launches)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _cycles: None)
-    build = paced_build(clock, lambda _: 2.0, lambda _: 3.0)
-    options = LayerOptions(micro_batches=(1, 2, 40), seconds=seconds)
-    found = profile_layer(subject_of(build), CPU, options)
+    found = profiled(paced_build(clock, lambda _: 2.0, lambda _: 3.0), 1, 2, 40, seconds=seconds)
     rows = found.layer
     assert seen == [1, 2] * turns
     visits = 2 if turns > 1 else 1
     every = sorted(visits * [1e4] + [2e4, 1e4] * (turns // 2) + [2e4] * (turns % 2))
     usual = every[: len(every) - len(every) // 10]
     assert rows[0].launch_ms == pytest.approx(2 * sum(usual) / len(usual))
+    assert found.outside[0].launch_ms == pytest.approx(2 * rows[0].launch_ms)
     assert rows[2].launch_ms == pytest.approx(2 * 1e4 / 40)
     assert found.launch_spread == pytest.approx(1.0 if turns > 1 else 0.0)
 
@@ -178,7 +174,7 @@ def test_turns_are_shared_among_pauses(clock: FakeDevice, monkeypatch: pytest.Mo
     monkeypatch.setattr(layer_bench.LayerBench, "_launches", launches)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _cycles: None)
     subject = subject_of(paced_build(clock, lambda _: 2.0, lambda _: 3.0))
-    with LayerProfiling(subject, CPU, LayerOptions(micro_batches=(1, 2))) as layers:
+    with LayerProfiling(subject, CPU, ProfileOptions(micro_batches=(1, 2))) as layers:
         layers.measure()
         assert seen == []
         before = layers.result().layer[0].launch_ms
@@ -204,33 +200,6 @@ def _evenly(each: float) -> dict[Any, float]:
 
 
 # ---- memory ----
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> MeasuredModel:
-    from support.configs import write_llama
-
-    path = write_llama(tmp_path_factory.mktemp("llama"))
-    return read_subject(str(path), seq_len=16, dtype=torch.float32)
-
-
-def _allocated_by_forward(subject: MeasuredModel, depth: int, size: int) -> int:
-    """The slow twin: what a whole model's forward leaves, without a hook anywhere."""
-    copy = subject.copy(depth, CPU)
-    meter = CpuMeter([*copy.model.parameters(), *copy.model.buffers()])
-    with subject.defaults(CPU):
-        batch = copy.make_batch(size)
-    with meter.watching():
-        loss = copy.loss(batch)
-    assert loss.requires_grad
-    return meter.allocated()
-
-
-def test_kept_bytes_are_what_one_more_block_leaves(llama: MeasuredModel) -> None:
-    found = profile_layer(llama, CPU, LayerOptions(micro_batches=(1, 3)))
-    for row in found.layer:
-        more, less = (_allocated_by_forward(llama, depth, row.samples) for depth in (4, 3))
-        assert row.kept_bytes == more - less > 0
 
 
 @pytest.mark.parametrize("size", [1, 6], ids=["weights dominate", "activations dominate"])
@@ -272,9 +241,7 @@ def test_what_fits_is_found_where_twice_does_not(
     clock: FakeDevice, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(layer_profile, "_FILLED_UP_TO", 16)
-    found = profile_layer(
-        subject_of(_out_of_memory_above(most, clock)), CPU, LayerOptions(seconds=600.0)
-    )
+    found = profiled(_out_of_memory_above(most, clock), seconds=600.0)
     sizes = list(range(1, most + 1))
     assert [row.samples for row in found.layer] == [row.samples for row in found.outside] == sizes
 
@@ -294,19 +261,25 @@ def test_three_layers_do_not_fit() -> None:
 
 def test_the_time_is_up_after_two_sizes(clock: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_profile.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
-    found = profile_layer(
-        subject_of(paced_build(clock, lambda n: 1.0, lambda n: 1.0)), CPU, LayerOptions(seconds=9.0)
-    )
+    found = profiled(paced_build(clock, lambda n: 1.0, lambda n: 1.0), seconds=9.0)
     assert [row.samples for row in found.layer] == [1, 2]
 
 
 @pytest.mark.parametrize("sizes", [(), (2, 1), (1, 1), (0, 1)])
 def test_sizes_must_ascend(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="--micro-batches"):
-        LayerOptions(micro_batches=sizes)
+        ProfileOptions(micro_batches=sizes)
 
 
 # ---- models that cannot be followed ----
+
+
+def build_of(kind: type[PacedModel], clock: FakeDevice) -> Callable[..., Any]:
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        model = kind(clock, num_layers or 5, (lambda n: 1.0, lambda n: 2.0))
+        return model, lambda size: {"x": torch.ones(size, 8)}
+
+    return build
 
 
 class _Twice(PacedModel):
@@ -343,14 +316,8 @@ class _NoLoss(PacedModel):
 def test_a_model_that_cannot_be_followed_is_refused(
     clock: FakeDevice, kind: type[PacedModel], words: str
 ) -> None:
-    pace = lambda n: 1.0  # noqa: E731
-
-    def build(num_layers: int | None, seq_len: int) -> Any:
-        model = kind(clock, num_layers or 5, (pace, pace))
-        return model, lambda size: {"x": torch.ones(size, 8)}
-
     with pytest.raises(ConfigError, match=words):
-        profiled(build, 2)
+        profiled(build_of(kind, clock), 2)
 
 
 class _NoEmbedding(PacedModel):
@@ -360,16 +327,8 @@ class _NoEmbedding(PacedModel):
         return self.head(x).sum()
 
 
-def _without_embedding(clock: FakeDevice) -> Callable[..., Any]:
-    def build(num_layers: int | None, seq_len: int) -> Any:
-        model = _NoEmbedding(clock, num_layers or 5, (lambda n: 1.0, lambda n: 2.0))
-        return model, lambda size: {"x": torch.ones(size, 8)}
-
-    return build
-
-
 def test_a_first_block_whose_input_needs_no_gradient(clock: FakeDevice) -> None:
-    found = profiled(_without_embedding(clock), 1)
+    found = profiled(build_of(_NoEmbedding, clock), 1)
     assert found.layer[0].backward_ms == pytest.approx(2e3)
     assert found.outside[0].forward_ms == pytest.approx(3e3)
     assert found.outside[0].backward_ms == pytest.approx(4e3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hytrain.config import SolverConfig
-from hytrain.hardware.gpu_memory import give_back_cached, usable_gpu_bytes
+from hytrain.hardware.gpu_memory import allocated_bytes, give_back_cached, usable_gpu_bytes
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels import host_limits as host_room
 from hytrain.offload import threads, update_arrays
@@ -237,12 +237,28 @@ def test_limits_go_by_the_measured_base(allocator: FakeAllocator) -> None:
     assert (after.gpu_base, after.gpu_base_at) == (9, (1, 2, 3, 9))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_allocated_bytes_are_torchs() -> None:
+    """The short way to the allocator's numbers gives torch's own."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    large = torch.empty(1 << 20, device=device)
+    small = torch.empty(1 << 10, device=device)
+    del large
+    now, peak = allocated_bytes(device)
+    assert now == torch.cuda.memory_allocated(device)
+    assert peak == torch.cuda.max_memory_allocated(device)
+    assert peak >= now + (4 << 20)
+    assert now >= small.nbytes
+
+
 # -- calibrations ------------------------------------------------------------------------------
 
 
-def test_the_update_is_timed_on_any_device() -> None:
+def test_the_real_updates_are_timed() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert 1e-12 < gpu_seconds_per_parameter(CPU, dtype) < 1e-6
+    assert 1e-11 < threads.measure_threads(1, 1).seconds_per_parameter < 1e-6
 
 
 def timed_kernel(
@@ -323,9 +339,3 @@ def test_only_counts_that_are_compared_take_long(monkeypatch: pytest.MonkeyPatch
 )
 def test_candidates_leave_a_core_free(cores: int, counts: list[int]) -> None:
     assert threads.candidates(cores) == counts
-
-
-def test_the_real_kernel_is_timed() -> None:
-    choice = threads.measure_threads(1, 1)
-    assert choice.num_threads == 1
-    assert 1e-11 < choice.seconds_per_parameter < 1e-6

@@ -21,7 +21,7 @@ from torch import nn
 from hytrain.errors import ConfigError
 from hytrain.formats.profile_file import CollectiveSample
 from hytrain.tools.profiler import collective_profile
-from hytrain.tools.profiler.layer_profile import LayerOptions, LayerProfiling
+from hytrain.tools.profiler.layer_profile import LayerProfiling
 from hytrain.tools.profiler.measured_model import Copy, MeasuredModel, read_subject
 from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.ranks import Ranks
@@ -30,7 +30,8 @@ from hytrain.tools.profiler.run import profile_ranks
 CPU = torch.device("cpu")
 WIDTH = 16
 OPTIONS = ProfileOptions(
-    layer=LayerOptions(micro_batches=(1, 2, 4), seconds=0.2),
+    micro_batches=(1, 2, 4),
+    seconds=0.2,
     rate_seconds=0.01,
     cpu_elements=1 << 14,
     copy_bytes=1 << 16,
@@ -119,7 +120,7 @@ def stack(fails_at: int, error: type[Exception]) -> MeasuredModel:
 
 def test_a_profiling_that_has_ended_has_no_copy(tmp_path: Path, copies: Copies) -> None:
     with no_collector():
-        with LayerProfiling(llama(tmp_path), CPU, OPTIONS.layer) as layers:
+        with LayerProfiling(llama(tmp_path), CPU, OPTIONS) as layers:
             layers.measure()
             assert copies.alive() > 0
         assert copies.alive() == 0
@@ -144,7 +145,7 @@ def test_collectives_are_measured_without_the_copy(
 def test_a_copy_whose_larger_batches_do_not_fit(copies: Copies) -> None:
     subject = stack(fails_at=4, error=torch.cuda.OutOfMemoryError)
     with no_collector():
-        found = profile_layer(subject, CPU, OPTIONS.layer)
+        found = profile_layer(subject, CPU, OPTIONS)
         assert [row.samples for row in found.layer] == [1, 2]
         assert copies.alive() == 0
 

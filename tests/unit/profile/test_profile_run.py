@@ -68,8 +68,7 @@ def measured(slowness: float, sizes: tuple[int, ...]) -> Measured:
 
 def rank(host: str, memory: int, cores: range, settings: str = "") -> RankPlace:
     facts = DeviceFacts("GPU", 100, memory * GIB, memory * GIB - 7)
-    all_cores = frozenset(cores)
-    return RankPlace(host, facts, len(cores), all_cores, 50 * GIB, 1, "a CPU", settings)
+    return RankPlace(host, facts, frozenset(cores), 50 * GIB, "a CPU", settings)
 
 
 def test_ranks_of_a_label_are_one_device_and_the_slowest_counts() -> None:

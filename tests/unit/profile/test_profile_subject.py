@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from paced_model import paced_build
 from support.configs import GPT2, LLAMA, write_config
 from support.frozen import lora
 from torch import nn
@@ -213,8 +212,3 @@ def test_a_model_that_reads_values_cannot_be_counted() -> None:
 
     with pytest.raises(ConfigError, match="cannot be made on the meta device"):
         MeasuredModel("reads", build, seq_len=1).sizes()
-
-
-def test_the_paced_model_of_the_tests_counts_right() -> None:
-    sizes = MeasuredModel("paced", paced_build(None, float, float), seq_len=1).sizes()
-    assert (sizes.num_layers, sizes.layer_parameters, sizes.outside_parameters) == (5, 72, (72, 72))

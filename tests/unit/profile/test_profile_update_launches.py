@@ -28,12 +28,9 @@ from hytrain.tools.planner.cluster import UpdateLaunchTimes
 from hytrain.tools.planner.problem import Model
 from hytrain.tools.profiler import update_launches
 from hytrain.tools.profiler.update_launches import (
-    CASES,
-    HostSeconds,
     TrainedSteps,
     UpdatedKind,
     UpdatedLayers,
-    terms_of,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -216,43 +213,6 @@ def test_a_plan_counts_the_launches_of_a_training_step(fraction: float) -> None:
     assert passes == pytest.approx(each_step("CpuUpdater.send"))
 
 
-TERMS = UpdateLaunches(
-    gpu_step_ms=0.3,
-    launch_ms=0.05,
-    gpu_layer_ms=0.02,
-    cpu_layer_ms=0.25,
-    passes_ms=0.7,
-    gpu_layer_passes_ms=0.12,
-)
-
-
-def _seconds(launches: list[int]) -> list[HostSeconds]:
-    return [
-        HostSeconds(
-            7e-4 + 1.2e-4 * case.on_gpu + 1.5e-4 * case.on_cpu,
-            2e-3
-            + (3e-4 * (case.on_gpu > 0) + 5e-5 * number)
-            + (2e-5 * case.on_gpu + 1e-4 * case.on_cpu),
-        )
-        for case, number in zip(CASES, launches, strict=True)
-    ]
-
-
-def test_terms_are_told_apart() -> None:
-    launches = [0, 0, 2, 4, 16]
-    found = terms_of(_seconds(launches), launches)
-    for name, value in TERMS.model_dump().items():
-        assert getattr(found, name) == pytest.approx(value)
-
-
-def test_where_each_layer_has_a_launch_of_its_own_their_sum_is_known() -> None:
-    launches = [case.on_gpu for case in CASES]
-    found = terms_of(_seconds(launches), launches)
-    assert found.launch_ms + found.gpu_layer_ms == pytest.approx(0.07)
-    assert found.cpu_layer_ms == pytest.approx(0.25)
-    assert found.gpu_layer_passes_ms == pytest.approx(0.12)
-
-
 _clock = SimpleNamespace(now=0.0)
 
 
@@ -287,7 +247,7 @@ def test_what_is_measured_is_where_it_is_spent(
     for owner, name, calls in slow:
         monkeypatch.setattr(owner, name, _slow(getattr(owner, name), calls))
     kind = UpdatedKind(torch.bfloat16, moments, parameters=3)
-    found = update_launches.measured_launches(CPU, kind)
+    found = update_launches.update_launches(CPU, kind)
     assert found.passes_ms == pytest.approx(6, abs=1e-6)
     assert found.gpu_layer_passes_ms == pytest.approx(3 + 1, abs=1e-6)
     # A CPU-placed layer's norm is taken by itself, those of all others together.
@@ -298,7 +258,3 @@ def test_what_is_measured_is_where_it_is_spent(
         assert found.gpu_layer_ms == pytest.approx(1, abs=1e-6)
     else:
         assert found.launch_ms + found.gpu_layer_ms == pytest.approx(1, abs=1e-6)
-
-
-def test_without_a_gpu_there_is_nothing_to_launch() -> None:
-    assert update_launches.update_launches(CPU, UpdatedKind(torch.bfloat16)) is None
