@@ -9,7 +9,7 @@ thing at a time, in order. All times are whole microseconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -269,6 +269,15 @@ def write(folder: Path, schedule: Schedule, first: int = 1, **header: Any) -> li
         path.write_text(json.dumps(text), encoding="utf-8")
         paths.append(path)
     return paths
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> Path:
+    """The trace with what each of its events becomes, in a file beside it."""
+    values = json.loads(path.read_text())
+    values["traceEvents"] = [new for event in values["traceEvents"] for new in change(event)]
+    found = path.with_name(f"rewritten_{path.name}")
+    found.write_text(json.dumps(values))
+    return found
 
 
 def _metadata(rank: int) -> list[dict[str, Any]]:

@@ -11,9 +11,7 @@ Everything is a union of intervals. Of an activity's time (any of its spans runs
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -22,8 +20,8 @@ import numpy as np
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.blockers import Blame, Blockers
-from hytrain.tools.trace.intervals import EMPTY, Intervals, of_pairs
-from hytrain.tools.trace.spans import BACKWARD, FORWARD, NONE, RECOMPUTE, RankTrace, Spans, Step
+from hytrain.tools.trace.intervals import EMPTY, Intervals, of_pairs, united
+from hytrain.tools.trace.spans import BACKWARD, FORWARD, NONE, RECOMPUTE, RankTrace, Step
 
 GPU_UPDATE: Final = "update on the GPU"
 CPU_UPDATE: Final = "update on the CPU"
@@ -95,7 +93,10 @@ def overlap(steps: Sequence[StepAccount], activity: str, layer: int | None = Non
 def account(rank: RankTrace, blockers: Blockers) -> tuple[StepAccount, ...]:
     """All steps of a rank."""
     computes = _compute_parts(rank)
-    spans = {activity: _activity_spans(rank, activity) for activity in ACTIVITIES}
+    spans = {activity: rank[resource] for activity, (resource, _) in _SPANS.items()}
+    for activity, (_, passes) in _SPANS.items():
+        if passes:
+            spans[activity] = spans[activity].select(np.isin(spans[activity].detail, passes))
     layers = sorted({n for rows in spans.values() for n in set(rows.layer.tolist())} - {NONE})
     covered = {activity: rows.covered() for activity, rows in spans.items()}
     by_layer = {
@@ -107,13 +108,16 @@ def account(rank: RankTrace, blockers: Blockers) -> tuple[StepAccount, ...]:
     # What hides an activity: other compute than its own.
     own = {name: (*passes, name) for name, (_, passes) in _SPANS.items()}
     others = {
-        activity: _union(computes[part] for part in COMPUTE_PARTS if part not in own[activity])
+        activity: united(computes[part] for part in COMPUTE_PARTS if part not in own[activity])
         for activity in ACTIVITIES
     }
     accounts: list[StepAccount] = []
     for step in rank.steps:
         idle = tuple(blockers.idle(step.begin, step.end))
-        blocked = {name: _blocked(idle, name) for name in _BLOCKS}
+        blocked = {
+            activity: of_pairs((b.begin, b.end) for b in idle if b.cause in led_to)
+            for activity, led_to in _BLOCKS.items()
+        }
         accounts.append(
             StepAccount(
                 step=step,
@@ -124,12 +128,6 @@ def account(rank: RankTrace, blockers: Blockers) -> tuple[StepAccount, ...]:
             )
         )
     return tuple(accounts)
-
-
-def _activity_spans(rank: RankTrace, activity: str) -> Spans:
-    resource, passes = _SPANS[activity]
-    spans = rank[resource]
-    return spans.select(np.isin(spans.detail, passes)) if passes else spans
 
 
 def _compute_parts(rank: RankTrace) -> dict[str, Intervals]:
@@ -146,20 +144,12 @@ def _compute_parts(rank: RankTrace) -> dict[str, Intervals]:
     return parts
 
 
-def _union(sets: Iterable[Intervals]) -> Intervals:
-    return functools.reduce(operator.or_, sets, EMPTY)
-
-
 def _parts(computes: Mapping[str, Intervals], idle: Sequence[Blame], step: Step) -> dict[str, int]:
     parts = {part: computes[part].within(step.begin, step.end).length for part in COMPUTE_PARTS}
     for cause in causes.CAUSES:
         parts[cause] = sum(blame.length for blame in idle if blame.cause == cause)
     assert sum(parts.values()) == step.length, "parts of a step must sum to it"
     return parts
-
-
-def _blocked(idle: Sequence[Blame], activity: str) -> Intervals:
-    return of_pairs((b.begin, b.end) for b in idle if b.cause in _BLOCKS[activity])
 
 
 def _overlaps(

@@ -42,6 +42,7 @@ UNRESOLVED: Final = "unresolved"
 COMPUTE: Final = "compute"
 """On a critical path only; in the chain of an idle interval it is another rank's."""
 
+HOST_CAUSES: Final = frozenset((LAUNCH, DATA_LOADING, SYNCHRONIZATION, HOST_CODE))
 CAUSES: Final = (
     *(GRADIENT_COPY, CPU_ADAM, WEIGHT_COPY, COMMUNICATION, SLOW_RANK, CLIPPING),
     *(LATE_GRADIENT_COPY, LATE_WEIGHT_COPY, STARVED_CPU, LATE_COLLECTIVE),
@@ -301,7 +302,8 @@ class Blockers:
         launched = NONE if node is None else node.launched
         layer = NONE if node is None else node.layer
         states = host.states(begin, end)
-        proved = launched != NONE or _changes_within(states)
+        # Where the host began or ended something, what it launched later it had not launched yet.
+        proved = launched != NONE or len(states) > 1
         found: list[Blame] = []
         for state in states:
             if state.resource == kinds.WAIT:
@@ -345,8 +347,3 @@ class Blockers:
                 walk.found.append(self._hand_over(last, last.end, state.end, "dependency"))
             self._through(walk, last, min(last.end, state.end))
         return self._go_back(walk)[::-1]
-
-
-def _changes_within(states: list[HostState]) -> bool:
-    """Whether the host began or ended something: what it launched later it had not launched yet."""
-    return len(states) > 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,8 +13,9 @@ from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.accounts import StepAccount
 from hytrain.tools.trace.graph import FUSED, Graph
+from hytrain.tools.trace.intervals import united
 from hytrain.tools.trace.nodes import Node
-from hytrain.tools.trace.replay import HOST_CAUSES, Change, Replay
+from hytrain.tools.trace.replay import Change, Replay
 from hytrain.tools.trace.spans import NONE, RankTrace
 
 GPU_LAYERS: Final = "more GPU layers"
@@ -50,13 +49,7 @@ class Fix:
 def fixes(
     graph: Graph, replay: Replay, steps: Mapping[int, Sequence[StepAccount]]
 ) -> tuple[Fix, ...]:
-    """The ceilings of all changes, the largest first.
-
-    Args:
-        graph: of all ranks.
-        replay: of it.
-        steps: rank -> its steps.
-    """
+    """The ceilings of all changes, the largest first; ``steps``: of each rank."""
     base = replay.seconds_per_step()
     if base <= 0.0:
         return ()
@@ -212,9 +205,9 @@ def _host(
     """Fixes of the host. A host that comes earlier hides what follows, launches too: a ceiling is
     the step without any of its lateness, or the step less what the fix takes from the host."""
     ranks = graph.ranks.values()
-    prompt = replay.seconds_per_step(Change(without=HOST_CAUSES | {causes.KERNEL_GAPS}))
+    prompt = replay.seconds_per_step(Change(without=causes.HOST_CAUSES | {causes.KERNEL_GAPS}))
     accounted = [one for of_rank in steps.values() for one in of_rank]
-    lost = {cause for cause in HOST_CAUSES if any(one.parts[cause] for one in accounted)}
+    lost = {cause for cause in causes.HOST_CAUSES if any(one.parts[cause] for one in accounted)}
     if lost and any(len(rank[kinds.SYNC]) for rank in ranks):
         # What drained the queue lets other work of the host show.
         lost.add(causes.SYNCHRONIZATION)
@@ -241,5 +234,5 @@ def _outside_phases(rank: RankTrace) -> int:
 
 
 def _within_steps(rank: RankTrace, *resources: str) -> int:
-    covered = functools.reduce(operator.or_, (rank[name].covered() for name in resources))
+    covered = united(rank[name].covered() for name in resources)
     return covered.within(rank.steps[0].begin, rank.steps[-1].end).length

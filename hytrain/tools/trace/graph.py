@@ -144,16 +144,16 @@ class Graph:
 
     def latest(self, node: Node, key: str, *, or_step_before: bool = False) -> list[Edge]:
         """The last span of the node's layer that began before it, by what it is."""
-        number = self._past.latest(node, key, or_step_before=or_step_before)
-        return [] if number is None else [Edge(number, is_data=True)]
+        found = self._past.latest(node, key, node.layer, or_step_before=or_step_before)
+        return [] if found is None else [Edge(found.number, is_data=True)]
 
     def barrier(self, node: Node) -> list[Edge]:
         """All of backward, and the norm's collective."""
         edges: list[Edge] = []
         for key in ("any backward", "norm"):
-            number = self._past.latest(node, key, layer=NONE)
-            if number is not None and self.nodes[number].end <= node.begin:
-                edges.append(Edge(number, is_data=True, is_barrier=True))
+            found = self._past.latest(node, key, NONE)
+            if found is not None and found.end <= node.begin:
+                edges.append(Edge(found.number, is_data=True, is_barrier=True))
         return edges
 
     def clips(self, rank: int) -> bool:

@@ -5,6 +5,8 @@ Whole numbers, so that parts sum to their total exactly.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable
 
 import numpy as np
@@ -102,6 +104,11 @@ def of_pairs(pairs: Iterable[tuple[int, int]]) -> Intervals:
     """The union of (begin, end)."""
     array = np.array(list(pairs), np.int64).reshape(-1, 2)
     return union(array[:, 0], array[:, 1])
+
+
+def united(sets: Iterable[Intervals]) -> Intervals:
+    """What lies in any of the sets."""
+    return functools.reduce(operator.or_, sets, EMPTY)
 
 
 EMPTY = Intervals(np.zeros(0, np.int64), np.zeros(0, np.int64))

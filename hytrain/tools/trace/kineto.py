@@ -139,37 +139,22 @@ class KinetoEvents:
             for span in self.updates
             if "cpu" in span.name.lower()
         ]
-        if self.gpu:
-            self._gpu_rows(rows, steps)
-        else:
-            self._operator_rows(rows, steps)
-        return rows
-
-    def _gpu_rows(self, rows: dict[str, list[Span]], steps: list[tuple[int, int]]) -> None:
-        unknown = (NONE, NONE, NONE)
-        found = [self.launches.get(correlation, unknown) for *_, correlation in self.gpu]
-        times, ends, threads = np.array(found, np.int64).reshape(-1, 3).T
-        layers = self._layers(times, threads)
-        passes = self._passes(times, steps)
-        for number, (resource, span, _) in enumerate(self.gpu):
+        unknown, update = (NONE, NONE, NONE), kinds.GPU_UPDATE
+        work = [(what, one, *self.launches.get(number, unknown)) for what, one, number in self.gpu]
+        if not self.gpu:
+            # The operators of the CPU are the compute.
+            update = kinds.CPU_UPDATE
+            work = [(kinds.COMPUTE, one, one.begin, NONE, one.lane) for one in self.operators]
+        times, _, threads = np.array([one[2:] for one in work], np.int64).reshape(-1, 3).T
+        passes, layers = self._passes(times, steps), self._layers(times, threads).tolist()
+        for (resource, span, _, end, _), passed, layer in zip(work, passes, layers, strict=True):
             # A kernel may begin before its launch has returned.
-            launched = min(int(ends[number]), span.begin)
-            row = replace(span, launched=launched, layer=int(layers[number]))
+            row = replace(span, launched=min(end, span.begin), layer=layer)
             if resource == kinds.COMPUTE:
-                row = replace(row, detail=passes[number])
-                if passes[number] == kinds.GPU_UPDATE:
-                    resource = kinds.GPU_UPDATE
+                row.detail = passed
+                resource = update if passed == kinds.GPU_UPDATE else resource
             rows.setdefault(resource, []).append(row)
-
-    def _operator_rows(self, rows: dict[str, list[Span]], steps: list[tuple[int, int]]) -> None:
-        """Without GPU events the operators of the CPU are the compute."""
-        begins = np.array([span.begin for span in self.operators], np.int64)
-        threads = np.array([span.lane for span in self.operators], np.int64)
-        passes, layers = self._passes(begins, steps), self._layers(begins, threads)
-        for number, span in enumerate(self.operators):
-            resource = kinds.CPU_UPDATE if passes[number] == kinds.GPU_UPDATE else kinds.COMPUTE
-            row = replace(span, detail=passes[number], layer=int(layers[number]))
-            rows.setdefault(resource, []).append(row)
+        return rows
 
     def _passes(self, times: NDArray[np.int64], steps: list[tuple[int, int]]) -> list[str]:
         """Of what the host launched at these times; NONE is a time that is not known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from hytrain.tools.trace.kineto import KinetoEvents
 from hytrain.tools.trace.spans import NONE, RankTrace, Span, Step, table
 
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)")
-_VIZTRACER = "fee"  # its category of functions, "FEE"
+_VIZTRACER = "fee"
+"""Its category of functions, "FEE"."""
 
 
 def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
@@ -55,26 +56,28 @@ def _with_missing_ranks(rank: RankTrace, given: int) -> RankTrace:
 # -- a file's events ---------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Gathered:
-    """What is gathered while a file is gone through."""
-
-    rows: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
-    steps: list[Step] = field(default_factory=list[Step])
-    kineto: KinetoEvents = field(default_factory=KinetoEvents)
-
-
-def _gather(trace: TraceFile) -> _Gathered:
-    header, found = trace.header, _Gathered()
+def _gather(trace: TraceFile) -> tuple[dict[str, list[Span]], list[Step], KinetoEvents]:
+    """Our spans by what they occupy, our steps, and what Kineto has."""
+    header, foreign = trace.header, KinetoEvents()
+    rows, steps = dict[str, list[Span]](), list[Step]()
     offset = ours.nanoseconds(header.clock_offset_us) if header else _foreign_offset(trace)
     lanes: dict[tuple[Any, Any], int] = {}
     for event in trace.events:
+        category = event.get("cat")
+        if event["ph"] != "X" or not isinstance(category, str):
+            continue
         if header is not None and event.get("pid") != header.rank:
             continue  # another process, or another rank in a file that joins several
         lane = lanes.setdefault((event.get("pid"), event.get("tid")), len(lanes))
-        if event["ph"] == "X":
-            _add_span(found, event, lane, offset)
-    return found
+        if category == names.CATEGORY[names.STEPS]:
+            if (step := ours.step_of(event, offset)) is not None:
+                steps.append(step)
+        elif category in kineto.CATEGORIES:
+            foreign.add(event, lane, offset)
+        elif category in ours.CATEGORIES or category.lower() == _VIZTRACER:
+            resource, span = ours.span_of(event, lane, offset)
+            rows.setdefault(resource, []).append(span)
+    return rows, steps, foreign
 
 
 def _foreign_offset(trace: TraceFile) -> int:
@@ -86,38 +89,17 @@ def _foreign_offset(trace: TraceFile) -> int:
     return base
 
 
-def _add_span(into: _Gathered, event: dict[str, Any], lane: int, offset: int) -> None:
-    category = event.get("cat")
-    if not isinstance(category, str):
-        return
-    if category == names.CATEGORY[names.STEPS]:
-        if (step := ours.step_of(event, offset)) is not None:
-            into.steps.append(step)
-    elif category in ours.CATEGORIES:
-        resource, span = ours.span_of(event, lane, offset)
-        into.rows.setdefault(resource, []).append(span)
-    elif category in kineto.CATEGORIES:
-        into.kineto.add(event, lane, offset)
-    elif category.lower() == _VIZTRACER:
-        begin = ours.nanoseconds(event["ts"]) + offset
-        end = begin + ours.nanoseconds(event["dur"])
-        into.rows.setdefault(kinds.PYTHON, []).append(Span(begin, end, event["name"], lane=lane))
-
-
 # -- what was gathered, as a rank's trace ------------------------------------------------------
 
 
 def _rank_trace(trace: TraceFile, number: int) -> RankTrace:
-    header, gathered, unknown = trace.header, _gather(trace), list[str]()
-    found = set(gathered.steps or gathered.kineto.steps)
-    marks = sorted(found, key=lambda step: (step.begin, step.number))
-    # Without marks all of it is one step.
-    foreign = gathered.kineto.rows([(s.begin, s.end) for s in marks] or [(0, 2**62)])
-    # What both have is the same: our spans know their layer.
-    rows = foreign | gathered.rows
-    own_compute = gathered.rows.get(kinds.COMPUTE, [])
-    are_kernels = any(not ours.is_layer_pass(span) for span in own_compute)
-    are_kernels = are_kernels or bool(gathered.kineto.gpu)
+    header, unknown = trace.header, list[str]()
+    own, steps, foreign = _gather(trace)
+    marks = sorted(set(steps or foreign.steps), key=lambda step: (step.begin, step.number))
+    # What both have is the same: our spans know their layer. Without marks all of it is one step.
+    rows = foreign.rows([(s.begin, s.end) for s in marks] or [(0, 2**62)]) | own
+    own_compute = own.get(kinds.COMPUTE, [])
+    are_kernels = bool(foreign.gpu) or not all(map(ours.is_layer_pass, own_compute))
     if not rows.get(kinds.COMPUTE):
         rows[kinds.COMPUTE] = _host_compute(trace.path, rows)
         unknown.append(
@@ -133,7 +115,7 @@ def _rank_trace(trace: TraceFile, number: int) -> RankTrace:
         )
     spans = {resource: table(rows.get(resource, ())) for resource in kinds.RESOURCES}
     if header is None:
-        unknown += _foreign_unknown(spans, gathered)
+        unknown += _foreign_unknown(spans, foreign)
     rank, world_size = _rank_and_world_size(trace, number)
     return RankTrace(
         rank=rank,
@@ -183,7 +165,7 @@ def _host_compute(path: Path, rows: Mapping[str, list[Span]]) -> list[Span]:
     return made
 
 
-def _foreign_unknown(spans: Mapping[str, kinds.Spans], gathered: _Gathered) -> list[str]:
+def _foreign_unknown(spans: Mapping[str, kinds.Spans], events: KinetoEvents) -> list[str]:
     unknown = ["it is not hytrain's: the chain gradient -> CPU Adam -> weights was not recorded"]
     compute = spans[kinds.COMPUTE]
     if not (compute.layer != NONE).any():
@@ -191,7 +173,7 @@ def _foreign_unknown(spans: Mapping[str, kinds.Spans], gathered: _Gathered) -> l
             "layers are not named: record with with_modules=True and with_stack=True, or put "
             'record_function("layers.3") around them'
         )
-    if not gathered.kineto.backward:
+    if not events.backward:
         unknown.append("forward and backward cannot be told apart: no autograd nodes were recorded")
     if (compute.launched == NONE).all():
         unknown.append("launches were not recorded: whether the host was late is unknown")

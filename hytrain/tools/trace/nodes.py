@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hytrain.tools.trace import spans as kinds
-from hytrain.tools.trace.spans import NONE, RankTrace, Spans
+from hytrain.tools.trace.spans import NONE, RankTrace, Span, Spans
 
 CLOSE: Final = 10_000
 """Nanoseconds between kernels of one node at most."""
@@ -23,25 +23,12 @@ _ON_GRAPH: Final = (
 )
 
 
-@dataclass(slots=True)
-class Node:
-    """A span of a resource (with its columns), or kernels that follow each other closely."""
+@dataclass(slots=True, eq=False)
+class Node(Span):
+    """A span of a resource, or kernels that follow each other closely."""
 
-    rank: int
-    resource: str
-    begin: int
-    end: int
-    name: str
-    layer: int
-    chunk: int
-    step: int
-    size: float
-    parameters: float
-    threads: int
-    lane: int
-    detail: str
-    launched: int
-    slot: int
+    rank: int = NONE
+    resource: str = ""
     number: int = NONE
     """Of all ranks' nodes, in the order in which they began."""
     is_entry: bool = True
@@ -69,7 +56,9 @@ def nodes_of(rank: RankTrace) -> list[Node]:
     for resource in _ON_GRAPH:
         spans = rank[resource]
         columns = (getattr(spans, column.name).tolist() for column in fields(spans))
-        found = [Node(rank.rank, resource, *row) for row in zip(*columns, strict=True)]
+        found = [
+            Node(*row, rank=rank.rank, resource=resource) for row in zip(*columns, strict=True)
+        ]
         if rank.are_kernels and resource in (kinds.COMPUTE, kinds.GPU_UPDATE):
             gaps = np.zeros(len(spans), np.int64)
             gaps[1:] = np.maximum(spans.begin[1:] - spans.end[:-1], 0)

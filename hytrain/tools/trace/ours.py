@@ -40,10 +40,10 @@ def nanoseconds(microseconds: float) -> int:
 
 
 def span_of(event: Mapping[str, Any], lane: int, offset: int) -> tuple[str, Span]:
-    """What an event of the recorder occupies, and its row.
+    """What an event of the recorder (or a function of VizTracer's) occupies, and its row.
 
     Args:
-        event: of ph "X" and one of CATEGORIES, but no step.
+        event: of ph "X", but no step.
         lane: to tell threads and streams apart.
         offset: nanoseconds to rank 0's clock.
     """

@@ -11,8 +11,6 @@ from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.nodes import Node
 from hytrain.tools.trace.spans import NONE
 
-_ANY: Final = -2
-"""Chunk or step of the last node of all of them."""
 _LATEST: Final = 6
 """Spans of the update's threads that are kept for :attr:`Past.updates`."""
 
@@ -39,8 +37,8 @@ class Past:
     """What has begun so far."""
 
     def __init__(self) -> None:
-        self._last: dict[tuple[int, str, int, int, int], int] = {}
-        """(rank, what, layer, chunk, step) -> number."""
+        self._begun: dict[tuple[int, str, int], list[Node]] = {}
+        """By (rank, what, layer)."""
         self._passes: dict[tuple[int, int, int], list[Pass]] = {}
         """Of (rank, layer, chunk)."""
         self.updates: dict[int, deque[Node]] = {}
@@ -50,9 +48,7 @@ class Past:
         """The next node begins."""
         for what, layer in _keys(node):
             if layer != NONE or what in ("any backward", "norm"):
-                for chunk in (node.chunk, _ANY):
-                    for step in (node.step, _ANY):
-                        self._last[node.rank, what, layer, chunk, step] = node.number
+                self._begun.setdefault((node.rank, what, layer), []).append(node)
         if node.resource == kinds.CPU_UPDATE:
             self.updates.setdefault(node.rank, deque(maxlen=_LATEST)).append(node)
             if node.layer != NONE:
@@ -63,14 +59,15 @@ class Past:
                 passes[-1].numbers.append(node.number)
 
     def latest(
-        self, node: Node, what: str, layer: int | None = None, *, or_step_before: bool = False
-    ) -> int | None:
+        self, node: Node, what: str, layer: int, *, or_step_before: bool = False
+    ) -> Node | None:
         """The last one, of the node's step and chunk."""
-        chunks = (_ANY,) if node.chunk == NONE else (node.chunk, NONE)
-        steps = (_ANY,) if node.step == NONE else (NONE, node.step, node.step - or_step_before)
-        of_layer = node.layer if layer is None else layer
-        keys = ((node.rank, what, of_layer, chunk, step) for chunk in chunks for step in steps)
-        return max((self._last[key] for key in keys if key in self._last), default=None)
+        steps, chunks = (NONE, node.step, node.step - or_step_before), (NONE, node.chunk)
+        for one in reversed(self._begun.get((node.rank, what, layer), ())):
+            is_of_step = node.step == NONE or one.step in steps
+            if is_of_step and (node.chunk == NONE or one.chunk in chunks):
+                return one
+        return None
 
     def pass_before(self, node: Node) -> Pass | None:
         """The last pass over a chunk before a copy of it, or before the pass of a span."""

@@ -30,8 +30,7 @@ class Rate:
     @property
     def share(self) -> float | None:
         """Of the peak."""
-        known = self.achieved is not None and self.peak
-        return self.achieved / self.peak if known and self.achieved and self.peak else None
+        return self.achieved / self.peak if self.achieved and self.peak else None
 
 
 def rates(rank: RankTrace) -> tuple[Rate, ...]:

@@ -22,21 +22,14 @@ from hytrain.tools.trace.nodes import Edge, Node
 from hytrain.tools.trace.spans import NONE
 
 _COMPUTES: Final = (kinds.COMPUTE, kinds.GPU_UPDATE)
-HOST_CAUSES: Final = frozenset(
-    (causes.LAUNCH, causes.DATA_LOADING, causes.SYNCHRONIZATION, causes.HOST_CODE)
-)
-_CHAIN_CAUSES: Final = frozenset(causes.CAUSES) - HOST_CAUSES - {causes.UNRESOLVED}
-
-
-def _unchanged(node: Node) -> float:
-    return 1.0
+_CHAIN_CAUSES: Final = frozenset(causes.CAUSES) - causes.HOST_CAUSES - {causes.UNRESOLVED}
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """What is different in a replay."""
 
-    duration: Callable[[Node], float] = _unchanged
+    duration: Callable[[Node], float] = lambda node: 1.0
     """By which each node's duration is multiplied."""
     without: frozenset[str] = frozenset()
     """Causes of idle time that are gone."""
@@ -199,7 +192,7 @@ class Replay:
         gone = set(change.without)
         has_waited = self._is_behind[node.number] or found.keys() & _CHAIN_CAUSES
         if change.is_of_chain and has_waited:
-            gone |= HOST_CAUSES | {causes.HAND_OVER}
+            gone |= causes.HOST_CAUSES | {causes.HAND_OVER}
         return slack - sum(length for cause, length in found.items() if cause in gone)
 
 

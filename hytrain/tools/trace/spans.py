@@ -47,7 +47,7 @@ NONE: Final = -1
 """Of a layer, chunk or step that a span does not name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """One span, before it becomes a row; times in nanoseconds."""
 

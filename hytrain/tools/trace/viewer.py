@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from hytrain.errors import ConfigError
 from hytrain.tools.trace import accounts
 from hytrain.tools.trace.analysis import Analysis
-from hytrain.tools.trace.lanes import Row, rows_of
-from hytrain.tools.trace.palette import COLOURS, LEGEND, legend_of_cause
-from hytrain.tools.trace.spans import RankTrace, Step
+from hytrain.tools.trace.lanes import COLOURS, LEGEND, Row, legend_of_cause, rows_of
+from hytrain.tools.trace.spans import RankTrace
 
 _TEMPLATE: Final = Path(__file__).with_name("viewer.html")
 _MOST_RANKS: Final = 8
@@ -63,11 +62,6 @@ class _Names:
         return np.array(found, np.uint32)
 
 
-def middle_step(steps: Sequence[Step]) -> Step:
-    """The one of median length: what a picture of one step shows, and a page first."""
-    return sorted(steps, key=lambda step: (step.length, step.number))[(len(steps) - 1) // 2]
-
-
 def write_page(path: Path, runs: Sequence[tuple[str, Analysis]], words: Sequence[str]) -> None:
     """Writes the page.
 
@@ -102,8 +96,10 @@ def write_page(path: Path, runs: Sequence[tuple[str, Analysis]], words: Sequence
 def _run(title: str, run: Analysis, block: _Block, names: _Names) -> dict[str, Any]:
     begin = min(rank.steps[0].begin for rank in run.ranks)
     end = max(rank.steps[-1].end for rank in run.ranks)
-    middle = middle_step(next(rank for rank in run.ranks if rank.rank == run.slowest).steps)
-    # Nanoseconds from the begin of the middle step, at which pictures of two runs have their zero.
+    steps = next(rank for rank in run.ranks if rank.rank == run.slowest).steps
+    by_length = sorted(steps, key=lambda step: (step.length, step.number))
+    middle = by_length[(len(steps) - 1) // 2]
+    # The step of median length is shown first; pictures of two runs have their zero at its begin.
     zero = middle.begin
     shown = _shown(run)
     return {

@@ -104,20 +104,15 @@ def _cause_words(cause: Cause, analysis: Analysis) -> str:
         words += _slow_words(analysis, cause.late_rank)
     else:
         words = _WAITS_FOR[cause.cause]
+        is_of_host = cause.cause in causes.HOST_CAUSES or cause.cause == causes.KERNEL_GAPS
         if cause.detail:
             words += f", {cause.detail}"
-        elif cause.layer != NONE and cause.cause not in _OF_HOST:
+        elif cause.layer != NONE and not is_of_host:
             mostly = "mostly " if cause.layer_share < 0.995 else ""
             words += f", {mostly}of layer {cause.layer}" if mostly else f" of layer {cause.layer}"
     if len(analysis.ranks) > 1:
         words += f", on rank {cause.rank}"
     return words
-
-
-_OF_HOST: Final = (
-    *(causes.LAUNCH, causes.DATA_LOADING, causes.HOST_CODE, causes.SYNCHRONIZATION),
-    causes.KERNEL_GAPS,
-)
 
 
 def _slow_words(analysis: Analysis, rank: int) -> str:

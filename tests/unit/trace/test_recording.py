@@ -24,6 +24,8 @@ from hytrain.formats import trace_file as names
 from hytrain.formats.trace_file import Peaks
 from hytrain.hardware.energy import EnergyReading
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 LAYERS = 6  # of the MLP: before, four blocks, after
 FIRST, END = 4, 7
 STEPS = range(FIRST, END)
@@ -33,14 +35,19 @@ def _user_code(_step: int, loss: torch.Tensor) -> None:
     loss.item()
 
 
+def traced(config: dict[str, Any], steps: int, folder: Path, **options: Any) -> Trace:
+    """What a training of so many steps records."""
+    train(config, steps, **options)
+    return Trace.read(folder / "trace_rank0.json")
+
+
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     """Steps 4 to 6 of 12, with half of the layers on the GPU's side."""
     join_process_group()
     folder = tmp_path_factory.mktemp("trace")
     config = traced_config(folder, (FIRST, END), gpu_fraction=0.5, accumulation=2)
-    train(config, 12, accumulation=2, after_step=_user_code)
-    return Trace.read(folder / "trace_rank0.json")
+    return traced(config, 12, folder, accumulation=2, after_step=_user_code)
 
 
 def test_the_header(trace: Trace) -> None:
@@ -104,10 +111,8 @@ def test_every_layer_is_updated_in_every_step(trace: Trace) -> None:
 
 
 def test_updates_without_overlap_lie_within_their_step(tmp_path: Path) -> None:
-    join_process_group()
     config = traced_config(tmp_path, (3, 5), hytrain={"offload": {"overlap_forward": False}})
-    train(config, 5)
-    trace = Trace.read(tmp_path / "trace_rank0.json")
+    trace = traced(config, 5, tmp_path)
     for step, (begin, end) in trace.steps().items():
         spans = [*trace.spans(names.CPU_ADAM, step=step), *trace.spans(names.H2D, step=step)]
         assert {e["args"]["layer"] for e in spans} == set(range(LAYERS))
@@ -135,8 +140,7 @@ def test_each_chunk_is_copied_then_updated_then_sent(trace: Trace) -> None:
 @pytest.mark.parametrize(("moments", "state"), [("fp32", 12), ("bf16", 8), ("8bit", 6)])
 def test_an_updates_bytes_are_its_moments(tmp_path: Path, moments: str, state: int) -> None:
     """Master weight and moments are read and written, two gradients read, a weight written."""
-    train(traced_config(tmp_path, (3, 4), hytrain={"moments": moments}), 5)
-    trace = Trace.read(tmp_path / "trace_rank0.json")
+    trace = traced(traced_config(tmp_path, (3, 4), hytrain={"moments": moments}), 5, tmp_path)
     updates = [
         e["args"] for e in trace.spans(names.CPU_ADAM) if e["args"]["task"] == "commit_then_preview"
     ]
@@ -219,8 +223,7 @@ def test_each_steps_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             return EnergyReading(joules, 2.0 * joules)
 
     monkeypatch.setattr(trace_session, "EnergyMeter", Meter)
-    train(traced_config(tmp_path, (2, 4)), 5)
-    trace = Trace.read(tmp_path / "trace_rank0.json")
+    trace = traced(traced_config(tmp_path, (2, 4)), 5, tmp_path)
     steps = trace.spans(names.STEPS)
     for step in steps:
         assert (step["args"]["gpu_energy_j"], step["args"]["cpu_energy_j"]) == (1.0, 2.0)
@@ -232,19 +235,24 @@ def test_each_steps_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(values[names.COUNTER_GPU_POWER]) == {300.0}
 
 
-def test_checkpointed_blocks_are_recomputed(tmp_path: Path) -> None:
-    join_process_group()
-    for accumulation in ("micro_batch_major", "layer_major"):
-        folder = tmp_path / accumulation
-        config = traced_config(folder, (3, 5), hytrain={"accumulation": accumulation})
-        config["gradient_accumulation_steps"] = 2
-        _train_batches(config, 5)
-        trace = Trace.read(folder / "trace_rank0.json")
-        again = trace.spans(names.GPU_COMPUTE, **{"pass": "recompute"}, step=3)
-        expected = [4, 4, 3, 3, 2, 2, 1, 1] if accumulation == "layer_major" else []
-        assert [e["args"]["layer"] for e in again] == expected
-        loads = [e for e in trace.spans("Python: MainThread") if e["name"] == "data loading"]
-        assert len(loads) >= 4
+@pytest.mark.parametrize(
+    ("accumulation", "expected"),
+    [("micro_batch_major", []), ("layer_major", [4, 4, 3, 3, 2, 2, 1, 1])],
+)
+def test_checkpointed_blocks_are_recomputed(
+    tmp_path: Path, accumulation: str, expected: list[int]
+) -> None:
+    section = {"accumulation": accumulation}
+    config = traced_config(tmp_path, (3, 5), hytrain=section, accumulation=2)
+    with built(make_model("mlp"), config) as engine:
+        for step in range(5):
+            batches = (make_batch("mlp", 2 * step + micro) for micro in range(2))
+            engine.train_batch(batches, num_valid=lambda _batch: torch.tensor(1.0))
+    trace = Trace.read(tmp_path / "trace_rank0.json")
+    again = trace.spans(names.GPU_COMPUTE, **{"pass": "recompute"}, step=3)
+    assert [e["args"]["layer"] for e in again] == expected
+    loads = [e for e in trace.spans("Python: MainThread") if e["name"] == "data loading"]
+    assert len(loads) >= 4
 
 
 class _Checkpointed(Mlp):
@@ -259,7 +267,6 @@ class _Checkpointed(Mlp):
 
 def test_backward_follows_a_recomputed_forward_that_is_left_early(tmp_path: Path) -> None:
     """torch's checkpointing ends it with an exception as soon as backward has what it needs."""
-    join_process_group()
     with built(_Checkpointed(), traced_config(tmp_path, (2, 3))) as engine:
         for step in range(8):
             engine.backward(engine(**make_batch("mlp", step)))
@@ -273,22 +280,12 @@ def test_backward_follows_a_recomputed_forward_that_is_left_early(tmp_path: Path
         assert any(abs(one["ts"] - end) < 1.0 and one["dur"] > 0.0 for one in after)
 
 
-def _train_batches(config: dict, steps: int) -> None:
-
-    with built(make_model("mlp"), config) as engine:
-        for step in range(steps):
-            batches = (make_batch("mlp", 2 * step + micro) for micro in range(2))
-            engine.train_batch(batches, num_valid=lambda _batch: torch.tensor(1.0))
-
-
 def test_a_full_ring_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    join_process_group()
     monkeypatch.setattr(trace_session, "RING_SPANS", 16)
     with caplog.at_level(logging.WARNING):
-        train(traced_config(tmp_path, (2, 4)), 4)
-    trace = Trace.read(tmp_path / "trace_rank0.json")
+        trace = traced(traced_config(tmp_path, (2, 4)), 4, tmp_path)
     header = trace.header
     assert header.overwritten
     written = len(trace.spans(names.CPU_ADAM)) + len(trace.spans(names.D2H))
@@ -298,7 +295,6 @@ def test_a_full_ring_is_said(
 
 
 def test_a_lane_a_thread(tmp_path: Path) -> None:
-    join_process_group()
     offload = {"offload": {"chunk_elements": 2**20, "cpu_threads": 2}}
     config = traced_config(tmp_path, (2, 4), trace={"threads": True}, hytrain=offload)
 
@@ -312,7 +308,6 @@ def test_a_lane_a_thread(tmp_path: Path) -> None:
 
 
 def test_steps_that_never_come_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    join_process_group()
     with caplog.at_level(logging.WARNING):
         train(traced_config(tmp_path, (10, 14)), 2)
     assert "asks for steps 10 to 13, and steps 1 to 2 were made" in caplog.text
@@ -320,15 +315,12 @@ def test_steps_that_never_come_are_said(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_training_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None:
-    join_process_group()
-    train(traced_config(tmp_path, (2, 50)), 4)
-    trace = Trace.read(tmp_path / "trace_rank0.json")
+    trace = traced(traced_config(tmp_path, (2, 50)), 4, tmp_path)
     assert trace.header.steps == (2, 4)
     assert list(trace.steps()) == [2, 3, 4]
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    join_process_group()
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ConfigError, match=r"hytrain\.trace\.dir"):
@@ -342,7 +334,6 @@ def test_steps_out_of_order_are_refused(tmp_path: Path, steps: list[int]) -> Non
 
 
 def test_hooks_and_patches_are_gone_afterwards(tmp_path: Path) -> None:
-    join_process_group()
     model = make_model("mlp")
     before = (vars(torch.Tensor).get("item"), dataloader._BaseDataLoaderIter.__next__)
     with built(model, traced_config(tmp_path, (2, 3))) as engine:
@@ -360,7 +351,6 @@ def test_hooks_and_patches_are_gone_afterwards(tmp_path: Path) -> None:
 
 def test_without_a_trace_no_layer_makes_a_call() -> None:
     """A part asks whether there is a recorder, and calls none; a step has a few calls in all."""
-    join_process_group()
     few, many = _calls_of_a_step(num_blocks=2), _calls_of_a_step(num_blocks=8)
     assert few == many
     assert len(few) < 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from support.trace_schedule import (
     SYNC,
     USER,
     Schedule,
+    rewrite,
     write,
 )
 
@@ -152,27 +152,21 @@ def test_a_replay_without_changes_repeats_every_span(schedule: Schedule, tmp_pat
 
 def _by_three_threads(path: Path) -> Path:
     """The trace with lanes for update threads: the second and third come later and end sooner."""
-    values = json.loads(path.read_text())
     first = names.LANES.index(names.CPU_ADAM)
-    events: list[dict[str, Any]] = []
-    for number in (2, 3):
-        name = {"name": f"{names.CPU_ADAM} {number}"}
-        events.append(
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1000 + number, "args": name}
-        )
-    for event in values["traceEvents"]:
+
+    def thirds(event: dict[str, Any]) -> list[dict[str, Any]]:
         if event.get("cat") != names.CATEGORY[names.CPU_ADAM]:
-            events.append(event)
-            continue
+            return [event]
         args = event["args"]
         share = {"bytes": args["bytes"] / 3, "parameters": args["parameters"] / 3, "threads": 1}
-        for number, (late, sooner) in enumerate(((0, 0), (1, 2), (2, 5)), start=1):
-            times = {"ts": event["ts"] + late, "dur": event["dur"] - late - sooner}
-            lane = {"tid": first if number == 1 else 1000 + number}
-            events.append(event | times | lane | {"args": args | share})
-    found = path.with_name("threads.json")
-    found.write_text(json.dumps(values | {"traceEvents": events}))
-    return found
+        return [
+            event
+            | {"ts": event["ts"] + late, "dur": event["dur"] - late - sooner, "tid": tid}
+            | {"args": args | share}
+            for tid, late, sooner in ((first, 0, 0), (1002, 1, 2), (1003, 2, 5))
+        ]
+
+    return rewrite(path, thirds)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from support.trace_schedule import (
     UPDATE,
     USER,
     Schedule,
+    rewrite,
     write,
 )
 
@@ -87,8 +87,6 @@ FAULTS = {
     ),
     "code between steps": (SYNCED.fault(USER, FAULT, step=3), "host code", None),
 }
-# Plain runs: the same without their fault.
-assert len(FAULTS) >= 20
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -147,8 +145,6 @@ def test_without_launches_a_mid_phase_gap_is_unresolved(tmp_path: Path) -> None:
 def test_a_chain_that_was_not_recorded_is_unresolved(tmp_path: Path) -> None:
     """Updates missing from the file: the copy's begin proves nothing."""
     (path,) = write(tmp_path, ONE.fault(CPU, FAULT, step=3, layer=0), first=2)
-    values = json.loads(path.read_text())
-    values["traceEvents"] = [e for e in values["traceEvents"] if e.get("cat") != "cpu_update"]
-    path.write_text(json.dumps(values))
+    path = rewrite(path, lambda event: [event] if event.get("cat") != "cpu_update" else [])
     (first, *_) = analyse(load([path])).causes
     assert first.cause == causes.UNRESOLVED

@@ -16,7 +16,7 @@ from support.trace_schedule import write as write_schedule
 
 from hytrain.errors import TraceError
 from hytrain.formats import trace_file
-from hytrain.formats.trace_file import Peaks, TraceHeader, read_trace
+from hytrain.formats.trace_file import Peaks, read_trace
 from hytrain.tools import cli
 
 HEADER: dict[str, Any] = {
@@ -43,12 +43,6 @@ def test_a_trace_of_ours(tmp_path: Path) -> None:
     assert (header.rank, header.steps, header.layers) == (0, (10, 13), 24)
     assert header.peaks == Peaks(dram_bytes_per_s=2.5e11)
     assert trace.top == {"more": 1}
-
-
-def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
-    header = TraceHeader.model_validate(HEADER)
-    path = write(tmp_path, {"traceEvents": [], "hytrain": header.model_dump(mode="json")})
-    assert read_trace(path).header == header
 
 
 def test_a_gzipped_one_whatever_its_name(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from support.trace_schedule import (
     LAUNCH,
     USER,
     Schedule,
+    rewrite,
     simulate,
     write,
 )
@@ -84,11 +85,8 @@ def test_exposed_is_not_blocking(tmp_path: Path) -> None:
 def test_spans_are_united_and_not_summed(tmp_path: Path) -> None:
     """Two threads of CPU Adam beside each other take the time of one."""
     (path,) = write(tmp_path, Schedule(steps=4))
-    values = json.loads(path.read_text())
-    updates = [e for e in values["traceEvents"] if e.get("cat") == "cpu_update"]
-    values["traceEvents"] += [event | {"tid": 99} for event in updates]
-    (path.parent / "two.json").write_text(json.dumps(values))
-    one, two = (analyse(load([p])).steps[0] for p in (path, path.parent / "two.json"))
+    doubled = rewrite(path, lambda e: [e, e | {"tid": 99}] if e.get("cat") == "cpu_update" else [e])
+    one, two = (analyse(load([p])).steps[0] for p in (path, doubled))
     for before, after in zip(one, two, strict=True):
         assert before.parts == after.parts
         assert before.activities == after.activities
@@ -160,19 +158,17 @@ def test_clocks_are_brought_together(tmp_path: Path) -> None:
 def test_kernels_in_place_of_layers(tmp_path: Path) -> None:
     """Four kernels a layer, 5 us apart: the gaps are told, the chain stays what it was."""
     (path,) = write(tmp_path, Schedule(steps=5), first=2)
-    values = json.loads(path.read_text())
-    events: list[dict[str, Any]] = []
-    for event in values["traceEvents"]:
+
+    def quarters(event: dict[str, Any]) -> list[dict[str, Any]]:
         if event.get("cat") != "gpu":
-            events.append(event)
-            continue
+            return [event]
         length = event["dur"] / 4
-        for n in range(4):
-            begin = event["ts"] + n * length
-            short = 0.0 if n == 3 else 5.0
-            events.append(event | {"name": "gemm", "ts": begin, "dur": length - short})
-    (tmp_path / "kernels.json").write_text(json.dumps(values | {"traceEvents": events}))
-    layers, kernels = (analyse(load([p])).steps[0][2] for p in (path, tmp_path / "kernels.json"))
+        return [
+            event | {"name": "gemm", "ts": event["ts"] + n * length, "dur": length - 5.0 * (n < 3)}
+            for n in range(4)
+        ]
+
+    layers, kernels = (analyse(load([p])).steps[0][2] for p in (path, rewrite(path, quarters)))
     # 8 passes of 3 gaps.
     assert kernels.parts[causes.KERNEL_GAPS] == 8 * 3 * 5 * US
     assert kernels.busy == layers.busy - 8 * 3 * 5 * US
@@ -186,22 +182,19 @@ def test_layers_of_many_chunks_have_the_same_causes(chunks: int, tmp_path: Path)
     the layer's had been copied by then, and for the chunk before it."""
     schedule = Schedule(layers=6, steps=5, gpu_layers=(0,)).taking(**{CPU: 5000})
     (path,) = write(tmp_path, schedule, first=2)
-    values = json.loads(path.read_text())
-    events: list[dict[str, Any]] = []
-    for event in values["traceEvents"]:
+
+    def cut_up(event: dict[str, Any]) -> list[dict[str, Any]]:
         if event.get("cat") not in ("d2h", "cpu_update"):
-            events.append(event)
-            continue
+            return [event]
         length = event["dur"] / chunks
-        for n in range(chunks):
-            cut: dict[str, Any] = {
-                **{"ts": event["ts"] + n * length, "dur": length - 5.0 * (n < chunks - 1)},
-                **{"args": event["args"] | {"chunk": n}},
-                "name": event["name"].replace("chunk 0", f"chunk {n}"),
-            }
-            events.append(event | cut)
-    (tmp_path / "chunks.json").write_text(json.dumps(values | {"traceEvents": events}))
-    layers, cut = (analyse(load([p])).steps[0][2] for p in (path, tmp_path / "chunks.json"))
+        return [
+            event
+            | {"ts": event["ts"] + n * length, "dur": length - 5.0 * (n < chunks - 1)}
+            | {"args": event["args"] | {"chunk": n}}
+            for n in range(chunks)
+        ]
+
+    layers, cut = (analyse(load([p])).steps[0][2] for p in (path, rewrite(path, cut_up)))
     assert cut.busy == layers.busy
     assert layers.parts[causes.CPU_ADAM] > layers.step.length / 3
     pauses = 5 * US * (chunks - 1) * 5  # of five layers: what the CPU did between is not known
