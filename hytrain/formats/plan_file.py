@@ -17,7 +17,6 @@ compares the file with what it finds (:func:`difference`) and refuses a plan for
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -27,11 +26,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from hytrain.errors import PlanError
 from hytrain.formats.dtypes import Dtype
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.policies import LAYER_MAJOR, Activations
-from hytrain.formats.record import Record, parse_record, read_text
+from hytrain.formats.record import Record, parse_record, read_text, write_record
 
 VERSION = 1
 # Two devices of one type differ by this share of memory at most (what drivers keep for themselves).
@@ -144,16 +142,12 @@ class PlanFile(Record):
 
 
 def write_plan(path: Path, plan: PlanFile) -> None:
-    """Writes plan.json.
+    """Writes plan.json: all of it or nothing.
 
     Raises:
         PlanError: the file cannot be written.
     """
-    text = json.dumps(plan.model_dump(mode="json"), indent=2) + "\n"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot write the plan {path} ({error.strerror})") from None
+    write_record(path, plan, what="plan")
 
 
 def read_plan(path: Path) -> PlanFile:

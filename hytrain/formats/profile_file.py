@@ -11,7 +11,6 @@ Times are milliseconds of one micro-batch, sizes bytes, rates a second.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -407,7 +406,10 @@ def merge_profiles(profiles: Sequence[ProfileFile]) -> ProfileFile:
                 f"profiles of different models cannot be merged: {'; '.join(words)}; measure them "
                 "with one model, sequence length, dtype and kind of moments"
             )
-    by_age = sorted(profiles, key=_newest)
+    by_age = sorted(
+        profiles,
+        key=lambda one: max(part.measured for part in (*one.devices, *one.hosts, *one.collectives)),
+    )
     versions = {key: value for profile in by_age for key, value in profile.versions.items()}
     devices = [device for profile in profiles for device in profile.devices]
     hosts = [host for profile in profiles for host in profile.hosts]
@@ -419,11 +421,6 @@ def merge_profiles(profiles: Sequence[ProfileFile]) -> ProfileFile:
         collectives=_latest(collectives, [one.hosts for one in collectives]),
         versions=versions,
     )
-
-
-def _newest(profile: ProfileFile) -> AwareDatetime:
-    parts = itertools.chain(profile.devices, profile.hosts, profile.collectives)
-    return max(part.measured for part in parts)
 
 
 def _latest(parts: Sequence[_Measured], keys: Sequence[object]) -> tuple[_Measured, ...]:

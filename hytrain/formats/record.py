@@ -89,11 +89,7 @@ def checked(
 
 
 def read_text(path: Path, what: str) -> str:
-    """A file's text.
-
-    Args:
-        path: the file.
-        what: it is, for errors: "profile" or "plan".
+    """A file's text; ``what`` it is, for errors: "profile" or "plan".
 
     Raises:
         PlanError: it cannot be read, or is not text.
@@ -109,15 +105,7 @@ def read_text(path: Path, what: str) -> str:
 def parse_record(
     kind: type[_File], version: int, text: str, path: Path, *, what: str, remedy: str
 ) -> _File:
-    """A file's text as the record that it holds.
-
-    Args:
-        kind: the record's class.
-        version: that it is of.
-        text: the file's.
-        path: the file, for errors.
-        what: it is, likewise.
-        remedy: what to do about another version.
+    """A file's text as the record that it holds, of a version; ``remedy``: of another one.
 
     Raises:
         PlanError: no JSON, another version, or values that the record refuses.
@@ -133,22 +121,12 @@ def parse_record(
 
 
 def write_record(path: Path, record: Record, *, what: str) -> None:
-    """Writes a record as JSON: all of the file or nothing.
-
-    Args:
-        path: the file.
-        record: what it holds.
-        what: it is, for errors.
+    """Writes a record as JSON: all of the file or nothing. ``what`` it is, is for errors.
 
     Raises:
         PlanError: it cannot be written.
     """
-    write_json(path, record.model_dump(mode="json"), what=what)
-
-
-def write_json(path: Path, values: object, *, what: str) -> None:
-    """As :func:`write_record`, of what JSON can hold."""
-    text = json.dumps(values, indent=2) + "\n"
+    text = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,7 @@ class EnergyMeter:
     """
 
     def __init__(self, device: torch.device, *, rapl: Path = RAPL) -> None:
-        """
-        Args:
-            device: the rank's.
-            rapl: the kernel's folder of zones.
-        """
+        """Of the rank's device; ``rapl`` is the kernel's folder of zones."""
         self.missing: list[str] = []
         """What cannot be read, and why; for people."""
         self._gpu: _Gpu | None = None
@@ -69,11 +66,6 @@ class EnergyMeter:
     def has_gpu(self) -> bool:
         """Whether the GPU's can be read."""
         return self._gpu is not None
-
-    @property
-    def has_cpu(self) -> bool:
-        """Whether the processors' can be read."""
-        return bool(self._packages)
 
     def _open_gpu(self, device: torch.device) -> _Gpu | None:
         try:
@@ -105,33 +97,23 @@ class EnergyMeter:
 
     def gpu_watts(self) -> float | None:
         """What the GPU draws now."""
+        return self._of_gpu(_Gpu.watts)
+
+    def read(self) -> EnergyReading:
+        """The counters now. Takes some microseconds, the GPU's up to a millisecond."""
+        return EnergyReading(self._of_gpu(_Gpu.joules), self._cpu_joules())
+
+    def _of_gpu(self, read: Callable[[_Gpu], float]) -> float | None:
         gpu = self._gpu  # another thread may lose it meanwhile
         if gpu is None:
             return None
         try:
-            return gpu.watts()
+            return read(gpu)
         except gpu.error as error:
-            self._lose_gpu(error)
+            # A training does not end because its power cannot be read any more.
+            self._gpu = None
+            self._say(f"the GPU's power is not measured any more: {error}")
             return None
-
-    def read(self) -> EnergyReading:
-        """The counters now. Takes some microseconds, the GPU's up to a millisecond."""
-        return EnergyReading(self._gpu_joules(), self._cpu_joules())
-
-    def _gpu_joules(self) -> float | None:
-        gpu = self._gpu
-        if gpu is None:
-            return None
-        try:
-            return gpu.joules()
-        except gpu.error as error:
-            self._lose_gpu(error)
-            return None
-
-    def _lose_gpu(self, error: Exception) -> None:
-        # A training does not end because its power cannot be read any more.
-        self._gpu = None
-        self._say(f"the GPU's power is not measured any more: {error}")
 
     def _cpu_joules(self) -> float | None:
         if not self._packages:

@@ -36,17 +36,13 @@ _AMPLE_SHARE = 0.7
 
 
 def give_back_cached(device: torch.device, wanted: int) -> None:
-    """To be called between steps, before memory is taken that stays for many of them.
+    """To be called between steps, before so many bytes are taken that stay for many of them.
 
     Torch's allocator would rather split a block that it has cached than ask the driver. The block
     was activations' and is theirs again in the next step, which then finds it too small: what is
     left of it is a gap. Nearly nothing but what stays is in use between steps, so that memory
     taken now is a segment of its own. Where there is plenty nothing is given back: the next step
     would take it anew.
-
-    Args:
-        device: where.
-        wanted: bytes that will be taken.
     """
     usable = usable_gpu_bytes(device)
     if usable is None:

@@ -78,11 +78,7 @@ class HostShare:
     some_near: bool = False
 
     def memory(self, available: Mapping[str, int]) -> int:
-        """This rank's share of the memory left, in bytes.
-
-        Args:
-            available: bytes that each pool has left; the scarcest one decides.
-        """
+        """This rank's share of the bytes that each pool has left: the scarcest one decides."""
         return min(
             left // self.pool_ranks.get(name, self.ranks) for name, left in available.items()
         )
@@ -101,11 +97,7 @@ def machine_identity() -> str:
 
 
 def this_host(device: torch.device | None = None) -> RankHost:
-    """Where this process runs.
-
-    Args:
-        device: whose GPU it is that the rank has; None: it does not matter.
-    """
+    """Where this process runs; ``device``: whose GPU it is that the rank has, if that matters."""
     usable = frozenset(os.sched_getaffinity(0))
     address = None if device is None else pci_address(device)
     return RankHost(
@@ -178,12 +170,7 @@ def _near(hosts: Sequence[RankHost], rank: int, most: float) -> NearCores | None
 
 
 def share_host(collectives: ShardCollectives, device: torch.device | None = None) -> HostShare:
-    """This rank's part of its host; a collective.
-
-    Args:
-        collectives: the ranks.
-        device: see :func:`this_host`.
-    """
+    """This rank's part of its host; a collective."""
     hosts: list[RankHost] = collectives.gather_objects(this_host(device), "the ranks' hosts")
     return divide_host(hosts, collectives.rank, started_here=_started_here())
 

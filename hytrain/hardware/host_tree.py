@@ -36,11 +36,7 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class HostTree:
-    """A host's files.
-
-    Attributes:
-        root: "/" but in tests.
-    """
+    """A host's files, under "/" but in tests."""
 
     root: Path = Path("/")
 

@@ -12,9 +12,9 @@ import logging
 import math
 import os
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,13 +65,8 @@ class NodeCores:
 
 
 def node_cores(address: str | None, usable: Cores, tree: HostTree | None = None) -> NodeCores:
-    """Where a process may run.
-
-    Args:
-        address: of its GPU, see :func:`pci_address`.
-        usable: cores that it may run on.
-        tree: the host's; default: this one's.
-    """
+    """Where a process may run, of its usable cores; ``address`` is its GPU's
+    (:func:`pci_address`)."""
     tree = tree or HostTree()
     found = {node.number: usable & frozenset(node.cores) for node in tree.numa_nodes()}
     gpu_node = None if address is None else tree.pci_node(address)
@@ -155,22 +150,13 @@ def call_on(cores: Cores | None, function: Callable[[], T]) -> T:
     """
     if cores is None:
         return function()
-    results: list[T] = []
-    errors: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            with on_cores(cores):
-                results.append(function())
-        except BaseException as error:
-            errors.append(error)
+    def run() -> T:
+        with on_cores(cores):
+            return function()
 
-    thread = threading.Thread(target=run, name="hytrain-bound")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1, "hytrain-bound") as thread:
+        return thread.submit(run).result()
 
 
 def prefers_near(near: Sequence[float], anywhere: Sequence[float]) -> bool:
@@ -187,15 +173,8 @@ _NODE_PAGES = re.compile(r"\bN(\d+)=(\d+)")
 
 
 def nodes_of_memory(address: int, maps: Path = Path("/proc/self/numa_maps")) -> dict[int, int]:
-    """Pages of a mapping by node.
-
-    Args:
-        address: where the mapping begins.
-        maps: the kernel's list.
-
-    Returns:
-        Empty where the kernel does not tell.
-    """
+    """Pages of the mapping that begins at an address, by node; empty where the kernel does not
+    tell."""
     try:
         lines = maps.read_text().splitlines()
     except OSError:

@@ -63,13 +63,8 @@ def _next_forward(forwards: Sequence[Span], step: int) -> Span | None:
 def flow_events(
     found: dict[_Key, Way], spans: Iterable[Span], place: Callable[[Span], tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
-    """Arrows from a gradient's end to its copy, its update, the copy back and the next forward.
-
-    Args:
-        found: see :func:`ways`.
-        spans: all of them, of which backward passes are wanted.
-        place: (pid, tid) of a span.
-    """
+    """Arrows from a gradient's end to its copy, its update, the copy back and the next forward; of
+    all spans the backward passes are wanted, and ``place`` gives (pid, tid) of one."""
     backwards: dict[_Key, list[Span]] = defaultdict(list)
     for span in spans:
         if span.args.get(names.ARG_PASS) == names.PASSES[1]:

@@ -51,11 +51,8 @@ class KernelProfile:
             self._profile.stop()
 
     def spans(self, recorded: Sequence[Span]) -> list[Span]:
-        """The recorder's spans with the kernels in place of its spans of compute.
-
-        Args:
-            recorded: what the recorder and the update worker have.
-        """
+        """The recorder's and the update worker's spans with the kernels in place of those of
+        compute."""
         if not self._runs:
             return list(recorded)
         with tempfile.TemporaryDirectory() as folder:

@@ -58,12 +58,7 @@ class Recorder:
     """Spans of the steps that are recorded, but for the update worker's, which has its own."""
 
     def __init__(self, clock: TraceClock, layer_names: Sequence[str], most_spans: int) -> None:
-        """
-        Args:
-            clock: makes the marks.
-            layer_names: of the model, in forward order.
-            most_spans: that are kept; older ones are dropped.
-        """
+        """Of layers in forward order; of the spans the newest ``most_spans`` are kept."""
         self.clock = clock
         self._layers = {name: index for index, name in enumerate(layer_names)}
         self._raw: deque[_Raw] = deque()
@@ -160,12 +155,8 @@ class Recorder:
         self._phase_ends(names.PHASE_FORWARD)
 
     def enter_layer(self, layer: int, module: int) -> None:
-        """A layer's forward begins, perhaps to recompute it.
-
-        Args:
-            layer: which.
-            module: number of the one of its modules that it is.
-        """
+        """A layer's forward begins, perhaps to recompute it, with the one of its modules of a
+        number."""
         # Layer by layer a micro-batch's last layer comes when another one has gone back already.
         self._is_again = self._is_going_back and self._entries[module] >= self._together
         self._entries[module] += 1
@@ -182,11 +173,8 @@ class Recorder:
             self._open_compute("backward", layer)
 
     def begin_backward(self, micro_batches: int) -> None:
-        """A backward begins: with the loss, behind the last layer.
-
-        Args:
-            micro_batches: that go back together.
-        """
+        """A backward begins, of micro-batches that go back together: with the loss, behind the last
+        layer."""
         self._phase_ends(names.PHASE_FORWARD)  # layer by layer nobody else ends it
         self._phase_begins(names.PHASE_BACKWARD)
         self._is_going_back = True
@@ -276,11 +264,8 @@ class Recorder:
         self._updates_from = self.clock.mark()
 
     def layers_updated(self, sizes: Mapping[int, int]) -> None:
-        """One of them is queued, of one layer or of several at once: each has its share of it.
-
-        Args:
-            sizes: parameters of each, by its number.
-        """
+        """One of them is queued, of one layer or of several at once: each has its share of it, by
+        its parameters."""
         assert self._updates_from is not None
         begin, self._updates_from = self._updates_from, self.clock.mark()
         total, before = sum(sizes.values()), 0

@@ -25,12 +25,7 @@ def running_tracer() -> Any:
 
 
 def join_file(tracer: Any, recording: Callable[[], Recording | None]) -> None:
-    """Has a tracer's file be a trace of the format, when it is saved.
-
-    Args:
-        tracer: see :func:`running_tracer`.
-        recording: called then; None adds nothing.
-    """
+    """Has a tracer's file be a trace of the format: when it is saved the recording is asked for."""
     # Imported here: only who uses it pays for it.
     from viztracer.vizplugin import VizPluginBase
 

@@ -21,14 +21,7 @@ FIRST_TID = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """All that one rank has recorded.
-
-    Attributes:
-        header: of the file.
-        spans: of all lanes.
-        finals: when gradients were final.
-        samples: of counters.
-    """
+    """All that one rank has recorded."""
 
     header: names.TraceHeader
     spans: Sequence[Span]

@@ -121,16 +121,6 @@ def check_outputs(
         taken.append((flag, path))
 
 
-def check_picture(flag: str, path: Path | None) -> None:
-    """Pictures are PNGs, whatever their names.
-
-    Raises:
-        ConfigError: another format is asked for.
-    """
-    if path is not None and path.suffix.lower() != ".png":
-        raise ConfigError(f"{flag} {path}: the picture is a PNG: give a name that ends with .png")
-
-
 def flag(name: str) -> str:
     """The option whose value an attribute of the parsed arguments has."""
     return f"--{name.replace('_', '-')}"
@@ -146,11 +136,7 @@ def refuse_flags_of_plan(
 ) -> None:
     """Refuses flags of `hytrain plan` given before a subject to which they mean nothing.
 
-    Args:
-        defaults: what the arguments of `hytrain plan` are where they are not given.
-        arguments: as parsed.
-        subject: `uneven` or `hybrid`.
-        own: names that the subject has, too.
+    ``own`` are names that the subject (`uneven` or `hybrid`) has, too.
 
     Raises:
         ConfigError: there is one.

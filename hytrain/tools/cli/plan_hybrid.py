@@ -28,12 +28,7 @@ _DESCRIPTION = (
 
 
 def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
-    """The command's arguments.
-
-    Args:
-        parser: of the command.
-        defaults: what the arguments of `hytrain plan` are where they are not given.
-    """
+    """The command's arguments; ``defaults``: of those of `hytrain plan`."""
     parser.description = _DESCRIPTION
     case = parser.add_mutually_exclusive_group(required=True)
     case.add_argument(

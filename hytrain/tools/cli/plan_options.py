@@ -42,13 +42,7 @@ def read_deepspeed(arguments: argparse.Namespace) -> Mapping[str, Any]:
 def plan_options(
     arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any, *, is_estimated: bool
 ) -> Any:
-    """The planner's options.
-
-    Args:
-        arguments: of the command.
-        config: of :func:`read_deepspeed`.
-        profile: whom is planned for.
-        is_estimated: whether they were never measured.
+    """The planner's options; ``is_estimated``: the profile was never measured.
 
     Raises:
         ConfigError: a flag is out of range, or contradicts the configuration or another one.

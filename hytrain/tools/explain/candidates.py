@@ -46,12 +46,7 @@ class CandidateRow:
 def candidate_rows(
     decision: Decision, measured_at: Callable[[int], Median | None]
 ) -> list[CandidateRow]:
-    """A row for each number of GPU layers, 0..L.
-
-    Args:
-        decision: that was made among them.
-        measured_at: what was measured with a number of GPU layers.
-    """
+    """A row for each number of GPU layers, 0..L, with what was measured with it."""
     numbers = range(decision.num_layers + 1)
     candidates = None if decision.costs is None else predict(decision.costs).candidates
     # What measured steps add to the predictions, as the decision saw them.

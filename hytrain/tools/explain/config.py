@@ -100,14 +100,8 @@ class ModelSizes:
 def first_decision(
     config: HyTrainConfig, sizes: ModelSizes, gpu_bytes: int | None, host_bytes: int
 ) -> Decision:
-    """What a run begins with, before anything but sizes is known.
-
-    Args:
-        config: its reserves and its fixed number of GPU layers count.
-        sizes: the model's.
-        gpu_bytes: of the rank's GPU; None for none.
-        host_bytes: that the rank may take.
-    """
+    """What a run begins with, before anything but sizes is known; ``gpu_bytes``: None without a
+    GPU."""
     solver, base = config.solver, sizes.training_copy_bytes
     if sizes.num_ranks > 1:
         # The first backward learns the order of the layers and keeps all gradients until its end.

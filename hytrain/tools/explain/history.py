@@ -35,13 +35,9 @@ class Median:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What one rank decided, and how long its steps took.
+    """What one rank decided, at least once, and how long its steps took; both in their order.
 
-    Attributes:
-        rank: whose decisions.
-        ranks: all ranks that the file has decisions of.
-        decisions: in the order of their steps, at least one.
-        steps: in the order of their numbers.
+    ``ranks`` are all that the file has decisions of.
     """
 
     rank: int

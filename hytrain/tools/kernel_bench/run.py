@@ -26,16 +26,6 @@ _LLC_MULTIPLE = 4  # each fp32 array is at least this many last-level caches
 _MEMORY_SHARE = 0.6  # of what is free
 
 
-def _default_elements() -> int:
-    fits = int(_MEMORY_SHARE * available_host_bytes() / ARRAY_BYTES)
-    return min(_LLC_MULTIPLE * machine.last_level_cache_bytes() // 4, fits)
-
-
-def _default_threads() -> tuple[int, ...]:
-    cores = machine.usable_cores()
-    return tuple(sorted({max(1, -(-cores * quarter // 4)) for quarter in (1, 2, 3, 4)}))
-
-
 def _medians(
     runs: Mapping[str, Callable[[int], object]], counts: Sequence[int], num_rounds: int
 ) -> dict[str, tuple[float, int]]:
@@ -83,12 +73,16 @@ def run_bench(
     Raises:
         KernelArgumentError: a thread count is above what the kernels take.
     """
-    counts = _default_threads() if thread_counts is None else thread_counts
+    cores = machine.usable_cores()
+    quarters = sorted({max(1, -(-cores * quarter // 4)) for quarter in (1, 2, 3, 4)})
+    counts = thread_counts or tuple(quarters)
     if max(counts) > MAX_THREADS:
         raise KernelArgumentError(
             f"--threads {max(counts)}: the kernels run on at most {MAX_THREADS}"
         )
-    n = align_up(_default_elements() if num_elements is None else num_elements)
+    fits = int(_MEMORY_SHARE * available_host_bytes() / ARRAY_BYTES)
+    beyond_caches = _LLC_MULTIPLE * machine.last_level_cache_bytes() // 4
+    n = align_up(num_elements or min(beyond_caches, fits))
     subjects = all_subjects(Arrays(n), with_others=with_others)
     runs = {name: subject.run for name, subject in subjects.items() if subject.run is not None}
     best = _medians(runs, counts, num_rounds)

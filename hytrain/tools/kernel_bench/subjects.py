@@ -77,12 +77,8 @@ class Arrays:
 
 
 def all_subjects(arrays: Arrays, *, with_others: bool = True) -> dict[str, Subject]:
-    """Every subject by the name that it has in the result, in the order of the table.
-
-    Args:
-        arrays: of all of them.
-        with_others: whether DeepSpeed's and torch's optimizers are measured, too.
-    """
+    """Every subject by the name that it has in the result, in the order of the table;
+    ``with_others``: DeepSpeed's and torch's optimizers, too."""
     subjects: dict[str, Subject] = {}
     for kind, state in arrays.states.items():
         subjects |= _our_subjects(arrays, state, kind)
