@@ -44,20 +44,6 @@ CPU_ADAM: Final = "CPU Adam"
 WAITS_OF_FORWARD: Final = "waits of forward"
 HOST_WAITS: Final = "host waits"
 
-LANES: Final = (
-    STEPS,
-    PYTHON,
-    GPU_COMPUTE,
-    GPU_COMMUNICATION,
-    D2H,
-    H2D,
-    GPU_UPDATE,
-    CPU_ADAM,
-    WAITS_OF_FORWARD,
-    HOST_WAITS,
-)
-"""From top to bottom, the order of thread_sort_index."""
-
 # -- categories ("cat") of spans ---------------------------------------------------------------
 
 CATEGORY: Final[Mapping[str, str]] = {
@@ -73,6 +59,9 @@ CATEGORY: Final[Mapping[str, str]] = {
     HOST_WAITS: "sync",
 }
 """Lane -> category of its spans."""
+
+LANES: Final = tuple(CATEGORY)
+"""From top to bottom, the order of thread_sort_index."""
 
 FLOW_CATEGORY: Final = "layer"
 """Of flows: gradient's end -> D2H -> update -> H2D -> the next forward of that layer."""
@@ -117,7 +106,6 @@ ARG_SLOT: Final = "slot"
 """Of a gradient D2H: number of the pinned slot that it goes to, free when its last one was used."""
 
 PASSES: Final = ("forward", "backward", "recompute")
-TASKS: Final = ("preview", "commit", "commit_then_preview", "publish")
 
 # -- counters (ph "C"; args {"value": number}) -------------------------------------------------
 

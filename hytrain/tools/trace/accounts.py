@@ -29,8 +29,6 @@ D2H: Final = "gradient D2H"
 H2D: Final = "weights H2D"
 COMMUNICATION: Final = "communication"
 OTHER: Final = "other compute"
-ACTIVITIES: Final = (FORWARD, BACKWARD, GPU_UPDATE, CPU_UPDATE, D2H, H2D, COMMUNICATION)
-"""Backward has what is computed again for it."""
 
 COMPUTE_PARTS: Final = (FORWARD, BACKWARD, RECOMPUTE, OTHER, GPU_UPDATE)
 PARTS: Final = (*COMPUTE_PARTS, *causes.CAUSES)
@@ -51,7 +49,8 @@ _SPANS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     H2D: (kinds.H2D, ()),
     COMMUNICATION: (kinds.COMMUNICATION, ()),
 }
-"""Activity -> resource, and of which passes of it."""
+"""Activity -> resource, and of which passes of it: backward has what is computed again for it."""
+ACTIVITIES: Final = tuple(_SPANS)
 
 
 class Overlap(NamedTuple):
