@@ -34,10 +34,15 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opened(browser: Page, trace: Path) -> Page:
+def page(trace: Path) -> Path:
     out = trace.with_suffix(".html")
     assert cli.main(["trace", "report", str(trace), "--html", str(out)]) == 0
-    browser.open(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Page, page: Path) -> Page:
+    browser.open(page)
     return browser
 
 
@@ -113,9 +118,8 @@ def test_light_and_dark(opened: Page) -> None:
     opened.value("element('theme').click()")
 
 
-@pytest.mark.usefixtures("opened")
-def test_the_page_asks_no_network(trace: Path) -> None:
-    text = trace.with_suffix(".html").read_text()
+def test_the_page_asks_no_network(page: Path) -> None:
+    text = page.read_text()
     for asks in ("http://", "https://", "src="):
         assert asks not in text
 
