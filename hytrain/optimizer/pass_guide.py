@@ -100,22 +100,22 @@ class PassGuide:
         passes, schedule = self._passes, self._weights.active
         for layer in layers:
             state = layer.trained
-            for part in layer.sharded:
-                part.allow_reads()
             if self._weights.is_suspended:
                 self._check_gathered(layer)
-            if state is None:
-                if schedule is not None:
-                    schedule.use(layer.index)
-                continue
-            if state.update.sent:
+            if state is not None and state.update.sent:
                 passes.before_use(state)  # withdraws
-            if schedule is not None:
+            if schedule is not None and state is not None:
                 passes.timer.wait_begins(state.index, on_cpu=state.update.updated_by == "cpu")
                 schedule.use(state.index)
                 passes.timer.wait_ends(state.index)
-            elif not state.update.waited:
+            elif schedule is not None:
+                schedule.use(layer.index)
+            elif state is not None and not state.update.waited:
                 passes.before_use(state)
+            # Not before: on its way to this use the schedule may give the layer up, and gather it
+            # anew, where this rank has left other uses out.
+            for part in layer.sharded:
+                part.allow_reads()
 
     def _check_gathered(self, layer: LayerWeights) -> None:
         if layer.sharded and not self._weights.gatherer.is_live(layer):

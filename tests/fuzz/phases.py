@@ -11,6 +11,9 @@ from dataclasses import replace
 
 from fuzz.cases import Case, Event, ModelSpec, Step
 
+INPUTS = ("input_gradient", "frozen_backward")
+"""Passes for the gradients of inputs."""
+
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """What can leave the device."""
 
@@ -76,7 +79,29 @@ def _with_changes(rng: random.Random, case: Case) -> Case:
     hooked = tuple(_event(rng, "hook") for _ in range(2) if rng.random() < 0.15)
     before = tuple(_between(rng, case)) if rng.random() < 0.5 else ()
     case = replace(case, steps=tuple(steps), hooked=hooked, before=before)
-    return _with_grounds(case)
+    return _with_grounds(_with_reach(case))
+
+
+def _with_reach(case: Case) -> Case:
+    """Without a first backward that skips what a forward with gradients before it has used.
+
+    Documented: under ZeRO-3 the first backward must reach all that later ones reach. Where that is
+    the first forward, too, what comes later is agreed upon.
+    """
+    if case.ranks == 1:
+        return case
+    steps: list[Step] = []
+    build, events = case.build, [*case.before]
+    for step in case.steps:
+        if build.stage == 3 and any(event.kind in INPUTS for event in events):
+            step = replace(step, skip=tuple(tuple(() for _ in own) for own in step.skip))
+        steps.append(step)
+        events = []
+        for event in step.after:
+            build, events = (event.build, []) if event.build else (build, [*events, event])
+        if all(event.build is None for event in step.after):
+            events = []  # the next step is not an engine's first one
+    return replace(case, steps=tuple(steps))
 
 
 def _with_grounds(case: Case) -> Case:
@@ -179,7 +204,7 @@ def _may_sum(case: Case, before: list[Step]) -> bool:
 def _input_gradient(rng: random.Random, case: Case) -> str:
     # Reentrant recomputation knows no torch.autograd.grad.
     is_reentrant = "reentrant" in (case.model.recompute, case.model.tiled)
-    return "frozen_backward" if is_reentrant else rng.choice(("input_gradient", "frozen_backward"))
+    return "frozen_backward" if is_reentrant else rng.choice(INPUTS)
 
 
 def _between(rng: random.Random, case: Case) -> list[Event]:
