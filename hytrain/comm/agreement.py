@@ -84,7 +84,7 @@ def compare(
 
 
 def stay_away(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
-    """This rank goes another way, and waits for nobody; those that compare are told of it.
+    """This rank goes another way and does not wait; ranks that compare get an error.
 
     Args:
         facts: where it goes; others have these keys, too.

@@ -141,7 +141,7 @@ class ShardCollectives:
             )
 
     def leave(self) -> None:
-        """This rank's process ends: others that wait for it are told."""
+        """Announces that this rank's process ends, to ranks that wait for it."""
         if self.watch is not None:
             self.watch.leave("its process has ended, before engine.destroy()")
 
@@ -156,7 +156,7 @@ class ShardCollectives:
 
     @contextmanager
     def reporting_failures(self) -> Generator[None]:
-        """What the block raises is told to the other ranks, which wait for this one in a step."""
+        """Publishes what the block raises to the other ranks, which wait for this one in a step."""
         try:
             yield
         except Exception as error:

@@ -113,7 +113,7 @@ def raise_together(
         if failure is not None:
             raise kind(failure)
         return
-    what = "the ranks' word on whether all has gone well"
+    what = "the ranks' agreement on success"
     failures: list[str | None] = collectives.gather_objects(failure, what)
     if any(text is not None for text in failures):
         _raise_all(failures, kind)

@@ -58,7 +58,7 @@ EXPLAIN_SECONDS = 6.0
 STORE_SECONDS = 4.0
 """For which a new connection to a store that was lost is tried, or its answer waited for."""
 CONFIRM_SECONDS = 0.4
-"""A process is gone for so long at least before it is said: its last words are still on the way."""
+"""A process must be gone for so long before it is reported: its last words may be on the way."""
 UNREACHABLE_SECONDS = 60.0
 """After that a host that does not answer is given up, by ranks that wait for it."""
 SAME_NUMBER = (
@@ -410,7 +410,7 @@ class RankWatch:
             self._words.hear(word)
         with self._changed:
             del self._unsent[:said]
-            # Who is gone without a word will not say that it knows.
+            # A rank that was killed will not acknowledge.
             self._know_end = news.know_end + len(self._words.silent(self._gone_since))
         self._decide(now)  # the cause that a rank gives comes before what follows of it
         mine = dict(self._history.recent())

@@ -24,7 +24,7 @@ GREETING_SECONDS = 5.0
 REDIAL_SECONDS = 1.0
 _CONNECT_SECONDS = 1.0
 _MOST_CALLERS = 8
-"""Connections that have not shown the secret yet: anybody makes them."""
+"""Connections that have not shown the secret yet: any process can open one."""
 _MOST_ACCEPTED = 64
 """In a turn."""
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 17_000}
@@ -41,13 +41,13 @@ def address_for_ranks() -> str | None:
     """Where ranks of other hosts reach this one; None: nowhere.
 
     On the interface that the process group is told to use, else where this host reaches the master,
-    else where it reaches anybody.
+    else where its default route goes.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         interface = os.environ.get(variable, "").partition(",")[0].strip("= ")
         if interface and not interface.startswith("^"):  # else it names those to leave out
             return _address_of(interface)
-    for host in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):  # nobody's, by RFC 5737
+    for host in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):  # of RFC 5737
         with suppress(OSError):
             family, kind, _, _, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
@@ -151,7 +151,7 @@ class Link:
         self.has_answered = False
         """Whether the rank has ever done so."""
         self.is_refused = False
-        """Whether the process was there, and nobody listens at its port any more."""
+        """Whether the process was there, and nothing listens at its port any more."""
         self.unreachable_since: float | None = None
 
     def turn(self) -> None:

@@ -5,8 +5,7 @@ waits for another survivor, in a call of the user's own, or in code that has no 
 hour. And on its way out, what was left behind may hold it: destructors wait for threads that wait
 for a collective, and a thread that comes back from one while the interpreter ends aborts it.
 
-An exception that ends the process is published to the other ranks before the default excepthook
-shows it.
+Publishes a fatal exception to the other ranks before the default excepthook runs.
 """
 
 from __future__ import annotations
@@ -175,7 +174,7 @@ def exit_with(code: int) -> None:
 
 
 class Watch(Protocol):
-    """Whom the end of this process is told to."""
+    """Publishes the end of this process to the other ranks."""
 
     def tell(self, error: BaseException, *, final: bool) -> None:
         """The error is published to the other ranks."""
@@ -197,7 +196,7 @@ _hooked = False
 
 
 def follow(watch: Watch) -> None:
-    """What ends this process is told to a watch, until :func:`forget`."""
+    """Publishes a fatal exception to a watch's ranks, until :func:`forget`."""
     global _hooked
     _open_watches.add(watch)
     if not _hooked:

@@ -118,7 +118,7 @@ class StatusStore:
                 self._asked = asked
             words = self._new_words()
             know_end = self._tell_end([*say, *words])
-            # Two sequences that differ do so between some neighbours: nobody has to read all.
+            # Two sequences that differ do so between some neighbours: no rank has to read all.
             around = neighbours_of(self._rank, self._world_size) if ask else ()
             histories = {r: list(map(tuple, self._find("history", r) or ())) for r in around}
             everyone = range(self._world_size) if want_standings else ()

@@ -30,7 +30,7 @@ STATE_REMEDY = (
 def taking_host_memory(
     purpose: str, num_bytes: int | None = None, *, remedy: str = STATE_REMEDY
 ) -> Generator[None]:
-    """Around what takes memory on the host: that there is none left is said for people.
+    """Around allocations on the host: turns their failure into a MemoryError with advice.
 
     Args:
         purpose: what it is for, behind "for".

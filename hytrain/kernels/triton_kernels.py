@@ -71,7 +71,7 @@ def row_of_program(table_ptr, program, ROWS: tl.constexpr):
 
 @triton.jit
 def address_in(table_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer that a table holds; the compiler cannot see its alignment, and is told of it."""
+    """A pointer that a table holds; states its alignment, which the compiler cannot see."""
     pointer = tl.load(table_ptr).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)

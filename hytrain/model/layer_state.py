@@ -178,7 +178,7 @@ class LayerState:
             self.before_change()
 
     def before_change(self) -> None:
-        """Before anything of the state is written: nobody reads it as of an earlier step."""
+        """Before anything of the state is written: no reader still needs an earlier step's."""
         self.holds_updates = False
         wait, self._held_for = self._held_for, None
         if wait is not None:

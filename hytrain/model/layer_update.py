@@ -54,7 +54,7 @@ class LayerUpdate:
         self.is_measured = is_measured
 
     def release_gradient(self) -> None:
-        """The gradient has left the device, has been applied, or is somebody else's now."""
+        """The gradient has left the device, has been applied, or its ownership has passed on."""
         self.gradient = None
 
     def apply(self, updated: torch.cuda.Event | None) -> None:
@@ -91,7 +91,7 @@ class LayerUpdate:
         """The step is final, or skipped; new weights, or the old ones, are on their way."""
         self.sent = False
         self.updated_by = updated_by
-        if updated_by == "cpu":  # else :meth:`apply` has told of it
+        if updated_by == "cpu":  # else :meth:`apply` has reported it
             self.overwrite()
 
     def make_gather_due(self, *, is_due: bool) -> None:

@@ -99,7 +99,7 @@ class ResidentStorage:
         yield self.slice(begin, end)
 
     def restore_views(self) -> list[str]:
-        """Makes parameters whose ``.data`` somebody has put elsewhere views again.
+        """Makes parameters whose ``.data`` was set to other memory views again.
 
         Updates would not reach them. What they hold is dropped: it may be older than the copy.
 

@@ -1,4 +1,4 @@
-"""Notices reads of weights by code that no module's hook tells of.
+"""Notices reads of weights outside of their modules, where no hook fires.
 
 Hooks tell of the uses that they know of: a module's forward. A weight may be read anywhere else: a
 head that multiplies with the embedding's, a penalty on a weight, an average or a log after the
@@ -45,7 +45,7 @@ IN_BACKWARD = "used in backward"
 
 
 class Reader(Protocol):
-    """Who is told of a read, before it."""
+    """Called before a read."""
 
     def __call__(self, name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
         """Makes the weights what the reader expects, or raises.
@@ -59,14 +59,14 @@ class Reader(Protocol):
 
 
 class WatchedParameters:
-    """Some parameters, of which every read is told while they are not readable."""
+    """Some parameters whose reads are reported while they are not readable."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], read: Reader) -> None:
         """They are readable at first.
 
         Args:
             parameters: those that become readable together.
-            read: told of a read; may raise, and may make them readable.
+            read: called before a read; may raise, and may make them readable.
         """
         self._read = read
         self._readers = 1
@@ -84,7 +84,7 @@ class WatchedParameters:
         return self._readers > 0
 
     def allow(self) -> None:
-        """There is one more reason why they can be read."""
+        """One reader more."""
         self._readers += 1
         if self._readers == 1:
             for parameter, own, watched in self._items:
@@ -92,14 +92,14 @@ class WatchedParameters:
                     parameter.__class__ = own
 
     def disallow(self) -> None:
-        """One of the reasons is gone; with the last one reads are told of."""
+        """One reader less; after the last one reads are reported."""
         if self._readers == 1:
             self.disallow_all()
         elif self._readers:
             self._readers -= 1
 
     def disallow_all(self) -> None:
-        """All of the reasons are gone."""
+        """No readers."""
         if not self._readers:
             return
         self._readers = 0
@@ -129,7 +129,7 @@ class WatchedParameters:
 
 
 def _ignored(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
-    """Is told of nothing."""
+    """Ignores a read."""
 
 
 class _Watched(nn.Parameter):
@@ -147,7 +147,7 @@ class _Watched(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls ``func``, after having told of what it reads."""
+        """Reports what ``func`` reads, then calls it."""
         del types
         named = kwargs or {}
         # Loops over all parameters of a model ask each for its gradient, say, in every step.
@@ -228,9 +228,9 @@ def _watched_class(own: type[nn.Parameter], watch: WatchedParameters) -> type[nn
 class SavedWeights:
     """Tells of weights that autograd saves outside of their modules, while a block runs.
 
-    So is told what an extension reads of a weight in a graph; and, in the backward of what ran in
-    the block, of weights that it uses and no hook has brought: it would compute with memory that
-    has been given up. What torch.compile has made runs as it was written meanwhile: it would be
+    So an extension's read of a weight in a graph is reported; and, in the backward of what ran in
+    the block, the use of weights that no hook has gathered: it would compute with memory that has
+    been given up. What torch.compile has made runs as it was written meanwhile: it would be
     compiled for this block, and again for all that follow. It costs some microseconds for every
     tensor that is saved: for a model's first pass.
 
@@ -263,7 +263,7 @@ class SavedWeights:
         self._stack.close()
 
     def stop(self) -> None:
-        """Nothing more is told in this block; inside of hooks of somebody else's it goes on."""
+        """Reports nothing more in this block, but inside of hooks that others have set."""
         if not self._is_stopped and _top_hooks() == self._hooks:
             _autograd._pop_saved_tensors_default_hooks()
             self._is_stopped = True

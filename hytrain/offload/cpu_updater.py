@@ -21,7 +21,7 @@ from hytrain.offload.streams import Streams, event_handle
 logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 60.0
-"""A wait for the worker in which it finishes no chunk for so long is told of."""
+"""A wait for the worker warns after so long without a finished chunk."""
 
 SHRINK_STEPS = 64
 """Without a move, before pinned memory is given back: layers that come and go shall not have it

@@ -21,7 +21,7 @@ from hytrain.offload.update_groups import LIMITS, GroupLimits, group_begins
 
 
 class UpdateObserver(Protocol):
-    """Who is told of updates on the device, on the stream that makes them."""
+    """Called at updates on the device, on the stream that makes them."""
 
     def updates_begin(self) -> None:
         """The first update of a step is about to be queued."""
@@ -151,7 +151,7 @@ class DeviceUpdate:
         Args:
             hyper: each parameter group's hyper-parameters.
             outcome: fp32, two elements on the device: gradient scale, and 1.0 for a skipped step.
-            observers: are told.
+            observers: called at each update.
             leaves_room: forward's kernels need not wait for those of updates to have begun.
         """
         layers = [layer for layer in self._layers if layer.placement == "gpu"]

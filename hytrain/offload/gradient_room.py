@@ -46,7 +46,7 @@ class GradientRoom:
         if transient is None:
             transient = (limit - allocated) // 2
         self._most = limit - reserve - transient - self._next_layer
-        # As a rule there is room for the gradients of all layers at once, and nobody looks again.
+        # As a rule all layers' gradients fit at once, and this is not looked at again.
         self.is_watching = allocated + self._all_gradients > self._most
 
     def end_step(self) -> None:

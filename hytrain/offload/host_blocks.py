@@ -55,7 +55,7 @@ class HostBlock:
         return found
 
     def close(self) -> None:
-        """Unpins it. No copy may be in flight. Tensors that somebody keeps stay readable."""
+        """Unpins it. No copy may be in flight. Tensors that are still referred to stay readable."""
         self._pinning.release()
 
 

@@ -179,7 +179,7 @@ class UpdatePipeline:
         self.norm.launch_decision(self._unscale)
 
     def _measure_left(self) -> None:
-        """Sums of squares that nobody has asked for before: few launches for all of them."""
+        """Sums of squares that are still missing, in few launches."""
         numbers: list[int] = []
         gradients: list[torch.Tensor] = []
         for layer in self.layers:

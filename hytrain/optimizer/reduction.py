@@ -120,7 +120,7 @@ class GradientReducer:
 
         Args:
             state: the layer.
-            unreduced_grad: of the whole layer; nobody else reads it any more.
+            unreduced_grad: of the whole layer; ownership passes to this call.
 
         Returns:
             The sum over ranks, of the same dtype; the mean where the settings divide first.

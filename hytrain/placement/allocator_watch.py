@@ -37,7 +37,7 @@ def advise_on_plan(
     Args:
         planned: bytes that the plan takes at most.
         limit: bytes that this process may use.
-        environment: the process's; nobody else tells how the allocator was set up.
+        environment: the process's: the allocator's settings can be read nowhere else.
     """
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     settings = ",".join(environment.get(name, "") for name in names)

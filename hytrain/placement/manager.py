@@ -112,7 +112,7 @@ class PlacementManager:
     def end_backward(self, num_firings: int) -> None:
         """Every layer's has; the outcome is being computed.
 
-        The time to think: as a rule nobody waits, but where steps are launch-bound the GPU does.
+        The time to think: usually hidden, but where steps are launch-bound the GPU waits.
 
         Args:
             num_firings: gradients that autograd has handed over so far.
@@ -255,7 +255,7 @@ class PlacementManager:
         controller.apply_moves(self._steps, at_once=True)
 
     def free_gpu_memory(self, *, may_move: bool, where: str, again: str) -> str:
-        """An allocation of the user's has failed on the device; nobody can undo that one.
+        """An allocation of the user's has failed on the device, and cannot be repeated here.
 
         Args:
             may_move: whether no step is under way.

@@ -110,7 +110,7 @@ class MemoryProbe:
         return self.with_base(limits)
 
     def with_base(self, limits: MemoryLimits) -> MemoryLimits:
-        """The same with what steps were last measured to need: nobody is asked for anything."""
+        """The same with what steps were last measured to need: no query of the driver."""
         if not self.base_at:
             return limits
         return replace(limits, gpu_base=max(self.base_at), gpu_base_at=self.base_at)

@@ -60,7 +60,7 @@ class PlacementController:
             mover: re-places them.
             solver: how decisions are made.
             first: the decision that they are placed by now, with their sizes.
-            solves: whether it decides by itself, or only does as it is told.
+            solves: whether it decides by itself, or a user or a plan does.
         """
         self._layers = list(layers)
         self._bytes = first.layer_bytes
@@ -155,7 +155,7 @@ class PlacementController:
             residuals=self._residuals if method == "pipeline" else None,
         )
         number, reason = self._choose(step, solution, is_certain=is_certain)
-        # Where nothing moves it is said once why.
+        # Warns once why nothing moves.
         if number != here or not is_known:
             self._decide(
                 step,
@@ -267,7 +267,7 @@ class PlacementController:
         return Bounds(allowed.num_layers, here, here)
 
     def set_target(self, step: int, gpu_layers: int, reason: str) -> None:
-        """Layers shall move to this number, as somebody else has decided."""
+        """Sets the number of GPU layers, decided by a user or a plan."""
         self._decide(step, gpu_layers, reason)
 
     def _decide(self, step: int, gpu_layers: int, reason: str, **found: Any) -> None:

@@ -11,7 +11,7 @@ _NONE: AbstractContextManager[None] = nullcontext()
 
 def span(name: str) -> AbstractContextManager[object]:
     """``hytrain::name`` around a block; nothing while no profiler of torch's runs."""
-    # record_function takes microseconds also where nobody listens.
+    # record_function takes microseconds even without a profiler.
     if profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
         return profiler.record_function(f"hytrain::{name}")
     return _NONE

@@ -126,7 +126,7 @@ class GatherContext:
         return self.gatherer.is_live(self._by_number[index])
 
     def is_pinned(self, index: int) -> bool:
-        """Whether the layer stays whole until somebody gives it up, whatever passes do."""
+        """Whether the layer stays whole until it is unpinned, whatever passes do."""
         return self.gatherer.is_pinned(self._by_number[index])
 
     def gather(self, index: int, *, ahead: bool = False) -> None:
@@ -168,7 +168,7 @@ class GatherContext:
             self.keep(index)
 
     def keep(self, index: int) -> None:
-        """A layer that is held is there from now on, and may be read by anybody."""
+        """A layer that is held is there from now on, and may be read anywhere."""
         self.gather(index)
         self.use(index)
         for part in self._by_number[index].sharded:

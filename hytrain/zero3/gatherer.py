@@ -45,7 +45,7 @@ class _Flight:
 
 
 class LayerGatherer:
-    """Gathers and releases layers, one at a time, in the order in which it is told to."""
+    """Gathers and releases layers, one at a time, in the order of the calls."""
 
     def __init__(self, pipeline: UpdatePipeline, collectives: ShardCollectives) -> None:
         self._pipeline = pipeline
@@ -86,7 +86,7 @@ class LayerGatherer:
 
     @property
     def has_pinned(self) -> bool:
-        """Whether somebody outside of passes has gathered layers and still uses them."""
+        """Whether layers that were gathered outside of passes are still in use."""
         return bool(self._pinned)
 
     def is_live(self, layer: LayerWeights) -> bool:

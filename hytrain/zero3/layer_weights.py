@@ -39,12 +39,12 @@ class ShardedWeights:
             self.storage.reads.allow()
 
     def disallow_reads(self) -> None:
-        """One of the reasons is gone."""
+        """One reader less."""
         if self.storage.reads is not None:
             self.storage.reads.disallow()
 
     def forbid_reads(self) -> None:
-        """All of the reasons are gone: what is read is told of."""
+        """No readers: reads are reported again."""
         if self.storage.reads is not None:
             self.storage.reads.disallow_all()
 

@@ -85,7 +85,7 @@ class GatherSchedule:
         self._records: dict[_Key, _Record] = {}
         self._reduces: dict[_Key, dict[int, tuple[int, ...]]] = {}
         self._key: _Key = ("train", 1)
-        self._taught: _Key | None = None  # recorded, and when to reduce in it is still to be told
+        self._taught: _Key | None = None  # recorded, but its reductions are not known yet
         self._most_forwards = 0  # that a backward may go back through, the same on all ranks
         self._marks: WeakSet[ForwardMark] = WeakSet()  # those of them that this rank still has
         self._reached: set[ForwardMark] = set()  # by the backward that runs
@@ -94,7 +94,7 @@ class GatherSchedule:
         self._alone: set[int] = set()  # gathered for a module that was called outside of passes
 
     def set_reducer(self, reducer: Reducer) -> None:
-        """Gradients are reduced where the plan of a backward says so."""
+        """Gradients are reduced at the places in a backward's plan."""
         self._context.reducer = reducer
 
     def largest(self, counts: Sequence[int]) -> list[int]:
@@ -127,7 +127,7 @@ class GatherSchedule:
 
     @property
     def wants_reduces(self) -> bool:
-        """Whether a backward was recorded that :meth:`learn_reduces` has not been told of."""
+        """Whether a recorded backward still waits for :meth:`learn_reduces`."""
         return self._taught is not None
 
     # -- passes --------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class GatherSchedule:
         return index in self._context.held
 
     def hold(self, index: int) -> None:
-        """The pass reads a layer that no module's hook has told of; a collective.
+        """The pass reads a layer outside of its module, where no hook fires; a collective.
 
         From now on the layer is there in the whole of every pass.
         """
