@@ -28,6 +28,8 @@ RUNS = [
     Run(bf16=False, accumulation=2, groups=True, schedule="torch", gpu_fraction=0.0),
     Run(groups=True, gpu_fraction=1.0, stage=1, schedule="none"),
     Run(clipping=0.0, check_overflow=False, accumulation=2),
+    Run(moments="bf16"),
+    Run(moments="8bit", asynchronous=True),
 ]
 
 
@@ -44,8 +46,9 @@ def test_resumed_equals_uninterrupted(run: Run, tmp_path: Path) -> None:
         assert_same(snapshot(engine), expected["end"])
 
 
-def test_any_layout_resumes_any_other(tmp_path: Path) -> None:
-    run = Run()
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_any_layout_resumes_any_other(moments: str, tmp_path: Path) -> None:
+    run = Run(moments=moments)
     expected = save_and_go_on(run, tmp_path, (3, 6))
     for changes in (
         {"gpu_fraction": 0.0},
