@@ -11,20 +11,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hytrain.formats.policies import Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
 from hytrain.tools.planner.arrays import Bools
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
-    Columns,
     Workload,
+    WorkloadMaker,
     fits_rounds,
     largest_shards,
     longest_step,
     shard_that_fits,
-    workload,
 )
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, settle, to_plan
@@ -64,12 +62,12 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     if problem.batch < num_ranks:
         return Infeasible(f"a batch of {problem.batch} cannot be split evenly over {num_ranks}")
     batches = [(problem.batch + rank) // num_ranks for rank in reversed(range(num_ranks))]
-    made = _Loads(problem)
+    make = WorkloadMaker(problem, Collectives.of(problem, even=True))
     gpus = [gpu for _, gpu in problem.cluster.ranks]
     common = set.intersection(*(set(gpu.micro_batches(batches[0])) for gpu in dict.fromkeys(gpus)))
     tried = [
         [
-            made.of(gpu, batch, min(size, batch), policy)
+            make.of(gpu, batch, min(size, batch), policy)
             for gpu, batch in zip(gpus, batches, strict=True)
         ]
         for policy in problem.activations
@@ -100,16 +98,17 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
             lambda one, _: samples_by_speed(one),
             lambda one: some_rounds(one, samples_by_speed),
         )
-    made = _Loads(problem)
-    speeds = [made.speed(gpu) for _, gpu in problem.cluster.ranks]
+    make = WorkloadMaker(problem, Collectives.of(problem, even=True))
+    speeds = [_speed(problem, make, gpu) for _, gpu in problem.cluster.ranks]
     if max(speeds) == 0.0:
         return Infeasible("no rank has room for a single sample")
     menus: list[list[Workload]] = []
     chosen: list[list[Workload]] = []
+    known: dict[tuple[int, int, int], list[Workload]] = {}
     batches = whole_parts(speeds, problem.batch)
     for (host, gpu), batch in zip(problem.cluster.ranks, batches, strict=True):
         menu = [
-            made.of(gpu, batch, size, policy)
+            make.of(gpu, batch, size, policy)
             for policy in problem.activations
             for size in (gpu.micro_batches(batch) if batch else range(1))
             if fits_rounds(problem, batch, size)
@@ -117,7 +116,10 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
         if not menu:
             return Infeasible(f"{batch} samples of {gpu.name} do not make {problem.rounds} rounds")
         menus.append(menu)
-        chosen.append(made.of_even_shard(host, gpu, menu))
+        key = id(host), id(gpu), batch
+        if key not in known:
+            known[key] = _of_even_shard(problem, host, gpu, menu)
+        chosen.append(known[key])
     plans = [
         found
         for workloads in zip(*chosen, strict=True)
@@ -130,63 +132,40 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
 
 def own_speeds(problem: PlanProblem) -> list[float]:
     """Samples/s that each rank computes for itself at its best micro-batch, updates left out."""
-    alone = _Loads(problem, Collectives(0.0, 0.0))
-    return [alone.speed(gpu) for _, gpu in problem.cluster.ranks]
+    alone = WorkloadMaker(problem, Collectives(0.0, 0.0))
+    return [_speed(problem, alone, gpu) for _, gpu in problem.cluster.ranks]
 
 
-class _Loads:
-    """Loads with even shards, each made once."""
+def _speed(problem: PlanProblem, make: WorkloadMaker, gpu: GpuProfile) -> float:
+    """Samples a second at the best micro-batch that has room; 0 where none has."""
+    best = 0.0
+    for policy in problem.activations:
+        for size in gpu.micro_batches(problem.batch):
+            work = make.of(gpu, size, size, policy)
+            if work.room < 0.0:
+                break
+            best = max(best, size / work.compute)
+    return best
 
-    def __init__(self, problem: PlanProblem, collectives: Collectives | None = None) -> None:
-        self._problem = problem
-        self._collectives = collectives or Collectives.of(problem, even=True)
-        self._made: dict[tuple[object, ...], Workload] = {}
-        self._speeds: dict[GpuProfile, float] = {}
-        self._chosen: dict[tuple[object, ...], list[Workload]] = {}
 
-    def of(self, gpu: GpuProfile, batch: int, size: int, policy: Activations) -> Workload:
-        """What so many samples take."""
-        key = (id(gpu), batch, size, policy)
-        if key not in self._made:
-            self._made[key] = workload(self._problem, gpu, self._collectives, batch, size, policy)
-        return self._made[key]
+def _of_even_shard(
+    problem: PlanProblem, host: Host, gpu: GpuProfile, menu: list[Workload]
+) -> list[Workload]:
+    """The workload that can own an even part in the shortest step, and a frugal one.
 
-    def speed(self, gpu: GpuProfile) -> float:
-        """Samples a second at the best micro-batch that has room; 0 where none has."""
-        if gpu not in self._speeds:
-            best = 0.0
-            for policy in self._problem.activations:
-                for size in gpu.micro_batches(self._problem.batch):
-                    work = self.of(gpu, size, size, policy)
-                    if work.room < 0.0:
-                        break
-                    best = max(best, size / work.compute)
-            self._speeds[gpu] = best
-        return self._speeds[gpu]
+    The latter is the roomiest of those with the fewest bytes of activations on the host.
+    """
+    part = problem.model.parameters / problem.cluster.num_ranks * (1.0 - _ROUNDING)
 
-    def of_even_shard(self, host: Host, gpu: GpuProfile, menu: list[Workload]) -> list[Workload]:
-        """The workload that can own an even part in the shortest step, and a frugal one.
+    def able(step: float) -> Bools:
+        return largest_shards(problem, host, gpu, menu, step).max(axis=1) >= part
 
-        The latter is the roomiest of those with the fewest bytes of activations on the host.
-        """
-        key = id(host), id(gpu), tuple(id(work) for work in menu)
-        if key not in self._chosen:
-            problem = self._problem
-            part = problem.model.parameters / problem.cluster.num_ranks * (1.0 - _ROUNDING)
-            columns = Columns.of(menu)
-
-            def able(step: float) -> Bools:
-                shards = largest_shards(problem, host, gpu, columns, step)
-                return shards.max(axis=1) >= part
-
-            low, high = 0.0, longest_step(problem, host, gpu, menu)
-            while high - low > TOLERANCE * high:
-                middle = (low + high) / 2.0
-                low, high = (low, middle) if able(middle).any() else (middle, high)
-            fastest = menu[int(able(high).argmax())]
-            sparing = min(menu, key=lambda work: (work.room < 0.0, work.offloaded, -work.room))
-            self._chosen[key] = [fastest, sparing]
-        return self._chosen[key]
+    low, high = 0.0, longest_step(problem, host, gpu, menu)
+    while high - low > TOLERANCE * high:
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if able(middle).any() else (middle, high)
+    fastest = menu[int(able(high).argmax())]
+    return [fastest, min(menu, key=lambda work: (work.room < 0.0, work.offloaded, -work.room))]
 
 
 def _missing(problem: PlanProblem, menus: Sequence[Sequence[Workload]]) -> Infeasible:
@@ -209,10 +188,8 @@ def _missing(problem: PlanProblem, menus: Sequence[Sequence[Workload]]) -> Infea
                 missing,
                 rank,
             )
-    first = 0
-    for host in problem.cluster.hosts:
-        rest = sum(left_for_host(work) for work in works[first : first + len(host.gpus)])
-        first += len(host.gpus)
+    for host, ranks in problem.cluster.host_ranks:
+        rest = sum(left_for_host(works[rank]) for rank in ranks)
         if rest > host.memory_bytes:
             missing = (rest - host.memory_bytes) / _GIB
             return Infeasible(

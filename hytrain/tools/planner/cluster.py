@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -259,6 +260,13 @@ class Cluster:
     def num_ranks(self) -> int:
         """GPUs of all hosts."""
         return sum(len(host.gpus) for host in self.hosts)
+
+    @property
+    def host_ranks(self) -> list[tuple[Host, range]]:
+        """The ranks of each host."""
+        ends = list(itertools.accumulate((len(host.gpus) for host in self.hosts), initial=0))
+        pairs = itertools.pairwise(ends)
+        return [(host, range(*pair)) for host, pair in zip(self.hosts, pairs, strict=True)]
 
     @property
     def ranks(self) -> list[tuple[Host, GpuProfile]]:

@@ -58,6 +58,7 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -74,6 +75,8 @@ from hytrain.tools.planner.passes import (
 )
 from hytrain.tools.planner.peaks import peaks
 from hytrain.tools.planner.problem import PlanProblem
+
+_Number = TypeVar("_Number", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,24 @@ def workload(
     )
 
 
+class WorkloadMaker:
+    """Makes the workloads of a problem, each once."""
+
+    def __init__(self, problem: PlanProblem, collectives: Collectives) -> None:
+        """The arguments are those of :func:`workload`."""
+        self._problem = problem
+        self._collectives = collectives
+        # By the profile's identity: to compare profiles takes long.
+        self._known: dict[tuple[int, int, int, Activations], Workload] = {}
+
+    def of(self, gpu: GpuProfile, batch: int, size: int, policy: Activations) -> Workload:
+        """See :func:`workload`."""
+        key = id(gpu), batch, size, policy
+        if key not in self._known:
+            self._known[key] = workload(self._problem, gpu, self._collectives, batch, size, policy)
+        return self._known[key]
+
+
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """Seconds of each limit of a rank's step."""
@@ -184,16 +205,41 @@ def roofline(
     )
 
 
-def traffic(problem: PlanProblem, work: Workload, on_gpu: float, on_cpu: float) -> float:
-    """Bytes that a rank's step moves in its host's memory: updates, activations, weights."""
+def traffic(problem: PlanProblem, on_gpu: _Number, on_cpu: _Number, offloaded: _Number) -> _Number:
+    """Bytes that a rank's step moves in its host's memory: updates, activations, weights.
+
+    Args:
+        problem: what is planned.
+        on_gpu: GPU-placed parameters.
+        on_cpu: CPU-placed ones.
+        offloaded: bytes of activations.
+    """
     weights = problem.shard_traffic * (on_gpu + on_cpu)
-    return problem.state_traffic * on_cpu + weights + 2.0 * work.offloaded
+    return problem.state_traffic * on_cpu + weights + 2.0 * offloaded
 
 
-def host_bytes(problem: PlanProblem, work: Workload, on_gpu: float, on_cpu: float) -> float:
-    """What a rank keeps in its host's memory."""
+def host_bytes(
+    problem: PlanProblem, on_gpu: _Number, on_cpu: _Number, offloaded: _Number
+) -> _Number:
+    """What a rank keeps in its host's memory; the arguments are those of :func:`traffic`."""
     weights = problem.host_weight_bytes * (on_gpu + on_cpu)
-    return problem.host_state_bytes * on_cpu + weights + work.offloaded
+    return problem.host_state_bytes * on_cpu + weights + offloaded
+
+
+def host_parts(
+    problem: PlanProblem,
+    host: Host,
+    step: float,
+    on_gpu: Floats,
+    on_cpu: Floats,
+    offloaded: Floats,
+) -> Floats:
+    """Of the host's memory (a row), and of its traffic in a step (another), what ranks take."""
+    moved = traffic(problem, on_gpu, on_cpu, offloaded) / (step * host.bandwidth)
+    held = host_bytes(problem, on_gpu, on_cpu, offloaded)
+    # A host without memory has nothing for anyone.
+    has = float(host.memory_bytes)
+    return np.array([held / has if has else np.where(held > 0.0, 2.0**20, 0.0), moved])
 
 
 def gpu_bytes(
@@ -225,136 +271,52 @@ def gpu_layers_that_fit(problem: PlanProblem, work: Workload, shard: float) -> i
     return bisect.bisect_right(range(model.num_updates + 1), fitting, key=model.gpu_part) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Many workloads of one GPU, a column for each of their numbers (see :class:`Workload`).
-
-    ``slope`` and ``hidden`` have a column more for each line of fetches.
-    """
-
-    compute: Floats
-    startup: Floats
-    room: Floats
-    end_room: Floats
-    offloaded: Floats
-    slope: Floats
-    hidden: Floats
-
-    @staticmethod
-    def of(workloads: Sequence[Workload]) -> Columns:
-        """The workloads in their order."""
-        # A line that is no line is 0; so is what compute adds to itself.
-        most = max((len(work.fetches) for work in workloads), default=0)
-        slope, hidden = np.zeros((2, len(workloads), most))
-        for row, work in enumerate(workloads):
-            for column, line in enumerate(work.fetches):
-                slope[row, column], hidden[row, column] = line.slope, line.hidden
-        return Columns(
-            slope=slope,
-            hidden=hidden,
-            compute=np.array([work.compute for work in workloads]),
-            startup=np.array([work.startup for work in workloads]),
-            room=np.array([work.room for work in workloads]),
-            end_room=np.array([work.end_room for work in workloads]),
-            offloaded=np.array([work.offloaded for work in workloads]),
-        )
-
-
-def cpu_capacity(
-    problem: PlanProblem, host: Host, gpu: GpuProfile, columns: Columns, step: float
-) -> Floats:
-    """Parameters of state that a rank can have updated on its host, the host's own limits apart.
-
-    Negative where not even the activations can be copied in a step of so many seconds.
-    """
-    itemsize = problem.model.itemsize
-    seconds = max(1.0 / host.rank_update_rate, itemsize / gpu.copy_rate)
-    copied = (step * gpu.copy_rate - columns.offloaded) / itemsize
-    most = np.minimum(np.maximum(0.0, step - columns.startup) / seconds, copied)
-    if problem.offload_param:
-        most = np.minimum(most, _fetched(columns, step, np.zeros(1)).min(axis=2)[:, 0])
-    if problem.sharded_bytes:
-        most = np.minimum(most, np.maximum(0.0, columns.room) / problem.sharded_bytes)
-    return most
-
-
-def _fetched(columns: Columns, step: float, seconds: Floats) -> Floats:
-    """Parameters of the largest shard: by workloads, ``seconds``, and lines of fetches.
-
-    Args:
-        columns: the workloads.
-        step: seconds of the step.
-        seconds: that each parameter of the shard takes besides.
-    """
-    time = (step - columns.compute)[:, None, None] + columns.hidden[:, None, :]
-    slope = columns.slope[:, None, :] + seconds[:, None]
-    largest = np.where(time >= 0.0, np.inf, -1.0)
-    largest = np.broadcast_to(largest, slope.shape).copy()
-    return np.divide(time, slope, out=largest, where=slope > 0.0)
-
-
 def largest_shards(
-    problem: PlanProblem, host: Host, gpu: GpuProfile, columns: Columns, step: float
+    problem: PlanProblem, host: Host, gpu: GpuProfile, workloads: Sequence[Workload], step: float
 ) -> Floats:
     """Parameters of the largest shard, of whole layers: a row a workload, a column a number 0..L.
 
     The number is that of the layers that the GPU updates; the host's own limits are left apart.
     Negative in all columns where a workload itself takes longer than the step.
     """
-    gpu_part = problem.model.gpu_parts
-    on_gpu = (step - columns.compute)[:, None] * gpu.update_rate
-    on_cpu = cpu_capacity(problem, host, gpu, columns, step)[:, None]
+    rows = [(w.compute, w.startup, w.room, w.end_room, w.offloaded) for w in workloads]
+    compute, startup, room, end_room, offloaded = np.array(rows).reshape(-1, 5).T[:, :, None]
+    itemsize, gpu_part = problem.model.itemsize, problem.model.gpu_parts
+    on_gpu = (step - compute) * gpu.update_rate
+    seconds = max(1.0 / host.rank_update_rate, itemsize / gpu.copy_rate)
+    copied = (step * gpu.copy_rate - offloaded) / itemsize
+    on_cpu = np.minimum(np.maximum(0.0, step - startup) / seconds, copied)
     each = problem.gpu_state_bytes * gpu_part + problem.sharded_bytes
     at_end = each + problem.waiting_bytes * gpu_part
-    room, end_room = columns.room[:, None], columns.end_room[:, None]
-    unlimited = np.full((len(columns.room), len(gpu_part)), np.inf)
-    shards = np.divide(room, each, out=unlimited.copy(), where=each > 0.0)
-    shards = np.minimum(
-        shards, np.divide(end_room, at_end, out=unlimited.copy(), where=at_end > 0.0)
-    )
-    shards = np.minimum(
-        shards, np.divide(on_gpu, gpu_part, out=unlimited.copy(), where=gpu_part > 0.0)
-    )
-    cpu_part = 1.0 - gpu_part
-    shards = np.minimum(shards, np.divide(on_cpu, cpu_part, out=unlimited, where=cpu_part > 0.0))
+    shards = np.full((len(rows), len(gpu_part)), np.inf)
+    limits = (room, each), (end_room, at_end), (on_gpu, gpu_part), (on_cpu, 1.0 - gpu_part)
+    for has, taken in limits:
+        unlimited = np.full_like(shards, np.inf)
+        shards = np.minimum(shards, np.divide(has, taken, out=unlimited, where=taken > 0.0))
     if problem.offload_param:
         # No more goes to the host than comes from there in backward alone, as fast: no other limit.
-        fetched = _fetched(columns, step, gpu_part / gpu.update_rate)
-        shards = np.minimum(shards, fetched.min(axis=2))
+        shards = np.minimum(shards, _fetched(workloads, step, gpu_part / gpu.update_rate))
     possible = (room >= 0.0) & (on_gpu >= 0.0) & (on_cpu >= 0.0)
     return np.where(possible, shards, -1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class HostBudget:
-    """Bytes of one resource of a host, its memory or its traffic in a step.
+def _fetched(workloads: Sequence[Workload], step: float, seconds: Floats) -> Floats:
+    """Parameters of the largest shard that is fetched in time: by workloads and ``seconds``.
 
-    Attributes:
-        total: that there are.
-        state: that a CPU-placed parameter takes.
-        shard: that any parameter of a rank's shard takes besides.
-        offloaded: that a byte of offloaded activations takes.
+    Args:
+        workloads: of one GPU.
+        step: seconds of the step.
+        seconds: that each parameter of the shard takes besides.
     """
-
-    total: float
-    state: float
-    shard: float
-    offloaded: float
-
-    def takes(self, on_cpu: Floats, shard: Floats | float, offloaded: Floats | float) -> Floats:
-        """Of shards with so many CPU-placed parameters, as shares of what there is."""
-        taken = self.state * on_cpu + self.shard * shard + self.offloaded * offloaded
-        # A host without memory has nothing for anyone.
-        return taken / self.total if self.total > 0.0 else np.where(taken > 0.0, 2.0**20, 0.0)
-
-
-def host_budgets(problem: PlanProblem, host: Host, step: float) -> tuple[HostBudget, HostBudget]:
-    """A host's memory, and its traffic in a step of so many seconds."""
-    memory, moved = float(host.memory_bytes), step * host.bandwidth
-    return (
-        HostBudget(memory, problem.host_state_bytes, problem.host_weight_bytes, 1.0),
-        HostBudget(moved, problem.state_traffic, problem.shard_traffic, 2.0),
-    )
+    most = max((len(work.fetches) for work in workloads), default=0)
+    lines = [(work.fetches * most)[:most] for work in workloads]  # as many of each: some again
+    shape = len(workloads), most, 1
+    slope = np.array([line.slope for own in lines for line in own]).reshape(shape) + seconds
+    hidden = np.array([line.hidden for own in lines for line in own]).reshape(shape)
+    compute = np.array([work.compute for work in workloads])[:, None, None]
+    time = np.broadcast_to(step - compute + hidden, slope.shape)
+    largest = np.where(time >= 0.0, np.inf, -1.0)
+    return np.divide(time, slope, out=largest, where=slope > 0.0).min(axis=1)
 
 
 def longest_step(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cost_model import (
@@ -39,15 +39,6 @@ _GAIN = 1e-3
 """A change that gains less of the step is none."""
 _MOST_TRIES = 600
 """Changes that are simulated, in all rounds."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What all ranks do, and the step that it takes."""
-
-    workloads: tuple[Workload, ...]
-    shares: tuple[Share, ...]
-    seconds: float
 
 
 def local_search(problem: PlanProblem, found: Found) -> Found:
@@ -83,22 +74,20 @@ class _Refinement:
         self._found = found
 
     def run(self) -> Found:
-        """See :func:`refine`."""
-        now = self._simulated(self._found.workloads, self._found.shares)
+        """See :func:`local_search`; until its end the steps are simulated."""
+        now = first = self._simulated(self._found.workloads, self._found.shares)
         if now is None:
             return self._found
-        first = now
         while True:
-            best = min(self._round(now), key=lambda work: work.seconds, default=now)
-            if best.seconds >= now.seconds * (1.0 - _GAIN):
+            best = min(self._round(now), key=lambda found: found.step, default=now)
+            if best.step >= now.step * (1.0 - _GAIN):
                 break
             now = best
         if now is first:
             return self._found
-        step = roofline_step(self._problem, now.workloads, now.shares)
-        return Found(now.workloads, now.shares, step, self._even)
+        return replace(now, step=roofline_step(self._problem, now.workloads, now.shares))
 
-    def _round(self, now: _Work) -> Iterator[_Work]:
+    def _round(self, now: Found) -> Iterator[Found]:
         for workloads, shares in self._changes(now):
             if self._tries >= _MOST_TRIES:
                 return
@@ -106,24 +95,22 @@ class _Refinement:
             if simulated is not None:
                 yield simulated
 
-    def _simulated(self, workloads: Sequence[Workload], shares: Sequence[Share]) -> _Work | None:
+    def _simulated(self, workloads: Sequence[Workload], shares: Sequence[Share]) -> Found | None:
         """None where it has no room."""
         problem = self._problem
-        first = 0
-        for host in problem.cluster.hosts:
-            held = 0.0
-            for rank in range(first, first + len(host.gpus)):
-                on_gpu, on_cpu = parts(problem, shares[rank])
-                held += host_bytes(problem, workloads[rank], on_gpu, on_cpu)
-            first += len(host.gpus)
+        for host, ranks in problem.cluster.host_ranks:
+            held = sum(
+                host_bytes(problem, *parts(problem, shares[rank]), workloads[rank].offloaded)
+                for rank in ranks
+            )
             if held > host.memory_bytes:
                 return None
         self._tries += 1
         least = roofline_step(problem, workloads, shares)
         simulated = PlannedStep(problem, workloads, shares, even=self._even).seconds()
-        return _Work(tuple(workloads), tuple(shares), max(least, simulated))
+        return Found(tuple(workloads), tuple(shares), max(least, simulated), self._even)
 
-    def _changes(self, now: _Work) -> Iterator[tuple[list[Workload], list[Share]]]:
+    def _changes(self, now: Found) -> Iterator[tuple[list[Workload], list[Share]]]:
         kinds: dict[object, list[int]] = {}
         rows = zip(self._hosts, self._gpus, now.workloads, now.shares, strict=True)
         for rank, kind in enumerate(rows):
@@ -150,7 +137,7 @@ class _Refinement:
         return fitting
 
     def _other_work(
-        self, now: _Work, alike: Sequence[int]
+        self, now: Found, alike: Sequence[int]
     ) -> Iterator[tuple[list[Workload], list[Share]]]:
         work, gpu = now.workloads[alike[0]], self._gpus[alike[0]]
         if not work.batch:
@@ -178,7 +165,7 @@ class _Refinement:
                 yield workloads, shares
 
     def _moved_state(
-        self, now: _Work, givers: Sequence[int], takers: Sequence[int]
+        self, now: Found, givers: Sequence[int], takers: Sequence[int]
     ) -> Iterator[tuple[list[Workload], list[Share]]]:
         least = now.shares[givers[0]].fraction * len(givers)
         for moved in _MOVED:
@@ -194,7 +181,7 @@ class _Refinement:
                 yield list(now.workloads), fitting
 
     def _moved_samples(
-        self, now: _Work, giver: int, taker: int
+        self, now: Found, giver: int, taker: int
     ) -> Iterator[tuple[list[Workload], list[Share]]]:
         given, taken = now.workloads[giver], now.workloads[taker]
         if given.batch <= (0 if self._problem.allow_idle else 1):

@@ -161,12 +161,10 @@ def _host_seconds(
 ) -> list[float]:
     """For each rank, what its host's memory needs for the step of all its ranks."""
     seconds: list[float] = []
-    first = 0
-    for host in problem.cluster.hosts:
-        ranks = range(first, first + len(host.gpus))
-        first += len(host.gpus)
+    for host, ranks in problem.cluster.host_ranks:
         moved = sum(
-            traffic(problem, workloads[rank], *parts(problem, shares[rank])) for rank in ranks
+            traffic(problem, *parts(problem, shares[rank]), workloads[rank].offloaded)
+            for rank in ranks
         )
         seconds += [moved / host.bandwidth] * len(host.gpus)
     return seconds
@@ -229,7 +227,7 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
                 gpu_layers=share.gpu_layers,
                 step_seconds=max(by_limit.values()),
                 gpu_bytes=_whole(gpu_bytes(problem, gpu, work, on_gpu, on_cpu)),
-                host_bytes=_whole(host_bytes(problem, work, on_gpu, on_cpu)),
+                host_bytes=_whole(host_bytes(problem, on_gpu, on_cpu, work.offloaded)),
                 limit=_limit(by_limit, work.fetching(on_gpu + on_cpu)),
             )
         )

@@ -17,9 +17,9 @@ from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import (
     Collectives,
     Workload,
+    WorkloadMaker,
     fits_rounds,
     sizes_to_choose,
-    workload,
 )
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, settle
@@ -123,7 +123,7 @@ def _bisect(able: Callable[[float], bool], low: float, high: float, precision: f
 
 
 class Dealer:
-    """Workloads of whole samples, each worked out once."""
+    """Workloads of whole samples."""
 
     def __init__(self, problem: PlanProblem, *, even: bool) -> None:
         """
@@ -133,22 +133,17 @@ class Dealer:
         """
         self._problem = problem
         self._even = even
-        self._collectives = Collectives.of(problem, even=even)
+        self._make = WorkloadMaker(problem, Collectives.of(problem, even=even))
         self._gpus = [gpu for _, gpu in problem.cluster.ranks]
-        # By the profile's identity: to compare profiles takes long.
-        self._known: dict[tuple[int, int, int, Activations], Workload | None] = {}
 
     def of_size(
         self, gpu: GpuProfile, batch: int, size: int, policy: Activations
     ) -> Workload | None:
         """With these micro-batches; None where they leave no room or do not make the rounds."""
-        key = id(gpu), batch, size, policy
-        if key not in self._known:
-            self._known[key] = None
-            if fits_rounds(self._problem, batch, size):
-                work = workload(self._problem, gpu, self._collectives, batch, size, policy)
-                self._known[key] = work if work.room >= 0.0 else None
-        return self._known[key]
+        if not fits_rounds(self._problem, batch, size):
+            return None
+        work = self._make.of(gpu, batch, size, policy)
+        return work if work.room >= 0.0 else None
 
     def fastest(
         self, gpu: GpuProfile, batch: int, policy: Activations, most: int | None = None

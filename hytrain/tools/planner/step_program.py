@@ -1,4 +1,4 @@
-"""Whether a batch and all state can be dealt in a step of a given length: a linear program.
+"""Whether a batch and all state can be dealt in a step of a given length: a mixed-integer program.
 
 With the step's length T everything else is linear. A rank with a workload and the first K layers on
 its GPU can own a shard of up to some size, which cost_model.py knows (``largest_shards``); what
@@ -9,17 +9,23 @@ shard, against its CPU-placed part, bends. With w, how many ranks of the kind ta
 
     sum of w = ranks of the kind,  sum of w * (fewest, most samples) on either side of the batch
     for each host: sum of w * (bytes held), and of w * (bytes moved), <= what it has in T
+    sum of w * shard >= 1; it is to be large
+    for each policy and micro-batch size of a kind: sum of w is a whole number
 
-the sum of w * shard is as large as can be: below 1 no plan has so short a step. Even shards are
-vertices of their own, the largest K that holds 1/n, and the most samples are asked for. Every plan
-is a solution; a solution is a plan but for ranks and layers that are in parts. HiGHS (Huangfu and
-Hall, "Parallelizing the dual revised simplex method", 2018) solves the programs, by way of scipy.
+Even shards are vertices of their own, the largest K that holds 1/n, and the most samples are asked
+for. Every plan is a solution, so where there is none no plan has so short a step. A solution is a
+plan but for samples and layers that are in parts. HiGHS (Huangfu and Hall, "Parallelizing the dual
+revised simplex method", 2018) solves the programs, by way of scipy.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,8 +37,7 @@ from hytrain.tools.planner.arrays import Floats, Ints
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
-    Columns,
-    host_budgets,
+    host_parts,
     largest_shards,
     longest_step,
 )
@@ -45,8 +50,12 @@ except ImportError:  # training needs no scipy, and must not stop for it
     optimize = None
 
 _ROUNDING = 1e-9
-# Parts of ranks that are so little are none.
-_WHOLE = 1e-6
+# So many branches are looked at: seconds would make plans depend on the machine. It ends with what
+# holds nearly as much as can be.
+_MOST_NODES = 400
+_ROOMY = 0.05
+# HiGHS's word for it.
+_IMPOSSIBLE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,7 @@ class _Vertices:
     offloaded: Floats
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Block:
     """The ranks of a kind on a host.
 
@@ -97,7 +106,6 @@ class _Block:
         count: ranks.
         vertices: that they may take.
         columns: of the program.
-        whole: how many of them take each group; None while that is open.
     """
 
     host: int
@@ -105,23 +113,16 @@ class _Block:
     count: int
     vertices: _Vertices
     columns: slice
-    whole: list[int] | None = None
-
-    def parts(self, weights: Floats) -> Floats:
-        """Of the ranks that take each group."""
-        own = self.vertices
-        sums = np.bincount(own.group, weights[self.columns], len(own.groups))
-        return sums.astype(np.float64, copy=False)
 
     def choices(self, weights: Floats) -> list[Choice]:
-        """What each of the ranks does."""
-        own = self.vertices
-        sums = np.bincount(own.group, weights[self.columns] * own.samples, len(own.groups))
-        rows = zip(own.groups, self.parts(weights), sums.tolist(), self.whole or [], strict=True)
+        """What each of the ranks does, whole ones."""
+        own, weights = self.vertices, weights[self.columns]
+        numbers = np.bincount(own.group, weights, len(own.groups))
+        sums = np.bincount(own.group, weights * own.samples, len(own.groups))
         return [
-            Choice(samples / part, size, policy)
-            for (policy, size), part, samples, number in rows
-            for _ in range(number)
+            Choice(samples / number, size, policy)
+            for (policy, size), number, samples in zip(own.groups, numbers, sums, strict=True)
+            for _ in range(round(number))
         ]
 
 
@@ -180,42 +181,31 @@ class StepProgram:
     def choose(self, step: float) -> list[Choice] | None:
         """What each rank does; None where no plan has so short a step.
 
-        An empty list where none of whole ranks is known.
+        An empty list where that is not known.
 
         Args:
             step: seconds.
         """
-        if self._solve(step, self._blocks(step, bound=True))[0] < 1.0 - _ROUNDING:
+        bound = self._blocks(step, bound=True)
+        # Of ranks in parts first: that is decided faster, and mostly denies as much.
+        if self._solve(step, bound, whole=False)[1]:
             return None
-        held, choices = self._with_whole_ranks(step)
-        return choices if held >= 1.0 - _ROUNDING else []
-
-    def held(self, step: float) -> float:
-        """What whole ranks hold of the state in such a step, as a share; even: of the batch."""
-        return self._with_whole_ranks(step)[0]
-
-    def _with_whole_ranks(self, step: float) -> tuple[float, list[Choice]]:
-        """How much of the state they hold, and what each does.
-
-        Ranks that are in parts are made whole one after another, those first that nearly are, and
-        the program is solved again for the others.
-        """
         blocks = self._blocks(step, bound=False)
-        found, weights = self._solve(step, blocks)
-        left = blocks
-        while left and found > 0.0:
-            parts = {id(block): block.parts(weights) for block in left}
-            distance = {key: float(np.abs(own - own.round()).sum()) for key, own in parts.items()}
-            block = min(left, key=lambda block: distance[id(block)])
-            block.whole = whole_parts(parts[id(block)].tolist(), block.count)
-            left = [other for other in left if other is not block]
-            if distance[id(block)] > _WHOLE:
-                found, weights = self._solve(step, blocks)
-        if left or found <= 0.0:
-            return 0.0, []
+        weights, is_denied = self._solve(step, blocks, whole=True)
+        if weights is None:
+            return None if is_denied and self._solve(step, bound, whole=True)[1] else []
         chosen = {(block.host, block.kind): block.choices(weights) for block in blocks}
         hosts = enumerate(self._hosts)
-        return found, [chosen[host, kind].pop() for host, kinds in hosts for kind in kinds]
+        return [chosen[host, kind].pop() for host, kinds in hosts for kind in kinds]
+
+    def held(self, step: float) -> float:
+        """What whole ranks with unequal shards hold of the state in such a step, as a share."""
+        blocks = self._blocks(step, bound=False)
+        weights, _ = self._solve(step, blocks, whole=True, least=0.0)
+        if weights is None:
+            return 0.0
+        held = sum(float(weights[block.columns] @ block.vertices.shard) for block in blocks)
+        return held / self.problem.model.parameters
 
     def _blocks(self, step: float, *, bound: bool) -> list[_Block]:
         """For each host and kind of its ranks; none where a rank can do nothing in time.
@@ -236,44 +226,71 @@ class StepProgram:
                 blocks.append(_Block(host, kind, kinds.count(kind), vertices[kind], columns))
         return blocks
 
-    def _solve(self, step: float, blocks: Sequence[_Block]) -> tuple[float, Floats]:
-        """The most of the state (of the batch with even shards), and how many take each vertex."""
+    def _solve(
+        self, step: float, blocks: Sequence[_Block], *, whole: bool, least: float = 1.0
+    ) -> tuple[Floats | None, bool]:
+        """How many ranks take each vertex, holding about the most state; whether none can.
+
+        With even shards about the most samples, of the batch. Neither is known of a program that
+        takes too long.
+
+        Args:
+            step: seconds.
+            blocks: the ranks.
+            whole: whether ranks with the same policy and micro-batches are a whole number.
+            least: of the state, as a share.
+        """
         if optimize is None:
             raise PlanError("planning needs scipy, whose solver it uses: pip install scipy")
         if not blocks:
-            return 0.0, np.zeros(0)
+            return None, True
         hosts = self.problem.cluster.hosts
-        budgets = [host_budgets(self.problem, host, step) for host in hosts]
-        width = blocks[-1].columns.stop
-        upper, gain = np.zeros((2 * len(hosts) + 2, width)), np.zeros(width)
+        vertices = blocks[-1].columns.stop
+        # Behind the vertices, how many ranks are of each group.
+        width = vertices + whole * sum(len(block.vertices.groups) for block in blocks)
+        upper, gain = np.zeros((2 * len(hosts) + 3, width)), np.zeros(width)
         equal: list[Floats] = []
         counts: list[int] = []
-        batch, whole = self.problem.batch, self.problem.model.parameters
+        batch, state = self.problem.batch, self.problem.model.parameters
+        last = vertices
         for block in blocks:
             own, columns = block.vertices, block.columns
-            for number, budget in enumerate(budgets[block.host]):
-                taken = budget.takes(own.on_cpu, own.shard, own.offloaded)
-                upper[2 * block.host + number, columns] = taken
-            upper[-2:, columns] = own.fewest / batch, -own.samples / batch
-            gain[columns] = own.samples / batch if self.even else own.shard / whole
-            decided = block.whole is not None
-            for group in range(len(own.groups) if decided else 1):
+            first, host = 2 * block.host, hosts[block.host]
+            upper[first : first + 2, columns] = host_parts(
+                self.problem, host, step, own.shard - own.on_cpu, own.on_cpu, own.offloaded
+            )
+            upper[-3:-1, columns] = own.fewest / batch, -own.samples / batch
+            gain[columns] = own.samples / batch if self.even else own.shard / state
+            row = np.zeros(width)
+            row[columns] = 1.0
+            equal.append(row)
+            counts.append(block.count)
+            for group in range(len(own.groups) if whole else 0):
                 row = np.zeros(width)
-                row[columns] = own.group == group if decided else 1.0
+                row[columns] = own.group == group
+                row[last] = -1.0
+                last += 1
                 equal.append(row)
-            counts += block.whole or [block.count]
-        limits = np.append(np.ones(len(upper) - 1), -1.0)
-        found: Any = optimize.linprog(
-            -gain, A_ub=upper, b_ub=limits, A_eq=np.array(equal), b_eq=counts
-        )
-        return (0.0, np.zeros(0)) if found.x is None else (-found.fun, found.x)
+                counts.append(0)
+        upper[-1] = -gain
+        limits = np.concatenate([np.ones(len(upper) - 2), [-1.0, -least * (1.0 - _ROUNDING)]])
+        lower = np.concatenate([np.full(len(upper), -math.inf), counts])
+        limited: Any = optimize.LinearConstraint  # whose stubs know numbers only
+        constraints = limited(np.vstack([upper, equal]), lower, np.append(limits, counts))
+        options = {"node_limit": _MOST_NODES, "mip_rel_gap": _ROOMY * least}
+        integrality = (np.arange(width) >= vertices).astype(np.float64)
+        with _without_output():
+            found = optimize.milp(
+                -gain, integrality=integrality, constraints=constraints, options=options
+            )
+        return found.x, found.status == _IMPOSSIBLE
 
     def _vertices(self, kind: RankFrontier, step: float, spare: int, *, bound: bool) -> _Vertices:
         problem = self.problem
         model = problem.model
         offers = kind.offers(step, kind.most_samples(step) - spare, bound=bound)
         works = [offer.work for offer in offers]
-        shards = largest_shards(problem, kind.host, kind.gpu, Columns.of(works), step)
+        shards = largest_shards(problem, kind.host, kind.gpu, works, step)
         shards = np.minimum(shards, float(model.parameters))  # no rank need hold more than all
         if self.even:
             each = model.parameters / problem.cluster.num_ranks
@@ -295,6 +312,21 @@ class StepProgram:
             on_cpu=shard * (1.0 - model.gpu_parts[np.maximum(layers, 0)]),
             offloaded=np.array([work.offloaded for work in works])[rows],
         )
+
+
+@contextlib.contextmanager
+def _without_output() -> Generator[None, None, None]:
+    """HiGHS prints a line of its own now and then, whatever it is told: not into a plan's JSON."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(nowhere)
+        os.close(kept)
 
 
 def _bends(shards: Floats, gpu_parts: Floats) -> tuple[Ints, Ints]:

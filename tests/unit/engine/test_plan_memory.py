@@ -118,7 +118,7 @@ def test_weights_are_where_a_run_will_have_them(
         on_gpu -= zeros if num_ranks > 1 else 0.0
         assert on_gpu == pytest.approx(sizes.training_copy_bytes, rel=0.01)
         # The host's weights, beside what staging takes with or without them.
-        weights = host_bytes(problem, work, 0.0, shard) - problem.host_state_bytes * shard
+        weights = host_bytes(problem, 0.0, shard, work.offloaded) - problem.host_state_bytes * shard
         actual = sizes.staging_bytes - there.staging_bytes
         assert weights == pytest.approx(actual, rel=0.01)
 
@@ -159,7 +159,7 @@ def test_weights_are_where_a_step_has_them(
         weights = engine.optimizer.weights
         storages = [part.storage for layer in weights.layers for part in layer.sharded]
         assert all(storage.is_sharded and storage.on_host for storage in storages)
-        planned = host_bytes(problem, work, 0.0, whole) - problem.host_state_bytes * whole
+        planned = host_bytes(problem, 0.0, whole, work.offloaded) - problem.host_state_bytes * whole
         parts = sum(part.nbytes for storage in storages for _, part in storage.parts)
         assert planned == pytest.approx(parts, rel=0.01)
         assert weights._home.num_bytes == pytest.approx(planned, rel=0.01)

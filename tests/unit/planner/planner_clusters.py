@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from hytrain.formats.policies import LAYER_MAJOR, Activations
+from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import Collectives, Workload, fits_rounds, workload
 from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
+from hytrain.tools.planner.result import Plan
 
 PARAMETERS = 1_000_000_000
 GB = 10**9
@@ -39,6 +44,65 @@ def gpu(name: str, gigabytes: int, ms: float) -> GpuProfile:
         update_rate=1e11,
         copy_rate=2e10,
     )
+
+
+def host(*gpus: GpuProfile, gigabytes: int = 256, **changes: Any) -> Host:
+    """Of 16 cores."""
+    whole = Host(
+        name="host",
+        gpus=gpus,
+        cores=16,
+        memory_bytes=gigabytes * GB,
+        bandwidth=1e11,
+        update_rates=Table(((1.0, 4e8), (16.0, 4e9))),
+    )
+    return replace(whole, **changes)
+
+
+def problem(*hosts: Host, batch: int = 12, **changes: Any) -> PlanProblem:
+    """3 G parameters in 24 layers."""
+    collective = Table(((1e6, 0.1), (1e9, 20.0)))
+    cluster = Cluster(hosts, collective, collective)
+    whole = PlanProblem(cluster, Model("m", 24, 3 * GB, 4 * 2**20), batch)
+    return replace(whole, **changes)
+
+
+def with_hosts(given: PlanProblem, *hosts: Host) -> PlanProblem:
+    """The problem on other hosts."""
+    return replace(given, cluster=replace(given.cluster, hosts=hosts))
+
+
+def planned(
+    given: PlanProblem, solve: Callable[[PlanProblem], Plan | Infeasible] = make_plan
+) -> Plan:
+    """The plan of a problem that has one."""
+    plan = solve(given)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+def check_plan(given: PlanProblem, plan: Plan) -> None:
+    """All samples and all state are dealt, and nobody exceeds memory or the step."""
+    assert sum(rank.batch_size for rank in plan.ranks) == given.batch
+    assert sum(rank.shard_fraction for rank in plan.ranks) == pytest.approx(1.0)
+    names = [(one.name, device.name) for one, device in given.cluster.ranks]
+    assert [(rank.host, rank.device) for rank in plan.ranks] == names
+    by_host: dict[str, float] = {}
+    for rank, (one, device) in zip(plan.ranks, given.cluster.ranks, strict=True):
+        assert rank.batch_size >= (0 if given.allow_idle else 1)
+        assert 0 <= rank.microbatch_size <= rank.batch_size
+        assert (rank.microbatch_size == 0) == (rank.batch_size == 0)
+        assert 0.0 <= rank.shard_fraction <= 1.0
+        assert 0 <= rank.gpu_layers <= given.model.num_layers
+        assert rank.gpu_bytes <= device.memory_bytes * (1.0 + 1e-9)
+        by_host[one.name] = by_host.get(one.name, 0.0) + rank.host_bytes
+    for one in given.cluster.hosts:
+        assert by_host[one.name] <= one.memory_bytes * (1.0 + 1e-9) + 1.0
+    assert plan.lower_bound <= plan.step_seconds
+    # The finer model has all that the lines have, and what they leave out.
+    assert plan.predicted_seconds >= plan.lower_bound * (1.0 - 1e-9)
+    assert plan.gap >= plan.limits_gap
+    assert plan.predicted_seconds >= max(rank.step_seconds for rank in plan.ranks)
 
 
 @st.composite

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_clusters import planned, with_hosts
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import LAYER_MAJOR, Activations
@@ -16,7 +17,6 @@ from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.baselines import even_split
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
-    Columns,
     Workload,
     gpu_bytes,
     host_bytes,
@@ -37,7 +37,6 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.problem import Model, PlanProblem
-from hytrain.tools.planner.result import Plan
 
 GB = 10**9
 LAYERS = 10
@@ -78,12 +77,6 @@ def problem(
         offload_param=True,
     )
     return replace(whole, **changes)
-
-
-def planned(given_problem: PlanProblem) -> Plan:
-    plan = make_plan(given_problem)
-    assert isinstance(plan, Plan), plan
-    return plan
 
 
 def seconds(given_problem: PlanProblem, work: Workload, shard: float) -> float:
@@ -141,17 +134,17 @@ def test_traffic_and_memory_of_a_host() -> None:
     work = workload(given_problem, GPU, FREE, 6, 2, "recompute")
     # GPU-placed: the new copy arrives, and leaves in six passes. CPU-placed: the update moves 30 B
     # a parameter, of which 4 were for a new copy that is staged and sent.
-    assert traffic(given_problem, work, 1.0, 0.0) == 2 + 6 * 2
-    assert traffic(given_problem, work, 0.0, 1.0) == 26 + 2 + 6 * 2
-    assert host_bytes(given_problem, work, GB, 0.0) == 2 * GB
-    assert host_bytes(given_problem, work, GB, GB) == (2 + 2 + 14) * GB
+    assert traffic(given_problem, 1.0, 0.0, work.offloaded) == 2 + 6 * 2
+    assert traffic(given_problem, 0.0, 1.0, work.offloaded) == 26 + 2 + 6 * 2
+    assert host_bytes(given_problem, GB, 0.0, work.offloaded) == 2 * GB
+    assert host_bytes(given_problem, GB, GB, work.offloaded) == (2 + 2 + 14) * GB
     # The GPU has gradients of its shard, state and what is gathered, which its peak has.
     idle = workload(given_problem, GPU, FREE, 0, 0, "recompute")
     assert gpu_bytes(given_problem, GPU, idle, GB, 0.0) == GB // 2 + (2 + 12) * GB
     resident = replace(given_problem, offload_param=False)
     idle = workload(resident, GPU, FREE, 0, 0, "recompute")
     assert gpu_bytes(resident, GPU, idle, GB, 0.0) == GB // 2 + (4 + 12) * GB
-    assert host_bytes(resident, idle, GB, 0.0) == 0.0
+    assert host_bytes(resident, GB, 0.0, 0.0) == 0.0
 
 
 def test_gradients_that_one_rank_sends_as_they_come_are_not_kept() -> None:
@@ -237,14 +230,13 @@ def test_the_largest_shards_are_those_that_the_bounds_allow(
     work = workload(
         given_problem, gpu, Collectives.of(given_problem, even=True), batch, size, policy
     )
-    columns = Columns.of([work])
 
     def fits(on_gpu: float, on_cpu: float) -> bool:
         line = roofline(given_problem, host, gpu, work, on_gpu, on_cpu)
         has_room = gpu_bytes(given_problem, gpu, work, on_gpu, on_cpu) <= gpu.memory_bytes + 1.0
         return line.longest <= step * (1.0 + 1e-9) and has_room
 
-    shards = largest_shards(given_problem, host, gpu, columns, step)[0]
+    shards = largest_shards(given_problem, host, gpu, [work], step)[0]
     for gpu_layers, shard in enumerate(shards.tolist()):
         on_gpu = gpu_layers / LAYERS
         if shard < 0.0:
@@ -338,9 +330,8 @@ def test_an_even_split_counts_fetches_in_every_round() -> None:
     one = replace(GPU, memory_bytes=80 * GB, most_samples=1)
     given_problem = problem(one, one, model=model, batch=16, activations=("recompute",))
     host = replace(given_problem.cluster.hosts[0], bandwidth=2e10)
-    given_problem = replace(given_problem, cluster=replace(given_problem.cluster, hosts=(host,)))
-    even = even_split(given_problem)
-    assert isinstance(even, Plan)
+    given_problem = with_hosts(given_problem, host)
+    even = planned(given_problem, even_split)
     assert even.step_seconds == pytest.approx(17 * 8 * GB / 2e10, rel=1e-3)
     assert planned(given_problem).step_seconds == pytest.approx(even.step_seconds, rel=1e-3)
 
@@ -352,9 +343,7 @@ def test_shards_follow_room_and_speed_of_the_hosts() -> None:
     model = Model("large", LAYERS, 10 * GB, 10**6)
     given_problem = problem(fast, model=model, batch=16, activations=("keep",))
     quick, other = given_problem.cluster.hosts[0], problem(slow).cluster.hosts[0]
-    cluster = replace(given_problem.cluster, hosts=(quick, replace(other, name="second")))
-    given_problem = replace(given_problem, cluster=cluster)
-    plan = planned(given_problem)
+    plan = planned(with_hosts(given_problem, quick, replace(other, name="second")))
     assert plan.ranks[0].shard_fraction > 1.5 * plan.ranks[1].shard_fraction
     assert plan.predicted_seconds >= plan.lower_bound
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from planner_clusters import planned
 from support.plan_profiles import a_device, a_host, a_model
 
 from hytrain.errors import PlanError
@@ -25,7 +26,6 @@ from hytrain.tools.planner.passes import Collectives, fetch_seconds
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
-from hytrain.tools.planner.result import Plan
 
 GB = 10**9
 GPU = GpuProfile(
@@ -75,7 +75,7 @@ def test_below_stage_3_all_are_on_every_gpu(stage: int) -> None:
     for parts in ((0.0, 0.0), (GB, 0.0), (0.0, GB)):
         assert by_frozen(problem(stage), *parts) == pytest.approx(2 * 6 * GB)
     given = problem(stage)
-    assert host_bytes(given, idle(given), 0.0, GB) == 14 * GB
+    assert host_bytes(given, 0.0, GB, 0.0) == 14 * GB
     even = Collectives.of(given, even=True)
     # A layer's new weights, and its gradient: 400 MB.
     assert (even.gather, even.scatter) == pytest.approx((0.4e-3, 0.4e-3))
@@ -96,10 +96,10 @@ def test_in_stage_3_they_are_cut_with_the_others() -> None:
 def test_in_host_memory_they_are_fetched_and_never_written() -> None:
     given = problem(3, offload=True)
     assert by_frozen(given, GB, GB) == 0.0
-    assert host_bytes(given, idle(given), GB, 0.0) == pytest.approx(2 * 4 * GB)
-    assert host_bytes(given, idle(given), 0.0, GB) == pytest.approx((14 + 2 * 4) * GB)
+    assert host_bytes(given, GB, 0.0, 0.0) == pytest.approx(2 * 4 * GB)
+    assert host_bytes(given, 0.0, GB, 0.0) == pytest.approx((14 + 2 * 4) * GB)
     # 2 B a parameter: written once, read in two passes; of what is not trained only that.
-    assert traffic(given, idle(given), GB, 0.0) == pytest.approx((2 + 2 * 2 * 4) * GB)
+    assert traffic(given, GB, 0.0, 0.0) == pytest.approx((2 + 2 * 2 * 4) * GB)
     host = given.cluster.hosts[0]
     assert roofline(given, host, GPU, idle(given), GB, 0.0).copies == pytest.approx(2 * GB / 2e10)
     # A tenth of 8 GB a layer.
@@ -155,10 +155,8 @@ def test_a_frozen_model_fills_gpus_below_stage_3_and_is_cut_in_stage_3() -> None
     # 2 B x 12 layers x 2 G: 48 GB, more than the small GPU has.
     whole = make_plan(profiled(2_000_000_000))
     assert isinstance(whole, Infeasible)
-    cut = make_plan(profiled(2_000_000_000, stage=3, memory_fraction=0.95))
-    assert isinstance(cut, Plan)
+    cut = planned(profiled(2_000_000_000, stage=3, memory_fraction=0.95))
     assert cut.ranks[0].shard_fraction > cut.ranks[1].shard_fraction
     for rank, limit in zip(cut.ranks, (80, 24), strict=True):
         assert 2 * 24 * GB * rank.shard_fraction < rank.gpu_bytes <= limit * 2**30
-    small = make_plan(profiled(0))
-    assert isinstance(small, Plan)
+    planned(profiled(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 from dataclasses import replace
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from planner_clusters import plan_problems
+from planner_clusters import gpu, host, plan_problems, planned, problem, with_hosts
+from scipy import optimize
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
-from hytrain.tools.planner import frontier, rounds, search, step_program
+from hytrain.tools.planner import cost_model, frontier, rounds, step_program
 from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
@@ -109,8 +111,7 @@ def test_rounds_may_have_micro_batches_that_were_not_measured() -> None:
     cluster = Cluster((host,), none, none, 1.25)
     policies: tuple[Activations, ...] = ("store", "recompute")
     whole = PlanProblem(cluster, Model("m", 2, GB), 5, stage=3, activations=policies)
-    found = make_plan(whole)
-    assert isinstance(found, Plan)
+    found = planned(whole)
     assert [(rank.batch_size, rank.microbatch_size) for rank in found.ranks] == [(3, 3), (2, 2)]
     assert found.predicted_seconds == pytest.approx(0.1888)
 
@@ -185,12 +186,11 @@ def test_work_hardly_grows_with_the_batch(
         made += 1
         return workload(*arguments)
 
-    for module in (frontier, search, rounds):
+    for module in (frontier, cost_model, rounds):
         monkeypatch.setattr(module, "workload", counted)
     for batch in batches:
         made = 0
-        found = make_plan(_problem(batch, **changes))
-        assert isinstance(found, Plan)
+        found = planned(_problem(batch, **changes))
         assert sum(rank.batch_size for rank in found.ranks) == batch
         assert found.lower_bound <= found.step_seconds <= found.predicted_seconds
         assert found.limits_gap < 0.02
@@ -212,8 +212,7 @@ def test_numbers_of_rounds_that_cannot_be_shorter_are_not_planned(
 
     monkeypatch.setattr(rounds, "search_program", counted)
     policies: tuple[Activations, ...] = ("store", "recompute")
-    found = make_plan(_problem(512, stage=3, activations=policies))
-    assert isinstance(found, Plan)
+    found = planned(_problem(512, stage=3, activations=policies))
     assert found.shortest_step < 1.005 * found.lower_bound
     assert 0 < len(solved) < 14, solved
 
@@ -236,7 +235,7 @@ def _of_two(batch: int) -> PlanProblem:
     whole = _problem(batch, stage=3)
     gpu = replace(_gpu("x", 24, 1.0), sizes=(1, 2, 3), most_samples=3)
     host = replace(whole.cluster.hosts[0], gpus=(gpu, gpu))
-    return replace(whole, cluster=replace(whole.cluster, hosts=(host,)))
+    return with_hosts(whole, host)
 
 
 def test_no_step_of_some_rounds_is_shorter_than_its_compute() -> None:
@@ -257,8 +256,7 @@ def test_plans_are_the_same_again() -> None:
 
 def test_a_step_below_the_bound_is_denied() -> None:
     given_problem = _problem(512, stage=3, activations=("recompute",), rounds=16)
-    found = make_plan(given_problem)
-    assert isinstance(found, Plan)
+    found = planned(given_problem)
     programs = [StepProgram(given_problem, even=even) for even in (True, False)]
     assert all(one.choose(found.lower_bound * 0.999) is None for one in programs)
     assert any(one.choose(found.step_seconds) for one in programs)
@@ -269,6 +267,22 @@ def test_without_scipy_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_program, "optimize", None)
     with pytest.raises(PlanError, match="pip install scipy"):
         make_plan(_problem(64))
+
+
+def test_what_the_solver_prints_is_not_in_the_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    solve = optimize.milp
+
+    def talking(*arguments: Any, **options: Any) -> Any:
+        ctypes.CDLL(None).puts(b"solved")
+        return solve(*arguments, **options)
+
+    monkeypatch.setattr(step_program.optimize, "milp", talking)
+    print("before")
+    planned(problem(host(gpu("a", 80, 1.0))))
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
 
 
 # -- plans where only samples matter -----------------------------------------------------------
