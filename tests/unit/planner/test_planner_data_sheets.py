@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from planner_clusters import planned
 
 from hytrain.formats.moment_kinds import MomentsName, state_bytes_each
 from hytrain.formats.profile_file import ProfiledModel
 from hytrain.tools.planner.device_sheets import ModelShape
 from hytrain.tools.planner.named_gpus import HostWishes, estimated_cluster
-from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
-from hytrain.tools.planner.result import Plan
 
 BLOCK, OUTSIDE = 202_000_000, 131_000_000
 
@@ -44,8 +43,7 @@ def test_state_has_as_many_bytes_as_the_moments_take(moments: MomentsName) -> No
     )
     problem = problem_from(profile, options)
     assert problem.gpu_state_bytes == state_bytes_each(moments)
-    plan = make_plan(problem)
-    assert isinstance(plan, Plan)
+    plan = planned(problem)
     on_gpu = problem.model.gpu_parts
     on_host = sum(rank.shard_fraction * (1.0 - on_gpu[rank.gpu_layers]) for rank in plan.ranks) * (
         32 * BLOCK + 2 * OUTSIDE

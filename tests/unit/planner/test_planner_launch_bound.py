@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planner_clusters import planned, with_hosts
 
 from hytrain.cost.launches import Launches
 from hytrain.cost.prediction import predict
@@ -35,12 +36,10 @@ from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import UpdateLaunchTimes
 from hytrain.tools.planner.cost_model import Collectives, workload
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.planned_step import PlannedStep, step_launches
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
-from hytrain.tools.planner.result import Plan
 
 RECORD = Path(__file__).resolve().parents[3] / "experiments/solve_k/regimes.json"
 CELLS: dict[str, Any] = {
@@ -193,8 +192,7 @@ def test_a_recorded_launch_bound_step_is_predicted(name: str, number: str) -> No
 @pytest.mark.parametrize("name", CELLS)
 def test_a_plan_puts_all_on_the_gpu_where_steps_are_launch_bound(name: str) -> None:
     problem = problem_of(name)
-    found = make_plan(problem)
-    assert isinstance(found, Plan)
+    found = planned(problem)
     (rank,) = found.ranks
     assert rank.gpu_layers == problem.model.num_updates
     assert "launches by the host" in plan_text(problem, found, ())
@@ -208,18 +206,14 @@ def test_a_plan_tells_of_a_host_that_drifts(spread: float, is_told: bool) -> Non
     host, gpu = problem.cluster.ranks[0]
     assert gpu.launches is not None
     gpu = replace(gpu, launches=replace(gpu.launches, spread=spread))
-    cluster = replace(problem.cluster, hosts=(replace(host, gpus=(gpu,)),))
-    problem = replace(problem, cluster=cluster)
-    found = make_plan(problem)
-    assert isinstance(found, Plan)
+    problem = with_hosts(problem, replace(host, gpus=(gpu,)))
+    found = planned(problem)
     told = "launching took 40% longer than in others" in plan_text(problem, found, ())
     assert told == is_told
     # Where the GPU has more to do than the host, it makes no difference.
     layer = Table(((1.0, 0.1),))
     gpu = replace(gpu, launches=replace(gpu.launches, layer_ms=layer))
-    problem = replace(
-        problem, cluster=replace(problem.cluster, hosts=(replace(host, gpus=(gpu,)),))
-    )
+    problem = with_hosts(problem, replace(host, gpus=(gpu,)))
     assert "longer than in others" not in plan_text(problem, found, ())
 
 
@@ -257,9 +251,8 @@ def _step(problem: PlanProblem, on_gpu: float, **changes: Any) -> float:
     """Of a problem whose launches are changed."""
     host, gpu = problem.cluster.ranks[0]
     assert gpu.launches is not None
-    other = replace(host, gpus=(replace(gpu, launches=replace(gpu.launches, **changes)),))
-    cluster = replace(problem.cluster, hosts=(other,))
-    return predicted(replace(problem, cluster=cluster), on_gpu)
+    other = replace(gpu, launches=replace(gpu.launches, **changes))
+    return predicted(with_hosts(problem, replace(host, gpus=(other,))), on_gpu)
 
 
 def test_updates_on_the_gpu_hide_behind_launches_as_far_as_it_has_time() -> None:
@@ -316,7 +309,7 @@ def test_recomputed_forwards_are_launched_again() -> None:
     assert again.passes - stored.passes == pytest.approx(gpu.forward_ms.at(1) * 24 / 1e3)
     assert launches_of(problem, 3, "store").passes == pytest.approx(3 * stored.passes)
     unmeasured = replace(host, gpus=(replace(gpu, launches=None),))
-    problem = replace(problem, cluster=replace(problem.cluster, hosts=(unmeasured,)))
+    problem = with_hosts(problem, unmeasured)
     assert launches_of(problem, 1, "store") == Launches()
 
 
@@ -329,8 +322,7 @@ def test_launches_of_updates_are_counted_as_training_groups_layers() -> None:
         """Of a first layer of three quarters of them, and four equal ones."""
         model = Model("m", 4, parameters, outside=(parameters * 3 // 4, 0))
         own = replace(gpu, launches=replace(gpu.launches, updates=times))
-        cluster = replace(problem.cluster, hosts=(replace(host, gpus=(own,)),))
-        given = replace(problem, model=model, cluster=cluster)
+        given = with_hosts(replace(problem, model=model), replace(host, gpus=(own,)))
         work = workload(given, own, Collectives.of(given, even=True), 1, 1, "store")
         return step_launches(given, own, work, fraction)
 

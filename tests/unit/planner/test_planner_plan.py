@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from planner_clusters import GB, best_step, gpu, plan_problems
+from planner_clusters import (
+    GB,
+    best_step,
+    check_plan,
+    gpu,
+    host,
+    plan_problems,
+    planned,
+    problem,
+)
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.allocation import Share
-from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
+from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import Collectives, workload
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
@@ -21,55 +30,6 @@ from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
-
-
-def host(*gpus: GpuProfile, gigabytes: int = 256, **changes: Any) -> Host:
-    whole = Host(
-        name="host",
-        gpus=gpus,
-        cores=16,
-        memory_bytes=gigabytes * GB,
-        bandwidth=1e11,
-        update_rates=Table(((1.0, 4e8), (16.0, 4e9))),
-    )
-    return replace(whole, **changes)
-
-
-def problem(*hosts: Host, batch: int = 12, **changes: Any) -> PlanProblem:
-    collective = Table(((1e6, 0.1), (1e9, 20.0)))
-    cluster = Cluster(hosts, collective, collective)
-    whole = PlanProblem(cluster, Model("m", 24, 3 * GB, 4 * 2**20), batch)
-    return replace(whole, **changes)
-
-
-def planned(given: PlanProblem) -> Plan:
-    plan = make_plan(given)
-    assert isinstance(plan, Plan), plan
-    return plan
-
-
-def check(given: PlanProblem, plan: Plan) -> None:
-    """All samples and all state are dealt, and nobody exceeds memory or the step."""
-    assert sum(rank.batch_size for rank in plan.ranks) == given.batch
-    assert sum(rank.shard_fraction for rank in plan.ranks) == pytest.approx(1.0)
-    names = [(one.name, device.name) for one, device in given.cluster.ranks]
-    assert [(rank.host, rank.device) for rank in plan.ranks] == names
-    by_host: dict[str, float] = {}
-    for rank, (one, device) in zip(plan.ranks, given.cluster.ranks, strict=True):
-        assert rank.batch_size >= (0 if given.allow_idle else 1)
-        assert 0 <= rank.microbatch_size <= rank.batch_size
-        assert (rank.microbatch_size == 0) == (rank.batch_size == 0)
-        assert 0.0 <= rank.shard_fraction <= 1.0
-        assert 0 <= rank.gpu_layers <= given.model.num_layers
-        assert rank.gpu_bytes <= device.memory_bytes * (1.0 + 1e-9)
-        by_host[one.name] = by_host.get(one.name, 0.0) + rank.host_bytes
-    for one in given.cluster.hosts:
-        assert by_host[one.name] <= one.memory_bytes * (1.0 + 1e-9) + 1.0
-    assert plan.lower_bound <= plan.step_seconds
-    # The finer model has all that the lines have, and what they leave out.
-    assert plan.predicted_seconds >= plan.lower_bound * (1.0 - 1e-9)
-    assert plan.gap >= plan.limits_gap
-    assert plan.predicted_seconds >= max(rank.step_seconds for rank in plan.ranks)
 
 
 @settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -84,7 +44,7 @@ def test_the_best_plan_lies_between_the_bound_and_the_plan(random: PlanProblem) 
         # What fits only to the last unit may be missed; nothing is then claimed to be missing.
         assert "no plan was found" in plan.reason
         return
-    check(random, plan)
+    check_plan(random, plan)
     assert plan.lower_bound <= best * (1.0 + 1e-6)
     # How much longer depends on whole layers, of which these models have one to three: see `gap`.
     assert plan.step_seconds >= best * (1.0 - 1e-6)
@@ -110,7 +70,7 @@ def test_a_fast_gpu_with_little_memory_computes_and_a_slow_one_keeps() -> None:
     model = Model("m", 24, 3 * GB)
     given = problem(host(*ranks, gigabytes=0), batch=40, model=model)
     plan = planned(given)
-    check(given, plan)
+    check_plan(given, plan)
     fast, slow = plan.ranks
     assert fast.batch_size > 3 * slow.batch_size
     assert fast.shard_fraction < 0.05
@@ -121,7 +81,7 @@ def test_state_goes_to_the_host_where_gpus_are_full() -> None:
     small = (gpu("a", 10, 100.0), gpu("a", 10, 100.0))
     given = problem(host(*small))
     plan = planned(given)
-    check(given, plan)
+    check_plan(given, plan)
     # 42 GB of state; the GPUs have at most 3 GB each beside training copy and activations.
     assert sum(rank.host_bytes for rank in plan.ranks) > 35 * GB
     assert all(rank.gpu_layers < 24 for rank in plan.ranks)
@@ -151,7 +111,7 @@ def test_a_snail_only_holds_state() -> None:
     snail = gpu("snail", 80, 10_000.0)
     given = problem(host(gpu("fast", 12, 1.0), snail, gigabytes=0))
     plan = planned(given)
-    check(given, plan)
+    check_plan(given, plan)
     assert [rank.batch_size for rank in plan.ranks] == [12, 0]
     assert plan.ranks[1].shard_fraction > 0.5
     forced = planned(replace(given, allow_idle=False))
@@ -167,7 +127,7 @@ def test_stage_3_fits_where_the_training_copy_does_not() -> None:
     assert "stage 3" in refused.reason
     assert refused.missing == pytest.approx((6e9 + 0.5e9 - 5e9) / 2**30)
     sharded = replace(whole, stage=3)
-    check(sharded, planned(sharded))
+    check_plan(sharded, planned(sharded))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -186,7 +146,7 @@ def test_stage_3_fits_without_room_for_the_gradients_of_a_first_backward(ranks: 
     solved, plan = make_plan_without_spare(given_problem)
     assert isinstance(plan, Plan)
     assert solved == replace(given_problem, activations=("recompute",), keeps_gradients=False)
-    check(solved, plan)
+    check_plan(solved, plan)
     assert {rank.microbatch_size for rank in plan.ranks} == {1}
     assert "the first backward sends each layer's" in plan_text(solved, plan, [])
     # The shard of the weights is there, and gradients of layers that the GPU updates.
@@ -239,7 +199,7 @@ def test_layer_by_layer_stage_3_ranks_make_as_many_micro_batches_as_each_likes()
     ranks = _launching("fast", 1.0, 16), _launching("slow", 2.0, 2)
     given_problem = problem(host(*ranks), batch=20, stage=3, activations=("keep",))
     plan = planned(given_problem)
-    check(given_problem, plan)
+    check_plan(given_problem, plan)
     # As many samples at once as each can.
     assert [(rank.batch_size, rank.microbatch_size) for rank in plan.ranks] == [(16, 16), (4, 2)]
     assert plan.limits_gap < 0.01
@@ -365,7 +325,7 @@ def test_offloaded_activations_make_room() -> None:
     model = Model("long", 24, 3 * GB, 200 * 10**6)
     given = problem(host(gpu("a", 16, 1.0), gigabytes=256), batch=16, model=model)
     plan = planned(given)
-    check(given, plan)
+    check_plan(given, plan)
     assert plan.ranks[0].activations == "offload"
     kept = make_plan(replace(given, activations=("keep",)))
     assert isinstance(kept, Infeasible)

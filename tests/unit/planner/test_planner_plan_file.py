@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner_clusters import PARAMETERS
+from planner_clusters import PARAMETERS, planned
 
 from hytrain.errors import PlanError
 from hytrain.formats.plan_file import (
@@ -21,9 +21,8 @@ from hytrain.formats.plan_file import (
 )
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
-from hytrain.tools.planner.result import Plan, plan_file
+from hytrain.tools.planner.result import plan_file
 
 GB = 10**9
 
@@ -44,8 +43,7 @@ def plan() -> PlanFile:
     )
     none = Table(((1.0, 0.0),))
     problem = PlanProblem(Cluster(hosts, none, none), Model("m", 8, PARAMETERS), 16)
-    found = make_plan(problem)
-    assert isinstance(found, Plan)
+    found = planned(problem)
     return plan_file(problem, found)
 
 

@@ -6,17 +6,16 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from planner_clusters import planned
 
 from hytrain.errors import PlanError
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import Collectives, Workload, workload
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.problem import Model, PlanProblem
-from hytrain.tools.planner.result import Plan
 
 LAYERS = 12
 
@@ -175,12 +174,6 @@ def two_gpus(
         activations=("store",),
         clipped_share=clipped_share,
     )
-
-
-def planned(problem: PlanProblem) -> Plan:
-    plan = make_plan(problem)
-    assert isinstance(plan, Plan), plan
-    return plan
 
 
 def steps_of(problem: PlanProblem) -> PlannedStep:

@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from planner_clusters import planned
 from recorded_h200 import profile_of
 from support.plan_profiles import GIB, MIB, a_device, a_model, a_profile, collectives
 
 from hytrain.errors import PlanError
 from hytrain.formats.profile_file import ProfileFile, UpdateRate, merge_profiles
-from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.profile_problem import PlanOptions, isotonic, problem_from, times
-from hytrain.tools.planner.result import Plan
 from hytrain.zero3.plan import gather_settings, most_live
 
 
@@ -149,8 +148,7 @@ def test_collectives_that_nobody_measured_are_asked_for() -> None:
 
 
 def test_a_plan_of_a_profile_deals_by_speed() -> None:
-    plan = make_plan(problem_from(a_profile(), options(batch=48)))
-    assert isinstance(plan, Plan)
+    plan = planned(problem_from(a_profile(), options(batch=48)))
     fast, slow = plan.ranks
     assert fast.batch_size == pytest.approx(2 * slow.batch_size, abs=4)
     assert max(fast.microbatch_size, slow.microbatch_size) <= 8
