@@ -11,7 +11,7 @@ from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
 from hytrain.formats.profile_file import LAUNCH_BOUND_SHARE, UpdateLaunches
 from hytrain.offload.update_groups import LIMITS, group_begins
-from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.curves import FREE, Table
 
 UNEVEN_FACTOR = 1.25
 """What unequal shards cost in collectives where nobody measured it (Cephalo's number)."""
@@ -60,7 +60,7 @@ class LaunchTimes:
 
     Attributes:
         layer_ms: to launch one layer's forward and backward, against samples.
-        outside_ms: what is outside of the layers, likewise; None for nothing.
+        outside_ms: what is outside of the layers, likewise.
         slowdown: of launching, beside updates on the CPU.
         updates: what updates take.
         layer_device_ms: one layer's forward and backward on the device where all of it is launched
@@ -70,16 +70,12 @@ class LaunchTimes:
     """
 
     layer_ms: Table
-    outside_ms: Table | None
+    outside_ms: Table
     slowdown: float
     updates: UpdateLaunchTimes
     layer_device_ms: Table | None = None
     outside_device_ms: Table | None = None
     spread: float = 0.0
-
-    def outside(self, samples: int) -> float:
-        """To launch what is outside of the layers."""
-        return 0.0 if self.outside_ms is None else self.outside_ms.at(samples)
 
     def device(self, samples: int, taken: float) -> float:
         """What one layer's passes need of the device; they took so many milliseconds."""
@@ -107,7 +103,7 @@ class GpuProfile:
         update_rate: parameters/s that the GPU updates.
         copy_rate: bytes/s to the host, and at the same time from it.
         outside_ms: what one micro-batch takes outside of the layers (embedding, head, loss), both
-            passes; None for nothing.
+            passes.
         recompute_ms: what a layer's checkpoint adds to its backward; None for its forward. Layer
             by layer it is the forward always.
         stored_bytes: C with all activations of all layers, where they are stored; None where that
@@ -133,7 +129,7 @@ class GpuProfile:
     idle_bytes: int
     update_rate: float
     copy_rate: float
-    outside_ms: Table | None = None
+    outside_ms: Table = FREE
     recompute_ms: Table | None = None
     stored_bytes: Table | None = None
     multiprocessors: int = 0

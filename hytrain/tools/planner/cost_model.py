@@ -179,16 +179,11 @@ class WorkloadMaker:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds of each limit of a rank's step."""
+    """Seconds of each bound of a rank's step, but for its host's bandwidth."""
 
     gpu: float
     cpu: float
     copies: float
-
-    @property
-    def longest(self) -> float:
-        """The rank's step, but for its host's bandwidth."""
-        return max(self.gpu, self.cpu, self.copies)
 
 
 def roofline(

@@ -48,3 +48,7 @@ class Table:
         if size > high_size:
             return high + max(0.0, slope) * (size - high_size)
         return low + slope * (size - low_size)
+
+
+FREE = Table(((1.0, 0.0),))
+"""What takes nothing."""

@@ -140,7 +140,9 @@ def estimated_cluster(
         for name in names:
             sheet = sheet_of(name)
             if sheet is None:
-                raise PlanError(f"no data sheet of a GPU called {name}: there are {known_sheets()}")
+                raise PlanError(
+                    f"no data sheet of a GPU called {name}: there are {', '.join(SHEETS)}"
+                )
             device = estimated_device(sheet, shape, host)
             devices[host, device.label] = device
             labels.append(device.label)
@@ -155,8 +157,3 @@ def estimated_cluster(
             )
         )
     return ProfileFile(model=shape.model, devices=tuple(devices.values()), hosts=tuple(hosts))
-
-
-def known_sheets() -> str:
-    """The names that have a data sheet."""
-    return ", ".join(SHEETS)

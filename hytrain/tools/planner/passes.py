@@ -217,8 +217,6 @@ def fetch_seconds(
 
 def outside_seconds(gpu: GpuProfile, sizes: Sequence[tuple[int, int]]) -> float:
     """Seconds outside of the layers, of all micro-batches."""
-    if gpu.outside_ms is None:
-        return 0.0
     return sum(count * gpu.outside_ms.at(size) for count, size in sizes) / 1e3
 
 

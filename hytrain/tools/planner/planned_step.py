@@ -290,7 +290,7 @@ def step_launches(
         again = 1e3 * sum(micro_seconds(gpu, size, work.activations)) / kept if kept > 0.0 else 1.0
         layers = count * problem.model.num_layers * again
         outside = 1e3 * outside_seconds(gpu, [(count, size)])
-        passes += layers * times.layer_ms.at(size) + count * times.outside(size)
+        passes += layers * times.layer_ms.at(size) + count * times.outside_ms.at(size)
         taken += layers * kept + outside
         needed += layers * min(kept, times.device(size, kept))
         needed += min(outside, count * times.outside_device(size, outside / count))

@@ -34,7 +34,7 @@ from hytrain.tools.planner.cluster import (
     LaunchTimes,
     UpdateLaunchTimes,
 )
-from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.curves import FREE, Table
 from hytrain.tools.planner.problem import Model, PlanProblem
 
 # Pinned staging of a rank, as a share of its CPU-placed state rounded up to whole bytes a
@@ -189,7 +189,7 @@ def gpu_profile(
         copy_rate=min(device.copies.to_host_both, device.copies.from_host_both),
         outside_ms=times(device.outside, lambda row: row.forward_ms + row.backward_ms)
         if device.outside
-        else None,
+        else FREE,
         recompute_ms=times(
             device.layer, lambda row: max(0.0, row.recompute_backward_ms - row.backward_ms)
         ),
@@ -212,11 +212,18 @@ def _launches(device: DeviceProfile, *, shares: bool) -> LaunchTimes | None:
         return None
     outside = [row for row in device.outside if row.launch_ms is not None]
     is_known = any(row.device_ms is not None for row in rows)
+    # An older profile has one number of updates, or none.
+    older = UpdateLaunches(
+        gpu_step_ms=0.0,
+        launch_ms=0.0,
+        gpu_layer_ms=device.update_launch_ms or 0.0,
+        cpu_layer_ms=0.0,
+    )
     return LaunchTimes(
         layer_ms=times(rows, lambda row: row.launch_ms or 0.0),
-        outside_ms=times(outside, lambda row: row.launch_ms or 0.0) if outside else None,
+        outside_ms=times(outside, lambda row: row.launch_ms or 0.0) if outside else FREE,
         slowdown=device.launch_slowdown or 1.0,
-        updates=_update_launches(device, shares=shares),
+        updates=UpdateLaunchTimes(device.update_launches or older, shares=shares),
         layer_device_ms=times(rows, _device_ms) if is_known else None,
         outside_device_ms=times(outside, _device_ms) if is_known and outside else None,
         spread=device.launch_spread or 0.0,
@@ -226,17 +233,6 @@ def _launches(device: DeviceProfile, *, shares: bool) -> LaunchTimes | None:
 def _device_ms(row: LayerSample | OutsideSample) -> float:
     """Where the device does not wait for the host, what it takes is what it needs."""
     return row.forward_ms + row.backward_ms if row.device_ms is None else row.device_ms
-
-
-def _update_launches(device: DeviceProfile, *, shares: bool) -> UpdateLaunchTimes:
-    # An older profile has one number, or none.
-    older = UpdateLaunches(
-        gpu_step_ms=0.0,
-        launch_ms=0.0,
-        gpu_layer_ms=device.update_launch_ms or 0.0,
-        cpu_layer_ms=0.0,
-    )
-    return UpdateLaunchTimes(device.update_launches or older, shares=shares)
 
 
 _Row = TypeVar("_Row", LayerSample, OutsideSample)
@@ -376,7 +372,7 @@ def _collectives(
 ) -> tuple[Table, Table, float, float]:
     """All-gather, reduce-scatter (against bytes), what unequal shards cost of both, contention."""
     if len(hosts) == 1:
-        return _FREE, _FREE, 1.0, 0.0
+        return FREE, FREE, 1.0, 0.0
     if options.interconnect is not None:
         ms = 1e3 * (len(hosts) - 1) / len(hosts) / options.interconnect
         line = Table(((1.0, ms),))
@@ -399,9 +395,6 @@ def _collectives(
     return _measured_collectives(
         nearest, profile.model, (len(hosts) - 1) / len(hosts) * count / (count - 1)
     )
-
-
-_FREE = Table(((1.0, 0.0),))
 
 
 def _spans(hosts: Sequence[str]) -> bool:

@@ -11,7 +11,6 @@ from hytrain.formats.policies import LAYER_MAJOR, Accumulation
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.allocation import Share, allocate
 from hytrain.tools.planner.cost_model import (
-    Roofline,
     Workload,
     gpu_bytes,
     gpu_layers_that_fit,
@@ -146,36 +145,26 @@ def parts(problem: PlanProblem, share: Share) -> tuple[float, float]:
     return on_gpu, shard - on_gpu
 
 
-def _rooflines(
+def _bounds(
     problem: PlanProblem, workloads: Sequence[Workload], shares: Sequence[Share]
-) -> list[Roofline]:
-    rows = zip(problem.cluster.ranks, workloads, shares, strict=True)
-    return [
-        roofline(problem, host, gpu, work, *parts(problem, share))
-        for (host, gpu), work, share in rows
-    ]
-
-
-def _host_seconds(
-    problem: PlanProblem, workloads: Sequence[Workload], shares: Sequence[Share]
-) -> list[float]:
-    """For each rank, what its host's memory needs for the step of all its ranks."""
-    seconds: list[float] = []
+) -> list[dict[str, float]]:
+    """For each rank the seconds of each roofline bound; that of its host is of all its ranks."""
+    both = [parts(problem, share) for share in shares]
+    bounds: list[dict[str, float]] = []
     for host, ranks in problem.cluster.host_ranks:
-        moved = sum(
-            traffic(problem, *parts(problem, shares[rank]), workloads[rank].offloaded)
-            for rank in ranks
-        )
-        seconds += [moved / host.bandwidth] * len(host.gpus)
-    return seconds
+        moved = sum(traffic(problem, *both[rank], workloads[rank].offloaded) for rank in ranks)
+        for rank, gpu in zip(ranks, host.gpus, strict=True):
+            own = roofline(problem, host, gpu, workloads[rank], *both[rank])
+            seconds = {"gpu": own.gpu, "cpu": own.cpu, "copies": own.copies}
+            bounds.append(seconds | {"host": moved / host.bandwidth})
+    return bounds
 
 
 def roofline_step(
     problem: PlanProblem, workloads: Sequence[Workload], shares: Sequence[Share]
 ) -> float:
     """Seconds of a step by the roofline bounds of cost_model.py."""
-    own = max(line.longest for line in _rooflines(problem, workloads, shares))
-    return max(own, *_host_seconds(problem, workloads, shares))
+    return max(max(one.values()) for one in _bounds(problem, workloads, shares))
 
 
 def _more_gpu_layers(problem: PlanProblem, found: Found, steps: PlannedStep) -> tuple[Share, ...]:
@@ -205,15 +194,11 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
     steps = PlannedStep(problem, found.workloads, found.shares, even=found.even)
     shares = _more_gpu_layers(problem, found, steps)
     steps = PlannedStep(problem, found.workloads, shares, even=found.even)
-    own, shared = (
-        _rooflines(problem, found.workloads, shares),
-        _host_seconds(problem, found.workloads, shares),
-    )
     ranks: list[PlannedRank] = []
-    rows = zip(problem.cluster.ranks, found.workloads, shares, own, shared, strict=True)
-    for (host, gpu), work, share, line, on_host in rows:
+    bounds = _bounds(problem, found.workloads, shares)
+    rows = zip(problem.cluster.ranks, found.workloads, shares, bounds, strict=True)
+    for (host, gpu), work, share, by_limit in rows:
         on_gpu, on_cpu = parts(problem, share)
-        by_limit = {"gpu": line.gpu, "cpu": line.cpu, "copies": line.copies, "host": on_host}
         ranks.append(
             PlannedRank(
                 host=host.name,

@@ -15,7 +15,7 @@ from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import Collectives, Workload, fits_rounds, workload
-from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.curves import FREE, Table
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
@@ -117,7 +117,7 @@ def _gpus(draw: st.DrawFn, name: str) -> GpuProfile:
         idle_bytes=draw(st.sampled_from((0, 5 * 10**8))),
         update_rate=draw(st.sampled_from((5e9, 1e11))),
         copy_rate=draw(st.sampled_from((5e9, 5e10))),
-        outside_ms=draw(st.sampled_from((None, Table(((1.0, 3.0),))))),
+        outside_ms=draw(st.sampled_from((FREE, Table(((1.0, 3.0),))))),
         recompute_ms=draw(st.sampled_from((None, Table(((1.0, 5.0),))))),
         stored_bytes=Table(((1.0, 1e9), (2.0, draw(st.integers(10, 30)) * 1e8))),
         sizes=draw(st.sampled_from((None, (1, 2), (1, 3)))),

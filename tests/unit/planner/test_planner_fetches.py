@@ -55,7 +55,6 @@ GPU = GpuProfile(
     copy_rate=2e10,
     fetch_rate=4e10,
 )
-NONE = Table(((1.0, 0.0),))
 
 
 def problem(
@@ -234,7 +233,7 @@ def test_the_largest_shards_are_those_that_the_bounds_allow(
     def fits(on_gpu: float, on_cpu: float) -> bool:
         line = roofline(given_problem, host, gpu, work, on_gpu, on_cpu)
         has_room = gpu_bytes(given_problem, gpu, work, on_gpu, on_cpu) <= gpu.memory_bytes + 1.0
-        return line.longest <= step * (1.0 + 1e-9) and has_room
+        return max(line.gpu, line.cpu, line.copies) <= step * (1.0 + 1e-9) and has_room
 
     shards = largest_shards(given_problem, host, gpu, [work], step)[0]
     for gpu_layers, shard in enumerate(shards.tolist()):

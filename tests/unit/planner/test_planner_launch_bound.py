@@ -35,7 +35,7 @@ from hytrain.formats.profile_file import (
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import UpdateLaunchTimes
 from hytrain.tools.planner.cost_model import Collectives, workload
-from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.curves import FREE, Table
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.planned_step import PlannedStep, step_launches
 from hytrain.tools.planner.problem import Model, PlanProblem
@@ -220,8 +220,7 @@ def test_a_plan_tells_of_a_host_that_drifts(spread: float, is_told: bool) -> Non
 def test_launches_count_as_far_as_the_gpu_waits_for_them() -> None:
     problem = problem_of("0.37B/4x512/16")
     step = partial(_step, problem)
-    nothing = Table(((1.0, 0.0),))
-    free = {"layer_ms": nothing, "outside_ms": nothing}
+    free = {"layer_ms": FREE, "outside_ms": FREE}
     for on_gpu in (0.0, 0.5):
         alone = step(on_gpu, slowdown=1.0)
         assert step(on_gpu) > 1.02 * alone
@@ -259,7 +258,6 @@ def test_updates_on_the_gpu_hide_behind_launches_as_far_as_it_has_time() -> None
     problem = problem_of("0.95B/2x512/8")
     gpu, layers = problem.cluster.ranks[0][1], problem.model.num_layers
     assert gpu.launches is not None
-    assert gpu.outside_ms is not None
     update = problem.model.parameters / gpu.update_rate
     layer, outside = gpu.forward_ms.at(1) + gpu.backward_ms.at(1), gpu.outside_ms.at(1)
     taken = (layers * layer + outside) / 1e3

@@ -24,7 +24,7 @@ from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import Collectives, workload
-from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.curves import FREE, Table
 from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
 from hytrain.tools.planner.plan_report import plan_text
 from hytrain.tools.planner.planned_step import PlannedStep
@@ -176,7 +176,7 @@ def test_stage_3_ranks_make_as_many_micro_batches() -> None:
     slow = replace(gpu("slow", 80, 2.0), most_samples=2, stored_bytes=stored)
     given_problem = problem(host(fast, slow), batch=24, stage=3, activations=("store", "keep"))
     # With collectives that cost something, fewer micro-batches would gain.
-    free = replace(given_problem.cluster, all_gather_ms=_FREE, reduce_scatter_ms=_FREE)
+    free = replace(given_problem.cluster, all_gather_ms=FREE, reduce_scatter_ms=FREE)
     given_problem = replace(given_problem, cluster=free)
     plan = planned(given_problem)
     rounds = {-(-rank.batch_size // rank.microbatch_size) for rank in plan.ranks}
@@ -249,7 +249,7 @@ def test_the_better_mode_is_chosen_and_told() -> None:
     assert "layer by layer (a layer is gathered once a pass" in text
     assert expected in text
     # Where gathering is free, nothing is worth to be computed again.
-    free = replace(given_problem.cluster, all_gather_ms=_FREE, reduce_scatter_ms=_FREE)
+    free = replace(given_problem.cluster, all_gather_ms=FREE, reduce_scatter_ms=FREE)
     computing = planned(replace(given_problem, cluster=free))
     assert computing.accumulation == "micro_batch_major"
     assert computing.other_mode is not None
@@ -276,7 +276,7 @@ def test_a_mode_of_which_nothing_fits_is_told() -> None:
 def test_layer_by_layer_nobody_waits_for_who_makes_more_micro_batches() -> None:
     fast, slow = gpu("fast", 80, 1.0), gpu("slow", 80, 2.0)
     given_problem = problem(host(fast, slow), batch=24, stage=3, activations=("keep",))
-    free = replace(given_problem.cluster, all_gather_ms=_FREE, reduce_scatter_ms=_FREE)
+    free = replace(given_problem.cluster, all_gather_ms=FREE, reduce_scatter_ms=FREE)
     given_problem = replace(given_problem, cluster=free)
     share = Share(0.5, 24)
 
@@ -298,7 +298,7 @@ def test_layer_by_layer_nobody_waits_for_who_makes_more_micro_batches() -> None:
 def test_stage_3_with_other_numbers_of_micro_batches_waits() -> None:
     fast, slow = gpu("fast", 80, 1.0), gpu("slow", 80, 2.0)
     given_problem = problem(host(fast, slow), batch=24, stage=3, activations=("recompute",))
-    free = replace(given_problem.cluster, all_gather_ms=_FREE, reduce_scatter_ms=_FREE)
+    free = replace(given_problem.cluster, all_gather_ms=FREE, reduce_scatter_ms=FREE)
     given_problem = replace(given_problem, cluster=free)
     share = Share(0.5, 24)
 
@@ -315,9 +315,6 @@ def test_stage_3_with_other_numbers_of_micro_batches_waits() -> None:
     # One micro-batch of 16 meets the last of four of 2: three quarters of the slow rank's step
     # pass before it begins.
     assert step(16, 2) == pytest.approx(1.75 * together, rel=0.02)
-
-
-_FREE = Table(((1.0, 0.0),))
 
 
 def test_offloaded_activations_make_room() -> None:

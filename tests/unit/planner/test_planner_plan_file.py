@@ -52,6 +52,12 @@ def _actual(plan: PlanFile) -> Actual:
     return Actual(ranks, 8, PARAMETERS, 16, 2)
 
 
+def _read(tmp_path: Path, record: Any) -> PlanFile:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(record))
+    return read_plan(path)
+
+
 def test_it_is_read_as_it_was_written(plan: PlanFile, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_plan(path, plan)
@@ -68,33 +74,28 @@ def test_it_is_read_as_it_was_written(plan: PlanFile, tmp_path: Path) -> None:
 def test_a_file_that_knows_no_frozen_parameters_is_of_a_model_without_any(
     plan: PlanFile, tmp_path: Path
 ) -> None:
-    path = tmp_path / "plan.json"
     record = plan.model_dump(mode="json")
     del record["model"]["frozen"]
-    path.write_text(json.dumps(record))
-    old = read_plan(path)
+    old = _read(tmp_path, record)
     assert old == plan
     (word,) = difference(old, replace(_actual(old), frozen=7))
     assert word == "parameters that are not trained: planned for 0, found 7"
 
 
 def test_a_file_that_knows_no_clipped_steps_is_read(plan: PlanFile, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
     record = plan.model_dump(mode="json")
     for key in ("unclipped_seconds", "clipped_seconds"):
         del record["predicted"][key]
-    path.write_text(json.dumps(record))
-    old = read_plan(path)
+    old = _read(tmp_path, record)
     assert old.predicted.clipped_seconds is None
     for share in (0.0, 0.5, 1.0):
         assert old.predicted.at(share) == plan.predicted.step_seconds
-    write_plan(path, old)
-    assert read_plan(path) == old
+    write_plan(tmp_path / "again.json", old)
+    assert read_plan(tmp_path / "again.json") == old
     # Half of it is a mistake.
     record["predicted"]["clipped_seconds"] = 1.0
-    path.write_text(json.dumps(record))
     with pytest.raises(PlanError, match=r"predicted: .*go together"):
-        read_plan(path)
+        _read(tmp_path, record)
 
 
 def test_a_prediction_for_a_share_of_clipped_steps(plan: PlanFile) -> None:
@@ -116,10 +117,8 @@ def test_a_prediction_for_a_share_of_clipped_steps(plan: PlanFile) -> None:
 def test_a_bad_file_is_refused(
     plan: PlanFile, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan.model_dump(mode="json") | change))
     with pytest.raises(PlanError, match=words):
-        read_plan(path)
+        _read(tmp_path, plan.model_dump(mode="json") | change)
 
 
 @pytest.mark.parametrize(
@@ -138,23 +137,18 @@ def test_a_bad_rank_is_refused(
 ) -> None:
     record = plan.model_dump(mode="json")
     record["ranks"][0][key] = value
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(record))
     with pytest.raises(PlanError, match=words):
-        read_plan(path)
+        _read(tmp_path, record)
 
 
 def test_ranks_of_two_modes_are_refused_in_stage_3(plan: PlanFile, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
     record = plan.model_dump(mode="json")
     record["ranks"][0]["activations"] = "store"
     for number in (1, 2):
         record["ranks"][number]["activations"] = "keep"
-    path.write_text(json.dumps(record))
-    read_plan(path)
-    path.write_text(json.dumps(record | {"stage": 3}))
+    _read(tmp_path, record)
     with pytest.raises(PlanError, match="in stage 3 all ranks use each layer together"):
-        read_plan(path)
+        _read(tmp_path, record | {"stage": 3})
 
 
 def test_no_file_and_no_json_are_refused(tmp_path: Path) -> None:

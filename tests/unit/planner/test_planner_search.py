@@ -26,7 +26,7 @@ from hytrain.tools.planner.cost_model import (
     sizes_to_choose,
     workload,
 )
-from hytrain.tools.planner.curves import Table
+from hytrain.tools.planner.curves import FREE, Table
 from hytrain.tools.planner.frontier import Offer, RankFrontier
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
@@ -107,8 +107,7 @@ def test_rounds_may_have_micro_batches_that_were_not_measured() -> None:
         sizes=(1, 3),
     )
     host = Host("host", (gpu, gpu), 8, 0, 2e10, Table(((8.0, 5e8),)))
-    none = Table(((1.0, 0.0),))
-    cluster = Cluster((host,), none, none, 1.25)
+    cluster = Cluster((host,), FREE, FREE, 1.25)
     policies: tuple[Activations, ...] = ("store", "recompute")
     whole = PlanProblem(cluster, Model("m", 2, GB), 5, stage=3, activations=policies)
     found = planned(whole)
@@ -288,7 +287,6 @@ def test_what_the_solver_prints_is_not_in_the_output(
 # -- plans where only samples matter -----------------------------------------------------------
 
 PARAMETERS = 3 * 10**9
-FREE = Table(((1.0, 0.0),))
 
 
 def device(name: str, launch: float, ms: float, most: int) -> GpuProfile:
