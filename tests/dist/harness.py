@@ -12,6 +12,11 @@ its processes and runs one case after another in them:
     def test_train(ranks: RankPools) -> None:      # fixture of tests/dist/conftest.py
         losses_of_rank_0, losses_of_rank_1 = ranks(2).run(train, "tied", timeout=60)
 
+    @pytest.mark.parametrize("stage", [1, 2])
+    @on_ranks(2)
+    def test_sum(stage: int) -> None:              # where there is nothing else to be seen
+        ...                                        # runs on each rank
+
 - In a case, the process group exists (gloo, all ranks), torch uses one thread, and RANK,
   LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE are set. A case destroys the engines that it builds.
 - An exception on any rank fails the call with that rank's traceback (a rank's own exception comes
@@ -32,6 +37,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -284,6 +292,50 @@ class RankPools:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """What a test does on each rank, by name: the name itself stands for the whole test."""
+
+    module: str
+    name: str
+
+    def __call__(self, *arguments: Any) -> None:
+        vars(importlib.import_module(self.module))[self.name].__wrapped__(*arguments)
+
+
+def on_ranks(
+    num_ranks: int | Callable[..., int], *, alone: bool = False
+) -> Callable[[Callable[..., None]], Any]:
+    """Makes a test of a function that runs on each of so many ranks, with its own parameters.
+
+    Args:
+        num_ranks: how many; or what tells it of the parameters that it names.
+        alone: in processes of its own: what hangs there when it is over is in nobody's way.
+    """
+
+    def decorate(body: Callable[..., None]) -> Any:
+        own = inspect.signature(body)
+
+        @functools.wraps(body)
+        def test(ranks: RankPools, **arguments: Any) -> None:
+            number = num_ranks
+            if not isinstance(number, int):
+                number = number(*(arguments[name] for name in inspect.signature(number).parameters))
+            values = [arguments[name] for name in own.parameters]
+            on_each = _Body(body.__module__, body.__name__)
+            if alone:
+                with RankPool(number) as pool:
+                    pool.run(on_each, *values)
+            else:
+                ranks(number).run(on_each, *values)
+
+        fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        vars(test)["__signature__"] = own.replace(parameters=[fixture, *own.parameters.values()])
+        return test
+
+    return decorate
 
 
 def _has_gpu() -> bool:

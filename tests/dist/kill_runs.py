@@ -50,6 +50,7 @@ class Kill:
     delay: float
     """Seconds from when all ranks train."""
     signal: int = signal.SIGKILL
+    """0: its script ends by itself."""
     hosts: tuple[str, ...] | None = None
     """Names of the hosts that the ranks are told to be on; None: one host."""
     without_peers: bool = False
@@ -128,7 +129,8 @@ class Nursery:
         try:
             self._until_ready(kill, folder, ended)
             time.sleep(kill.delay)
-            os.kill(processes[kill.victim], kill.signal)
+            if kill.signal:
+                os.kill(processes[kill.victim], kill.signal)
             begin = time.monotonic()
             while len(ended) < kill.ranks and time.monotonic() < begin + seconds:
                 self._note(ended, 0.5)

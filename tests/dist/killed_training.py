@@ -35,7 +35,7 @@ def _batches() -> Iterator[dict[str, Any]]:
 def train(case: str, stage: int, folder: Path) -> None:
     """Makes steps for ever, by way of ``case``; writes down when the first ones are made."""
     import torch.distributed as dist
-    from rank_training import backward
+    from rank_shadow import backward
     from support.engines import built, make_config
     from support.models import make_model
 
@@ -73,6 +73,19 @@ def train(case: str, stage: int, folder: Path) -> None:
                     engine.destroy = lambda: None  # most scripts do not
                     time.sleep(6.0 * rank)  # the store is gone by then
                     return
+                if case in ("raises", "exits") and rank == 1:
+                    _end_alone(engine, case, folder)
+
+
+def _end_alone(engine: Any, case: str, folder: Path) -> None:
+    while not (folder / "ready0").exists():
+        time.sleep(0.05)
+    if case == "exits":
+        engine.destroy = lambda: None
+        sys.exit(3)
+    show = sys.excepthook  # behind it the process outlives the other one's
+    sys.excepthook = lambda *error: (show(*error), time.sleep(6.0))
+    raise KeyError("injected: the script's own mistake")
 
 
 def _read_for_ever(engine: Any, stage: int) -> None:
@@ -155,7 +168,7 @@ def serve() -> dict[str, Any] | None:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - imported once for all ranks
-    import rank_training  # noqa: F401
+    import rank_shadow  # noqa: F401
 
     import hytrain.engine
     import hytrain.engine.build_optimizer  # noqa: F401

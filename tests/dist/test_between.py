@@ -2,47 +2,273 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-import rank_between as cases
-from harness import RankPools
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequence_ranks
+from deepspeed.utils import groups
+from harness import on_ranks
+from support.beside_torch import training_beside_torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hytrain.errors import UnsupportedError
 
 pytestmark = pytest.mark.timeout(240)
 
+WIDTH = 8
+
+
+def _data(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    return torch.randn(4, WIDTH, generator=generator).to(next(model.parameters()).device)
+
+
+def _net(*, is_normed: bool = False) -> nn.Module:
+    torch.manual_seed(2)
+    norm = [nn.LayerNorm(WIDTH)] if is_normed else []
+    blocks = [nn.Sequential(*norm, nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*blocks)
+
+
+def _one(model: Any, number: int, rank: int) -> torch.Tensor:
+    return model(_data(model, number, rank)).pow(2).mean()
+
+
+def _sum_of(forwards: int, number: int) -> Callable[[Any, int], torch.Tensor]:
+    return lambda model, rank: sum(  # pyright: ignore
+        _one(model, number + 100 * each, rank) for each in range(forwards)
+    )
+
+
+def _input_gradient(engine: Any, plain: Any, number: int, rank: int, way: str) -> None:
+    """Through one forward; it must be torch's, and leave nothing behind."""
+    found: list[torch.Tensor] = []
+    for model in (engine, plain):
+        x = _data(model, number, rank).requires_grad_(True)
+        if way == "frozen":
+            for parameter in model.parameters():
+                parameter.requires_grad_(False)
+        if way == "eval":
+            model.eval()
+        loss = model(x).pow(2).mean()
+        if way == "frozen":
+            loss.backward()
+            assert x.grad is not None
+            found.append(x.grad.cpu())
+        else:
+            found.append(torch.autograd.grad(loss, x)[0].cpu())
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        model.train()
+    torch.testing.assert_close(*found)
+
+
+def input_gradients(
+    way: str, forwards: int, stage: int, zero: dict[str, Any] | None = None
+) -> None:
+    """Before the first step, between steps, and after all of them."""
+    with training_beside_torch(_net(), stage, zero=zero) as beside:
+        for number in range(4):
+            _input_gradient(beside.engine, beside.plain, 50 + number, beside.rank, way)
+            beside.step(_sum_of(forwards, number))
+
+
+def _fail_forward(engine: Any) -> None:
+    """The user's code ends it midway."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("of the user's own")
+
+    hook = engine.module[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        engine(_data(engine, 0, 0))
+    hook.remove()
+
+
+def numbers_of_forwards(stage: int, *, gathers: str = "each", fails: bool = False) -> None:
+    """A forward that is dropped, one, two or three in a loss, losses run back one by one.
+
+    ``fails``: before the first step the user's code ends a forward.
+    """
+    with training_beside_torch(_net(), stage, gathers=gathers) as beside:
+        if fails:
+            _fail_forward(beside.engine)
+        for number, forwards in enumerate((2, 1, 3, 1, 2)):
+            beside.engine(_data(beside.engine, 70, beside.rank))
+            beside.step(_sum_of(forwards, number))
+            one, other = (_one(beside.engine, 80 + n, beside.rank) for n in (0, 1))
+            beside.engine.backward(one)
+            beside.engine.backward(other)
+            beside.engine.zero_grad()
+            beside.engine.step()  # skipped
+
+
+def second_order(stage: int, *, is_normed: bool, zero: dict[str, Any] | None = None) -> None:
+    """A gradient penalty, with plain steps between."""
+
+    def penalty(model: Any, rank: int) -> torch.Tensor:
+        x = _data(model, number, rank).requires_grad_(True)
+        output = model(x)
+        (gradient,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
+        return output.pow(2).mean() + 0.1 * gradient.pow(2).mean()
+
+    with training_beside_torch(_net(is_normed=is_normed), stage, zero=zero) as beside:
+        for number in range(5):
+            beside.step(_sum_of(1, number) if number in (0, 3) else penalty)
+        if stage == 3:
+            transformed = torch.func.grad(lambda x: beside.engine(x).sum())
+            with pytest.raises(UnsupportedError, match=r"in a transform of torch\.func"):
+                transformed(_data(beside.engine, 0, 0))
+
+
+def late_hooks(stage: int) -> None:
+    """They mask rows of a gradient, whenever they were registered, and can be taken off."""
+    with training_beside_torch(_net(), stage) as beside:
+        handles: list[Any] = []
+        for number in range(6):
+            if number == 2:
+                for model in (beside.engine.module, beside.plain):
+                    weight = model[1][0].weight
+                    handles.append(weight.register_post_accumulate_grad_hook(_only_last_row))
+            if number == 5:
+                for handle in handles:
+                    handle.remove()
+            beside.step(_sum_of(1, number))
+
+
+def _only_last_row(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad[:-1] = 0
+
+
+class _Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.tower = nn.Linear(WIDTH, WIDTH)
+        self.sees = self.skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            if self.sees and block is self.blocks[0]:
+                x = x + self.tower(x)
+            if self.skips:
+                break
+        return x
+
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("forwards", [1, 2])
-@pytest.mark.parametrize("way", ["grad", "eval", "frozen"])
-def test_input_gradients(ranks: RankPools, way: str, forwards: int, stage: int) -> None:
-    ranks(2).run(cases.input_gradients, way, forwards, stage)
+@pytest.mark.parametrize("ranks_used", [2, 3])
+@on_ranks(lambda ranks_used: ranks_used)
+def test_towers(ranks_used: int, stage: int) -> None:
+    """A layer that no rank, one rank or both use, from the first step on or later."""
+    torch.manual_seed(2)
+    model = _Towers()
+    assert dist.get_world_size() == ranks_used
+    seen = ((), (0,), (0, 1), (1,), (), (0, 1), (1,))  # by which ranks, step for step
+
+    def choose(model: Any, rank: int) -> None:
+        plain = getattr(model, "module", model)
+        plain.sees, plain.skips = rank in seen[number], (rank + number) % 3 == 0
+
+    def loss(model: Any, rank: int) -> torch.Tensor:
+        choose(model, rank)
+        return _one(model, number, rank)
+
+    with training_beside_torch(model, stage) as beside:
+        for number in (*range(len(seen)), 1, 3, 0):
+            beside.step(loss)
+            if number % 2:
+                choose(beside.plain, beside.rank)
+                _input_gradient(beside.engine, beside.plain, number, beside.rank, "grad")
+
+
+class _Tiled(nn.Module):
+    """A block that checkpoints its MLP in pieces."""
+
+    pieces = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pieces = [checkpoint(self.mlp, y, use_reentrant=True) for y in x.chunk(self.pieces)]
+        return x + torch.cat(pieces)
+
+
+def tiles(stage: int, numbers: tuple[int, ...], zero: dict[str, Any] | None = None) -> None:
+    """Parts of a block that are recomputed several times, in changing number."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Tiled(), _Tiled())
+    with training_beside_torch(model, stage, zero=zero) as beside:
+        for number, pieces in enumerate(numbers):
+            for plain in (model, beside.plain):
+                for tiled in (m for m in plain.modules() if isinstance(m, _Tiled)):
+                    tiled.pieces = pieces
+            beside.step(_sum_of(1, number))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_numbers_of_forwards(ranks: RankPools, stage: int) -> None:
-    ranks(2).run(cases.numbers_of_forwards, stage)
+@on_ranks(2)
+def test_sequence_group(stage: int) -> None:
+    """Ranks that share sequences: gradients are those of one process with the whole of each."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    sequence_ranks.initialize_sequence_parallel(sequence_parallel_size=2)
+    try:
+        with training_beside_torch(model, stage, mpu=sequence_ranks) as beside:
+            assert beside.engine.train_batch_size() == 1  # both ranks have parts of one sample
+            for number in range(3):
+                beside.step(_sum_of(1, number))
+    finally:
+        sequence_ranks._release_sequence_parallel_groups()
+        groups.mpu = None
 
 
+stages = pytest.mark.parametrize("stage", [2, 3])
+
+
+@stages
+@pytest.mark.parametrize(
+    ("way", "forwards"), [("grad", 1), ("eval", 2), ("frozen", 1), ("grad", 2)]
+)
+@on_ranks(2)
+def test_input_gradients(way: str, forwards: int, stage: int) -> None:
+    input_gradients(way, forwards, stage)
+
+
+@pytest.mark.parametrize(
+    ("stage", "gathers", "fails"),
+    [(2, "each", False), (3, "each", True), (3, "kept", False), (3, "kept", True)],
+)
+@on_ranks(2)
+def test_numbers_of_forwards(stage: int, gathers: str, fails: bool) -> None:
+    numbers_of_forwards(stage, gathers=gathers, fails=fails)
+
+
+@stages
 @pytest.mark.parametrize("is_normed", [False, True])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_second_order(ranks: RankPools, stage: int, is_normed: bool) -> None:
-    ranks(2).run(partial(cases.second_order, is_normed=is_normed), stage)
+@on_ranks(2)
+def test_second_order(stage: int, is_normed: bool) -> None:
+    second_order(stage, is_normed=is_normed)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_late_hooks(ranks: RankPools, stage: int) -> None:
-    ranks(2).run(cases.late_hooks, stage)
+@stages
+@on_ranks(2)
+def test_late_hooks(stage: int) -> None:
+    late_hooks(stage)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("number", [2, 3])
-def test_towers(ranks: RankPools, number: int, stage: int) -> None:
-    ranks(number).run(cases.towers, stage)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_tiles(ranks: RankPools, stage: int) -> None:
-    ranks(2).run(cases.tiles, stage, (3, 3, 2, 3))
+@stages
+@on_ranks(2)
+def test_tiles(stage: int) -> None:
+    tiles(stage, (3, 3, 2, 3))
 
 
 @pytest.mark.usefixtures("process_group")
@@ -50,12 +276,7 @@ def test_tiles(ranks: RankPools, stage: int) -> None:
 def test_one_rank(streams: bool) -> None:
     stage, zero = (3, {"offload_param": {"device": "cpu"}}) if streams else (2, {})
     for way in ("grad", "frozen"):
-        cases.input_gradients(way, 2, stage, **zero)
-    cases.second_order(stage, is_normed=True, **zero)
-    cases.tiles(stage, (1, 2, 4, 3, 4), **zero)
-    cases.late_hooks(stage)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_sequence_group(ranks: RankPools, stage: int) -> None:
-    ranks(2).run(cases.sequence_group, stage)
+        input_gradients(way, 2, stage, zero)
+    second_order(stage, is_normed=True, zero=zero)
+    tiles(stage, (1, 2, 4, 3, 4), zero)
+    late_hooks(stage)

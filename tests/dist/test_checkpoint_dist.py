@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPools
+from harness import RankPools, on_ranks
+from rank_shadow import from_all_ranks
 from support.comparisons import assert_same_bits
 from support.resume import (
     Run,
@@ -34,20 +35,17 @@ RUNS = [
 ]
 
 
-def _resume_same_layout(run: Run, folder: Path) -> None:
+@pytest.mark.parametrize("run", RUNS, ids=str)
+@on_ranks(2)
+def test_resumed_equals_uninterrupted(run: Run, tmp_path: Path) -> None:
     middle, end = 3 * run.accumulation, 6 * run.accumulation
-    expected = save_and_go_on(run, folder, (middle, end))
+    expected = save_and_go_on(run, tmp_path, (middle, end))
     assert bool(expected["saved"].state) is (dist.get_rank() == 0)
     with engine_of(run.another()) as engine:
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(tmp_path)
         assert_same(snapshot(engine), expected["saved"])
         assert train(engine, middle, end) == expected["losses"]
         assert_same(snapshot(engine), expected["end"])
-
-
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_resumed_equals_uninterrupted(run: Run, ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(_resume_same_layout, run, tmp_path)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 3)])
@@ -64,13 +62,14 @@ def test_resumed_at_another_stage(
     assert_same(resumed, end)
 
 
-def _load_weights_only(folder: Path) -> None:
+@on_ranks(2)
+def test_weights_alone_into_shards(tmp_path: Path) -> None:
     """The module's weights alone, by torch's own loading and by a function of the user's."""
     with engine_of(Run(fractions=(0.7, 0.3), stage=3)) as engine:
         train(engine, 0, 2)
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(tmp_path)
         saved = snapshot(engine)
-        assert engine.save_16bit_model(str(folder)) is False
+        assert engine.save_16bit_model(str(tmp_path)) is False
 
     def load(src: Any, dst: Any) -> None:
         dst.load_state_dict(src)
@@ -80,7 +79,7 @@ def _load_weights_only(folder: Path) -> None:
         with engine_of(run) as engine:
             train(engine, 30, 31)
             engine.load_checkpoint(
-                folder,
+                tmp_path,
                 load_optimizer_states=False,
                 load_module_only=loader is None,
                 custom_load_fn=loader,
@@ -90,10 +89,6 @@ def _load_weights_only(folder: Path) -> None:
             for name, tensor in saved.weights.items():
                 assert torch.equal(now.weights[name], tensor), name
             train(engine, 31, 32)
-
-
-def test_weights_alone_into_shards(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(_load_weights_only, tmp_path)
 
 
 def _train_and_save(run: Run, folder: Path, steps: int, more: int) -> tuple[Snapshot, Snapshot]:
@@ -144,36 +139,40 @@ def test_resumes_at_another_number_of_ranks(ranks: RankPools, tmp_path: Path) ->
     assert_same(loaded, saved)
 
 
-def _load_in_fp32(folder: Path) -> tuple[Snapshot, list[bool]]:
+@on_ranks(2)
+def test_every_rank_has_all_of_the_training_copy(tmp_path: Path) -> None:
+    """What the checkpoint's module holds is rounded; each rank has cast its own shard only."""
     with engine_of(Run(fractions=(0.7, 0.3))) as engine:
         train(engine, 0, 2)
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(tmp_path)
     with engine_of(Run(bf16=False, fractions=(0.2, 0.8)).another()) as engine:
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(tmp_path)
         now = snapshot(engine)
-        # What the checkpoint's module holds is rounded; each rank has cast its own shard only.
-        masters: list[Any] = [now.state]
-        dist.broadcast_object_list(masters, 0)
-        same = [torch.equal(now.weights[name], t["fp32"]) for name, t in masters[0].items()]
-        return now, same
+        masters = from_all_ranks(now.state)[0]
+        assert len(masters) == 15
+        assert all(torch.equal(now.weights[name], t["fp32"]) for name, t in masters.items())
 
 
-def test_every_rank_has_all_of_the_training_copy(ranks: RankPools, tmp_path: Path) -> None:
-    for _, same in ranks(2).run(_load_in_fp32, tmp_path):
-        assert len(same) == 15
-        assert all(same)
-
-
-def _load_what_both_have(run: Run, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(stage=1, fractions=(0.8, 0.2), gpu_fraction=1.0),
+        Run(stage=2, bf16=False, gpu_fraction=0.0),
+        Run(stage=3, fractions=(0.3, 0.7), clipping=0.0, check_overflow=False),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_what_a_checkpoint_has_not_keeps_weights_and_moments(run: Run, tmp_path: Path) -> None:
     with engine_of(run) as engine:
         train(engine, 0, 2)
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(tmp_path)
         saved = snapshot(engine)
     fractions = None if run.fractions is None else run.fractions[::-1]
     with engine_of(run.another(num_blocks=4, fractions=fractions)) as engine:
         train(engine, 10, 13)
         before = snapshot(engine)
-        engine.load_checkpoint(folder, load_module_strict=False)
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
         now = snapshot(engine)
         for name, weights in now.weights.items():
             expected = saved if name in saved.weights else before
@@ -187,48 +186,18 @@ def _load_what_both_have(run: Run, folder: Path) -> None:
         train(engine, 2, 4)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(stage=1, fractions=(0.8, 0.2), gpu_fraction=1.0),
-        Run(stage=2, bf16=False, gpu_fraction=0.0),
-        Run(stage=3, fractions=(0.3, 0.7), clipping=0.0, check_overflow=False),
-    ],
-    ids=str,
-)
-def test_what_a_checkpoint_has_not_keeps_weights_and_moments(
-    run: Run, ranks: RankPools, tmp_path: Path
-) -> None:
-    ranks(2).run(_load_what_both_have, run, tmp_path)
-
-
-def _fail_on_rank_1(folder: Path) -> None:
-    begin_file = file_writers.begin_file
-
-    def fail(path: Path, stored: object) -> Any:
-        if dist.get_rank() == 1:
-            raise OSError(28, "No space left on device")
-        return begin_file(path, stored)
-
+@on_ranks(2)
+def test_what_one_rank_alone_comes_across_is_refused_by_both(tmp_path: Path) -> None:
+    """Damage, and a folder that only the first host has."""
+    folder = tmp_path
     with engine_of(Run()) as engine:
         train(engine, 0, 1)
         engine.save_checkpoint(folder, tag="good")
-        file_writers.begin_file = fail
-        try:
-            with pytest.raises(CheckpointError, match=r"on rank 1: .*No space left"):
-                engine.save_checkpoint(folder, tag="bad")
-        finally:
-            file_writers.begin_file = begin_file
-        assert (folder / "latest").read_text() == "good"
-        saved = snapshot(engine)
         train(engine, 1, 2)
-        engine.load_checkpoint(folder)
-        assert_same(snapshot(engine), saved)
         _refuse_together(engine, folder)
 
 
 def _refuse_together(engine: Any, folder: Path) -> None:
-    """Damage that one rank alone comes across is refused by both."""
     before = snapshot(engine)
     names = sorted(path for path in (folder / "good/zero").iterdir() if path.is_dir())
     for path in names[:2] + names[-2:]:
@@ -254,11 +223,8 @@ def _refuse_together(engine: Any, folder: Path) -> None:
     assert engine.load_checkpoint(folder / "nothing") == (None, None)
 
 
-def test_what_fails_on_one_rank_fails_on_both(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(_fail_on_rank_1, tmp_path)
-
-
-def _write_shares(folder: Path) -> int:
+@on_ranks(2)
+def test_both_ranks_write_about_half_in_messages_of_any_length(tmp_path: Path) -> None:
     written: list[int] = []
     begin_file = file_writers.begin_file
 
@@ -268,23 +234,14 @@ def _write_shares(folder: Path) -> int:
             written.append(file.sums.num_bytes)
         return file
 
-    file_writers.begin_file = count
-    blocks, exchange.BLOCK_ELEMENTS = exchange.BLOCK_ELEMENTS, 100
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_writers, "begin_file", count)
+        patch.setattr(exchange, "BLOCK_ELEMENTS", 100)
         with engine_of(Run(fractions=(0.9, 0.1), num_blocks=6)) as engine:
             train(engine, 0, 1)
-            engine.save_checkpoint(folder)
+            engine.save_checkpoint(tmp_path)
             saved = snapshot(engine)
-            engine.load_checkpoint(folder)
+            engine.load_checkpoint(tmp_path)
             assert_same(snapshot(engine), saved)
-    finally:
-        file_writers.begin_file = begin_file
-        exchange.BLOCK_ELEMENTS = blocks
-    return sum(written)
-
-
-def test_both_ranks_write_about_half_in_messages_of_any_length(
-    ranks: RankPools, tmp_path: Path
-) -> None:
-    shares = ranks(2).run(_write_shares, tmp_path)
+    shares = from_all_ranks(sum(written))
     assert min(shares) > 0.4 * sum(shares)

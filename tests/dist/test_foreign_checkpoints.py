@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from harness import RankPools
+from harness import on_ranks
 from support.resume import WARMUP, Everything, Run, engine_of, micro_batch, snapshot, train
 
 from hytrain.checkpoint.gather import STATES
@@ -54,16 +54,18 @@ def _assert_equal(actual: Any, expected: Any) -> None:
             assert torch.equal(actual[name][kind].reshape(tensor.shape), tensor), (name, kind)
 
 
-def _from_plain(stage: int, folder: Path) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_of_plain_deepspeed(stage: int, tmp_path: Path) -> None:
     plain = _plain(stage, universal=False)
     train(plain, 0, 3)
-    plain.save_checkpoint(str(folder))
+    plain.save_checkpoint(str(tmp_path))
     state = _state(plain)
     plain.destroy()
     # Other shards, another stage, another placement; and weights that are not trained.
     for run in (Run(bf16=False, fractions=(0.7, 0.3)), Run(bf16=False, stage=3)):
         with engine_of(run.another()) as engine:
-            path, _ = engine.load_checkpoint(folder)
+            path, _ = engine.load_checkpoint(tmp_path)
             assert Path(path).parent.name == "global_step3_universal"
             assert engine.global_steps == 3
             now = engine.fp32_state_dict()
@@ -78,18 +80,15 @@ def _from_plain(stage: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_of_plain_deepspeed(stage: int, ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(_from_plain, stage, tmp_path)
-
-
-def _to_plain(stage: int, folder: Path) -> None:
+@on_ranks(2)
+def test_in_plain_deepspeed(stage: int, tmp_path: Path) -> None:
     with engine_of(Run(bf16=False, fractions=(0.6, 0.4), stage=stage)) as engine:
         train(engine, 0, 3)
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(tmp_path)
         saved = snapshot(engine)
     plain = _plain(stage, universal=True)
     train(plain, 7, 8)
-    path, _ = plain.load_checkpoint(str(folder))
+    path, _ = plain.load_checkpoint(str(tmp_path))
     assert path is not None
     assert plain.global_steps == 3
     found = _state(plain)
@@ -97,8 +96,3 @@ def _to_plain(stage: int, folder: Path) -> None:
         _assert_equal(found, saved.state)
     train(plain, 3, 4)
     plain.destroy()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_in_plain_deepspeed(stage: int, ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(_to_plain, stage, tmp_path)

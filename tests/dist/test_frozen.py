@@ -5,20 +5,44 @@ They are sharded as trained ones are; the numbers are those of ZeRO-2, bit for b
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 
+import deepspeed
 import pytest
-import rank_frozen as cases
-import rank_sharded as sharded
-from harness import RankPools
-from rank_sharded import Setup
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from rank_shadow import backward, config_for
+from stage_models import batch_of, build
+from stage_twins import (
+    LITTLE_ROOM,
+    LOOKS_FAR,
+    SMALL_STAY,
+    UNEVEN,
+    Setup,
+    assert_same_state,
+    batches_as_stage_2,
+    equals_stage_2,
+)
+from support.comparisons import assert_same_bits
+from support.engines import built, environment
+from support.frozen import FROZEN
+from support.models import loss_of
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hytrain.config import HyTrainConfig
+from hytrain.optimizer.model_cut import cut_model, live_bytes
+from hytrain.zero3.plan import gather_settings
 
 pytestmark = pytest.mark.timeout(240)
+full = pytest.mark.parity_full
 
-EVEN, UNEVEN, THREE = (0.5, 0.5), (0.7, 0.3), (0.98, 0.01, 0.01)
-LOOKS_FAR = (("stage3_prefetch_bucket_size", 7000), ("stage3_max_reuse_distance", 9000))
-LITTLE_ROOM = (*LOOKS_FAR, ("stage3_max_live_parameters", 5000))
-SMALL_STAY = (("stage3_param_persistence_threshold", 2000),)  # an adapter's layer, not its block
+EVEN, THREE = (0.5, 0.5), (0.98, 0.01, 0.01)
+# Block 1 has 4096 parameters that are trained and stay; blocks 0 and 2 have 4192 that are frozen.
+NEARLY_ALL_STAY = (("stage3_param_persistence_threshold", 4150),)
 
 SETUPS = [
     Setup("mlp+lora", UNEVEN, (0.5, 0.0), evaluates=True, keys=SMALL_STAY),
@@ -33,6 +57,18 @@ SETUPS = [
     Setup("root+lora", UNEVEN, evaluates=True),
     Setup("elsewhere+embeddings", UNEVEN, evaluates=True, accumulation=2),
     Setup("recomputed-2+last", UNEVEN, keys=LOOKS_FAR),
+    Setup("mlp+lora", (1.0,), (0.5,), on_host=True, evaluates=True, delays=3, steps=6),
+    Setup("llama+alternating", (1.0,), (1.0,), bf16=False, on_host=True, keys=LOOKS_FAR),
+    *(
+        Setup(kind, UNEVEN, (0.0, 0.5), 1.0, keys=keys, delays=1, steps=8, left_out=left_out)
+        for kind, keys in (("mlp+lora", SMALL_STAY), ("mlp+alternating", NEARLY_ALL_STAY))
+        for left_out in ("in turns", "by all at first")
+    ),
+    # Nearly all is on one rank.
+    *(
+        Setup(f"mlp+{frozen}", THREE, (0.0, 0.5, 1.0), keys=LOOKS_FAR)
+        for frozen in ("lora", "last")
+    ),
 ]
 LONG = [
     Setup(f"{model}+{frozen}", fractions, (0.5, 0.0, 1.0), 0.5, 2, bf16, keys, 3, True, on_host)
@@ -41,90 +77,218 @@ LONG = [
         (THREE, False, LOOKS_FAR, True),
     )
     for model in ("mlp", "llama", "gpt2", "vit", "t5", "twice", "reentrant-1", "llama-hf")
-    for frozen in sharded.FROZEN
+    for frozen in FROZEN
     # A reentrant checkpoint gives no gradients where its inputs have none.
     if not (model in ("twice", "reentrant-1") and "lora" in frozen)
 ]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_as_stage_2(ranks: RankPools, setup: Setup) -> None:
-    ranks(len(setup.fractions)).run(sharded.equals_stage_2, setup)
-
-
-@pytest.mark.parity_full
-@pytest.mark.parametrize("setup", LONG, ids=str)
-def test_as_stage_2_in_all_combinations(ranks: RankPools, setup: Setup) -> None:
-    ranks(len(setup.fractions)).run(sharded.equals_stage_2, setup)
-
-
-ALONE = [
-    Setup("mlp+lora", (1.0,), (0.5,), on_host=True, evaluates=True, delays=3, steps=6),
-    Setup("llama+alternating", (1.0,), (1.0,), bf16=False, on_host=True, keys=LOOKS_FAR),
-]
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("setup", ALONE, ids=str)
-def test_one_rank_with_its_weights_on_the_host(setup: Setup) -> None:
-    sharded.equals_stage_2(setup)
-
-
-@pytest.mark.usefixtures("process_group")
-def test_memory_of_one_rank() -> None:
-    cases.memory_is_shared("mlp+lora", True, {})
-
-
 @pytest.mark.parametrize(
-    ("kind", "keys"),
-    [("mlp+lora", {}), ("mlp+lora", dict(LOOKS_FAR)), ("mlp+last", {})],
-    ids=["adapters", "adapters-far", "last"],
+    "setup", [*SETUPS, *(pytest.param(setup, marks=full) for setup in LONG)], ids=str
 )
-def test_memory(ranks: RankPools, kind: str, keys: dict[str, int]) -> None:
-    ranks(2).run(cases.memory_is_shared, kind, False, keys)
+@on_ranks(lambda setup: len(setup.fractions))
+def test_as_stage_2(setup: Setup) -> None:
+    equals_stage_2(setup)
 
 
-@pytest.mark.parametrize("stages", [(2, 3), (3, 2), (3, 3)], ids=str)
-def test_checkpoints(ranks: RankPools, tmp_path: Path, stages: tuple[int, int]) -> None:
-    kind = "gpt2+lora" if stages == (3, 3) else "mlp+last"
-    ranks(2).run(cases.checkpoint_of_another_stage, kind, stages, str(tmp_path))
+def _frozen(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if not p.requires_grad]
 
 
-def test_reading_and_writing(ranks: RankPools) -> None:
-    ranks(2).run(cases.reading_and_writing, "mlp+lora")
-
-
-def test_a_module_called_outside_of_forward(ranks: RankPools) -> None:
-    ranks(2).run(cases.a_frozen_module_is_called_alone, "mlp+last")
-
-
-def test_adapters_of_a_block_called_outside_of_forward(ranks: RankPools) -> None:
-    ranks(2).run(cases.adapters_are_waited_for)
-
-
-@pytest.mark.parametrize("kind", ["mlp+lora", "mlp+last"])
-def test_a_model_built_under_zero_init(ranks: RankPools, kind: str) -> None:
-    ranks(2).run(sharded.built_under_zero_init, kind, kind == "mlp+last")
-
-
-# Block 1 has 4096 parameters that are trained and stay; blocks 0 and 2 have 4192 that are frozen.
-NEARLY_ALL_STAY = (("stage3_param_persistence_threshold", 4150),)
+def _bytes_in_tensors() -> int:
+    """Of all memory that tensors of this process share or own, once each."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        # Other tests of this process may have left some of torch's fake ones.
+        if isinstance(thing, FakeTensor):
+            continue
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys", "at_first"),
+    ("ranks_used", "kind", "keys"),
     [
-        ("mlp+lora", SMALL_STAY, False),
-        ("mlp+lora", SMALL_STAY, True),
-        ("mlp+alternating", NEARLY_ALL_STAY, False),
-        ("mlp+alternating", NEARLY_ALL_STAY, True),
+        (1, "mlp+lora", {}),
+        (2, "mlp+lora", {}),
+        (2, "mlp+lora", dict(LOOKS_FAR)),
+        (2, "mlp+last", {}),
     ],
     ids=str,
 )
-def test_a_block_that_is_left_out(
-    ranks: RankPools, kind: str, keys: tuple[tuple[str, int], ...], at_first: bool
-) -> None:
-    ranks(2).run(cases.a_block_is_left_out, kind, dict(keys), at_first)
+@on_ranks(lambda ranks_used: ranks_used)
+def test_memory(ranks_used: int, kind: str, keys: dict[str, int]) -> None:
+    """Between steps a rank has its shard of the frozen weights, in a pass what the plan allows."""
+    on_host = ranks_used == 1
+    config = config_for((1.0,) if on_host else UNEVEN, stage=3)
+    config["zero_optimization"].update(keys)
+    if on_host:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    before = _bytes_in_tensors()
+    model = build(kind)
+    frozen = sum(p.numel() * 2 for p in _frozen(model))
+    most = 0
+    with built(model, config) as engine:
+        share = config["hytrain"]["shard_fractions"][dist.get_rank()]
+        layers = engine.optimizer.weights.layers
+        parts = [part for layer in layers for part in layer.sharded]
+        home = [part for layer in layers if layer.frozen for _, part in layer.frozen.storage.parts]
+
+        def watch(*_arguments: Any) -> None:
+            nonlocal most
+            most = max(most, sum(part.storage.gathered_bytes for part in parts))
+
+        for module in engine.module.modules():
+            module.register_forward_pre_hook(watch)
+            module.register_full_backward_hook(watch)
+        state = sum(12 * s.shard_size + 2 * s.shard_size for s in engine.optimizer.layer_states)
+        for number in range(3):
+            backward(engine, number)
+            assert not any(part.storage.gathered_bytes for part in parts)
+            engine.step()
+            engine.synchronize()
+            # The parameters between steps: numbers that are none, in two bytes a dtype.
+            stored = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in _frozen(model)}
+            assert sum(storage.nbytes() for storage in stored.values()) < 100
+        own = sum(part.nbytes for part in home)
+        assert own == pytest.approx(frozen * share, rel=0.05)
+        if not on_host:  # else an arena of one block has the shards
+            extra = _bytes_in_tensors() - before - state - own
+            assert extra < frozen / 4, f"{extra} bytes beside state and shards; {frozen} are frozen"
+    model = build(kind).bfloat16()
+    groups = {id(p): 0 for p in model.parameters() if p.requires_grad}
+    section = HyTrainConfig.from_deepspeed(config)
+    assert section is not None
+    zero = {k: v for k, v in config["zero_optimization"].items() if k.startswith("stage3")}
+    gathers = gather_settings(zero)
+    cut = cut_model(model, groups, section, dist.get_world_size(), gathers)
+    assert 0 < most <= live_bytes(cut, gathers)
+    assert most < frozen, "all of the frozen weights were there at once"
+
+
+def _engine_config(stage: int, **zero: Any) -> dict[str, Any]:
+    config = config_for(UNEVEN, stage=stage, bf16=False, gpu_fraction=0.5)
+    config["zero_optimization"].update(zero)
+    return config
+
+
+def _steps(engine: Any, kind: str, first: int, count: int) -> list[float]:
+    losses: list[float] = []
+    for number in range(first, first + count):
+        loss = loss_of(engine(**batch_of(kind, 2 * number + dist.get_rank(), False)))
+        losses.append(float(loss.detach()))
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+def _scrambled(kind: str) -> nn.Module:
+    """The model with other weights, the frozen ones too."""
+    model = build(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages"),
+    [("mlp+last", (2, 3)), ("mlp+last", (3, 2)), ("gpt2+lora", (3, 3))],
+    ids=str,
+)
+@on_ranks(2)
+def test_checkpoints(kind: str, stages: tuple[int, int], tmp_path: Path) -> None:
+    """What one stage has saved another one loads, frozen weights included, and goes on as it."""
+    saving, loading = stages
+    with built(build(kind), _engine_config(saving)) as engine:
+        _steps(engine, kind, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        engine.save_checkpoint(
+            tmp_path, tag="trained", save_latest=False, exclude_frozen_parameters=True
+        )
+        expected = _steps(engine, kind, 2, 2)
+        state = engine.fp32_state_dict()
+    with built(_scrambled(kind), _engine_config(loading)) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert _steps(engine, kind, 2, 2) == expected
+        assert_same_state(engine.fp32_state_dict(), state)
+    # Without the frozen weights: those of the model stay.
+    with built(build(kind), _engine_config(loading)) as engine:
+        engine.load_checkpoint(tmp_path, tag="trained", load_module_strict=False)
+        assert _steps(engine, kind, 2, 2) == expected
+    if dist.get_rank() == 0:
+        whole, trained = (_model_states(tmp_path, tag) for tag in (None, "trained"))
+        model = build(kind)
+        names = {name for name, p in model.named_parameters() if not p.requires_grad}
+        assert names <= whole["module"].keys()
+        assert not names & trained["module"].keys()
+        assert trained["frozen_param_fragments"] is None
+        assert whole["frozen_param_fragments"].keys() == names
+        for name in names:
+            for found in (whole["module"], whole["frozen_param_fragments"]):
+                assert_same_bits(name, found[name], model.get_parameter(name).detach())
+
+
+def _model_states(folder: Path, tag: str | None) -> dict[str, Any]:
+    tag = (folder / "latest_universal").read_text() if tag is None else tag
+    return torch.load(folder / tag / "mp_rank_00_model_states.pt", weights_only=False)
+
+
+@on_ranks(2)
+def test_reading_and_writing() -> None:
+    """Frozen weights come together where they are asked for, and take what is written."""
+    kind = "mlp+lora"
+    original = dict(build(kind).named_parameters())
+    with built(build(kind), _engine_config(3)) as engine:
+        _steps(engine, kind, 0, 2)
+        frozen = {n: p for n, p in engine.module.named_parameters() if not p.requires_grad}
+        with torch._C.DisableTorchFunctionSubclass():  # or the read is refused
+            assert all(bool(p.isnan().all()) for p in frozen.values())
+        collected = engine.module_state_dict()
+        assert bool(collected) is (dist.get_rank() == 0)
+        trained = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        if collected:
+            assert trained is not None
+            assert collected.keys() - trained.keys() == frozen.keys()
+        with engine.gathered_parameters():
+            for name, parameter in frozen.items():
+                assert_same_bits(name, parameter.detach(), original[name].detach())
+                if collected:
+                    assert_same_bits(name, collected[name], original[name].detach())
+        some = next(iter(frozen)), list(frozen)[-1]
+        for owner in range(2):
+            with (
+                deepspeed.zero.GatheredParameters([frozen[n] for n in some], modifier_rank=owner),
+                torch.no_grad(),
+            ):
+                if dist.get_rank() == owner:
+                    for name in some:
+                        frozen[name].fill_(0.25 + owner)
+            with deepspeed.zero.GatheredParameters([frozen[n] for n in some]):
+                assert all(bool((frozen[name] == 0.25 + owner).all()) for name in some)
+        _steps(engine, kind, 2, 1)
+    assert not any(hasattr(p, "ds_id") for p in frozen.values())
+
+
+@pytest.mark.parametrize("kind", ["mlp", "mlp+last", "mlp+lora"])
+@on_ranks(2)
+def test_blocks_called_outside_of_forward(kind: str) -> None:
+    """At once after a step, with the weights of that step; nothing is left gathered."""
+    config = _engine_config(3, stage3_param_persistence_threshold=2000)
+    config["hytrain"]["gpu_fraction"] = 0.0
+    with environment("HYTRAIN_DELAYS", "1:3000"), built(build(kind), config) as engine:
+        x = torch.ones(2, 32)
+        for number in range(3):
+            _steps(engine, kind, number, 1)
+            with torch.no_grad():
+                found = [block(x) for block in engine.module.blocks]
+            assert not engine.optimizer.weights.gatherer.live
+            with engine.gathered_parameters(), torch.no_grad():
+                for block, outside in zip(engine.module.blocks, found, strict=True):
+                    assert_same_bits("block", outside, block(x))
 
 
 BATCHES = [
@@ -139,25 +303,18 @@ BATCHES = [
 
 
 @pytest.mark.parametrize(("kind", "sizes", "mode", "on_host"), BATCHES, ids=str)
-def test_global_batches(
-    ranks: RankPools, kind: str, sizes: tuple[int, ...], mode: str, on_host: bool
-) -> None:
-    ranks(2).run(cases.train_batches, kind, sizes, mode, on_host)
+@on_ranks(2)
+def test_global_batches(kind: str, sizes: tuple[int, ...], mode: str, on_host: bool) -> None:
+    batches_as_stage_2(kind, sizes, mode, on_host=on_host)
 
 
-@pytest.mark.parity_full
+@full
 @pytest.mark.parametrize("mode", ["layer_major", "micro_batch_major"])
 @pytest.mark.parametrize("sizes", [(4, 2), (3, 0), (0, 2)], ids=str)
-@pytest.mark.parametrize("frozen", sharded.FROZEN)
+@pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("kind", ["llama", "vit", "mlp"])
+@on_ranks(2)
 def test_global_batches_in_all_combinations(
-    ranks: RankPools, kind: str, frozen: str, sizes: tuple[int, ...], mode: str
+    kind: str, frozen: str, sizes: tuple[int, ...], mode: str
 ) -> None:
-    ranks(2).run(cases.train_batches, f"{kind}+{frozen}", sizes, mode, sizes == (4, 2))
-
-
-# The last: another number of ranks takes new processes.
-@pytest.mark.parametrize("frozen", ["lora", "last"])
-def test_three_ranks_one_of_which_has_nearly_all(ranks: RankPools, frozen: str) -> None:
-    setup = Setup(f"mlp+{frozen}", THREE, (0.0, 0.5, 1.0), keys=LOOKS_FAR)
-    ranks(3).run(sharded.equals_stage_2, setup)
+    batches_as_stage_2(f"{kind}+{frozen}", sizes, mode, on_host=sizes == (4, 2))

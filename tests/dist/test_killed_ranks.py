@@ -11,6 +11,7 @@ import pytest
 from kill_runs import Kill, Nursery, random_kill
 
 pytestmark = pytest.mark.timeout(280)
+full = pytest.mark.parity_full
 MOST_SECONDS = 28.0
 """The promise is ten (kill_runs.py), and a busy machine is slower. Less than the half minute that
 ends a process whose script has caught the failure: nothing else may have to."""
@@ -40,7 +41,9 @@ def test_a_killed_rank_is_named_and_all_end(nursery: Nursery, tmp_path: Path, ki
     assert not nursery.run(kill, tmp_path).faults(kill, most_seconds=MOST_SECONDS)
 
 
-@pytest.mark.parametrize(("victim", "hosts"), [(1, APART), (0, None)], ids=["apart", "the store"])
+@pytest.mark.parametrize(
+    ("victim", "hosts"), [(1, APART), pytest.param(0, None, marks=full)], ids=["apart", "the store"]
+)
 def test_a_stopped_rank_is_not_taken_for_a_killed_one(
     nursery: Nursery, tmp_path: Path, victim: int, hosts: tuple[str, ...] | None
 ) -> None:
@@ -53,13 +56,29 @@ def test_a_stopped_rank_is_not_taken_for_a_killed_one(
 def test_ranks_whose_scripts_end_one_after_another_end_well(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    # Signal 0 does nothing.
     ends = nursery.run(Kill("ends", 2, 2, victim=1, delay=0.0, signal=0, hosts=APART), tmp_path)
     assert ends.codes == [0, 0], ends.logs
     assert not any("has failed" in log or "was killed" in log for log in ends.logs), ends.logs
 
 
-@pytest.mark.parity_full
+@pytest.mark.parametrize(
+    ("case", "code", "words"),
+    [
+        ("raises", 1, "the script's own mistake"),
+        pytest.param("exits", 3, "its process has ended", marks=full),
+    ],
+)
+def test_a_script_that_ends_alone(
+    nursery: Nursery, tmp_path: Path, case: str, code: int, words: str
+) -> None:
+    kill = Kill(case, stage=2, ranks=2, victim=1, delay=0.0, signal=0)
+    ends = nursery.run(kill, tmp_path)
+    assert not ends.faults(kill, most_seconds=MOST_SECONDS)
+    assert ends.codes[1] == code
+    assert words in ends.logs[0]
+
+
+@full
 @pytest.mark.parametrize("seed", range(10))
 def test_any_rank_is_killed_at_any_moment(nursery: Nursery, tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)

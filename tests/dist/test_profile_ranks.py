@@ -2,23 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-import rank_profiles as cases
-from harness import RankPools
-from launchers import SECONDS, launch
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from rank_shadow import from_all_ranks
 from support.configs import write_llama
+from torch import nn
 
+from hytrain.errors import ConfigError, ProfileRunError
 from hytrain.formats.profile_file import ProfileFile, read_profile
+from hytrain.tools import cli
+from hytrain.tools.profiler.measured_model import MeasuredModel
+from hytrain.tools.profiler.profile_options import ProfileOptions
+from hytrain.tools.profiler.ranks import Ranks
+from hytrain.tools.profiler.run import profile_ranks
 
-pytestmark = pytest.mark.timeout(SECONDS + 100)
+pytestmark = pytest.mark.timeout(240)
+
+WIDTH = 16
 
 
-def test_two_ranks_have_one_profile(ranks: RankPools) -> None:
-    texts = ranks(2).run(cases.profile_of_both)
-    assert texts[0] == texts[1]
-    profile = ProfileFile.model_validate_json(texts[0])
+def _build(num_layers: int | None, seq_len: int) -> Any:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers or 6)))
+    return _Loss(model), lambda size: {"x": torch.ones(size, WIDTH)}
+
+
+class _Loss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x).square().sum()
+
+
+def _options() -> ProfileOptions:
+    return ProfileOptions(
+        micro_batches=(1, 2),
+        seconds=1.0,
+        rate_seconds=0.01,
+        cpu_elements=1 << 14,
+        copy_bytes=1 << 16,
+        collective_bytes=(1 << 12, 1 << 14),
+        # Told apart as if green contexts had divided the device.
+        multiprocessors=100 * (dist.get_rank() + 1),
+        settings=f"of rank {dist.get_rank()}",
+    )
+
+
+def _profile(build: Any) -> ProfileFile:
+    ranks = Ranks()
+    subject = MeasuredModel("linear", build, seq_len=1, dtype=torch.float32)
+    return profile_ranks(subject, torch.device("cpu"), _options(), ranks=ranks)
+
+
+@on_ranks(2)
+def test_two_ranks_have_one_profile() -> None:
+    profile = _profile(_build)
+    text = profile.model_dump_json()
+    assert from_all_ranks(text) == [text, text]
     (host,) = profile.hosts
     assert len(host.ranks) == 2
     assert [device.multiprocessors for device in profile.devices] == [100, 200]
@@ -32,33 +81,65 @@ def test_two_ranks_have_one_profile(ranks: RankPools) -> None:
         assert min(row.model_dump().values()) > 0.0
 
 
-def test_a_rank_can_measure_alone(ranks: RankPools) -> None:
-    assert ranks(2).run(cases.profile_alone) == [1, 0]
+@on_ranks(2)
+def test_a_rank_can_measure_alone() -> None:
+    """While the other does something else."""
+    if dist.get_rank() == 1:
+        return
+    subject = MeasuredModel("linear", _build, seq_len=1, dtype=torch.float32)
+    options = ProfileOptions(
+        micro_batches=(1,),
+        seconds=0.5,
+        rate_seconds=0.01,
+        cpu_elements=1 << 14,
+        copy_bytes=1 << 16,
+    )
+    profile = profile_ranks(subject, torch.device("cpu"), options, ranks=Ranks(alone=True))
+    assert profile.collectives == ()
+    assert len(profile.hosts[0].ranks) == 1
 
 
-def test_a_failure_on_one_rank_is_told_on_all(ranks: RankPools) -> None:
-    assert ranks(2).run(cases.fails_on_one, True) == [
-        "ConfigError: rank 1: mend it",
-        "ConfigError: mend it",
-    ]
-    assert ranks(2).run(cases.fails_on_one, False) == [
-        "ProfileRunError: rank 1: KeyError: 'broken'",
-        "KeyError: 'broken'",
-    ]
-    assert len(ranks(2).run(cases.profile_of_both)) == 2
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConfigError("mend it"), "ConfigError: rank 1: mend it"),
+        (KeyError("broken"), "ProfileRunError: rank 1: KeyError: 'broken'"),
+    ],
+    ids=["mendable", "broken"],
+)
+@on_ranks(2)
+def test_a_failure_on_one_rank_is_told_on_all(error: Exception, told: str) -> None:
+    """The model of rank 1 fails; they measure again afterwards."""
+
+    def build(num_layers: int | None, seq_len: int) -> Any:
+        if num_layers is not None and dist.get_rank() == 1:
+            raise error
+        return _build(num_layers, seq_len)
+
+    with pytest.raises((ConfigError, ProfileRunError, KeyError)) as raised:
+        _profile(build)
+    expected = f"{type(error).__name__}: {error}" if dist.get_rank() == 1 else told
+    assert f"{type(raised.value).__name__}: {raised.value}" == expected
+    _profile(_build)
 
 
-def test_the_command_under_a_launcher_a_host(tmp_path: Path) -> None:
-    out = tmp_path / "profile.json"
-    model = ["--model", str(write_llama(tmp_path)), "--seq-len", "16", "--dtype", "fp32"]
-    command = ["--module", "hytrain", "profile", *model, "--out", str(out)]
-    launch((1, 1), tmp_path, *command, "--micro-batches", "1,2", "--seconds", "1")
+@on_ranks(2, alone=True)
+def test_the_command_under_a_launcher(tmp_path: Path) -> None:
+    """It joins the launcher's ranks, measures with them, and rank 0 tells of it."""
+    dist.destroy_process_group()
+    out, rank = tmp_path / "profile.json", int(os.environ["RANK"])
+    folder = write_llama(tmp_path / f"rank{rank}")
+    model = ["--model", str(folder), "--seq-len", "16", "--dtype", "fp32", "--out", str(out)]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        assert cli.main(["profile", *model, "--micro-batches", "1,2", "--seconds", "1"]) == 0
+    assert not dist.is_initialized()
+    if rank:
+        assert "tiny-llama" not in said.getvalue()
+        return
     profile = read_profile(out)
-    # What the launchers take for two hosts is one machine.
     (host,) = profile.hosts
     assert len(host.ranks) == 2
     assert len(profile.collectives[0].hosts) == 2
-    logs = [(tmp_path / f"host{number}.log").read_text() for number in range(2)]
-    assert "tiny-llama: 4 layers" in logs[0]
-    assert "layer, micro-batch of 2" in logs[0]
-    assert "tiny-llama" not in logs[1].replace(str(tmp_path / "tiny-llama"), "")
+    assert "tiny-llama: 4 layers" in said.getvalue()
+    assert "layer, micro-batch of 2" in said.getvalue()

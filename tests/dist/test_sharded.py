@@ -1,30 +1,43 @@
-"""ZeRO-3 on two to three ranks: ZeRO-2's numbers, bit for bit, with layers gathered for use."""
+"""ZeRO-3 on one to three ranks: ZeRO-2's numbers, bit for bit, with layers gathered for use."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import deepspeed
 import pytest
-import rank_batches
-import rank_sharded as cases
-from harness import RankPools
-from rank_batches import Shares
-from rank_sharded import Setup
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from rank_shadow import RankShadow, backward, config_for, followed, take_steps
+from stage_models import batch_of, build
+from stage_twins import (
+    LITTLE_ROOM,
+    LOOKS_FAR,
+    SMALL_STAY,
+    UNEVEN,
+    Setup,
+    built_under_zero_init,
+    equals_stage_2,
+)
+from support.comparisons import assert_same_bits
+from support.engines import built
+from support.models import loss_of, make_batch, make_model
+from support.short_memory import short_of_memory
+
+from hytrain.errors import GradientOrderError, UnsupportedError
 
 pytestmark = pytest.mark.timeout(240)
+full = pytest.mark.parity_full
 
-EVEN, UNEVEN, THREE = (0.5, 0.5), (0.7, 0.3), (0.2, 0.5, 0.3)
-LOOKS_FAR = (("stage3_prefetch_bucket_size", 7000), ("stage3_max_reuse_distance", 9000))
-NO_PREFETCH = (("stage3_prefetch_bucket_size", 0),)
-LITTLE_ROOM = (*LOOKS_FAR, ("stage3_max_live_parameters", 5000))
-SMALL_STAY = (("stage3_param_persistence_threshold", 2000),)
+EVEN, THREE = (0.5, 0.5), (0.2, 0.5, 0.3)
 
 SETUPS = [
     Setup("mlp", EVEN, (0.0, 1.0), evaluates=True),
     Setup("mlp", UNEVEN, (0.5, 0.0), keys=LOOKS_FAR, accumulation=3),
     Setup("mlp", UNEVEN, (1.0, 1.0), 0.0, bf16=False, keys=SMALL_STAY, evaluates=True),
     Setup("mlp", EVEN, (0.0, 0.5), keys=LITTLE_ROOM, delays=3, steps=8),
-    Setup("mlp", UNEVEN, keys=LOOKS_FAR, delays=5, accumulation=2, steps=8, evaluates=True),
     Setup("llama", UNEVEN, (0.5, 1.0), evaluates=True),
-    Setup("llama-hf", EVEN, keys=LOOKS_FAR),
     Setup("gpt2", UNEVEN, (0.3, 0.0), bf16=False, accumulation=2, keys=LOOKS_FAR),
     Setup("gpt2-hf", EVEN, (0.0, 0.5), 0.0),
     Setup("vit", UNEVEN, keys=SMALL_STAY),
@@ -35,37 +48,47 @@ SETUPS = [
     Setup("recomputed-2", UNEVEN, keys=LOOKS_FAR, accumulation=2),
     Setup("twice", EVEN),
     Setup("root", UNEVEN, evaluates=True),
-    Setup("elsewhere", UNEVEN, evaluates=True, accumulation=2),
     Setup("frozen", UNEVEN, (0.5, 0.5), accumulation=2),
     Setup("again", UNEVEN, (0.5, 0.0)),
     Setup("unused", EVEN, (0.0, 0.5)),
     Setup("mlp", UNEVEN, (0.0, 1.0), on_host=True, evaluates=True, keys=SMALL_STAY),
-    Setup("llama", EVEN, (0.5, 0.0), 0.0, on_host=True, accumulation=2, delays=7),
     Setup("gpt2-hf", UNEVEN, (0.5, 0.5), bf16=False, on_host=True, keys=LOOKS_FAR),
     Setup("llama", THREE, (0.0, 0.5, 1.0), accumulation=2, keys=LOOKS_FAR),
+    Setup("mlp", (1.0,), on_host=True, evaluates=True, delays=3, steps=8),
+    Setup("llama", (1.0,), (0.5,), on_host=True, accumulation=2, keys=LOOKS_FAR),
+    Setup("gpt2-hf", (1.0,), (1.0,), bf16=False, on_host=True, keys=SMALL_STAY),
+    Setup("recomputed-2", (1.0,), (0.5,), 0.0, on_host=True),
+]
+MORE_SETUPS = [
+    Setup("mlp", UNEVEN, keys=LOOKS_FAR, delays=5, accumulation=2, steps=8, evaluates=True),
+    Setup("llama-hf", EVEN, keys=LOOKS_FAR),
+    Setup("llama", EVEN, (0.5, 0.0), 0.0, on_host=True, accumulation=2, delays=7),
 ]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_as_stage_2(ranks: RankPools, setup: Setup) -> None:
-    ranks(len(setup.fractions)).run(cases.equals_stage_2, setup)
+@pytest.mark.parametrize(
+    "setup", [*SETUPS, *(pytest.param(x, marks=full) for x in MORE_SETUPS)], ids=str
+)
+@on_ranks(lambda setup: len(setup.fractions))
+def test_as_stage_2(setup: Setup) -> None:
+    equals_stage_2(setup)
 
 
 # A model of each way to use weights; test-parity has the others.
 SHORT = {"mlp", "llama", "reentrant-1", "recomputed-1", "twice", "root", "again", "unused"}
-EVERY_SHORT = [x for x in SETUPS if x.accumulation == 1]
+EVERY_SHORT = [x for x in (*SETUPS, *MORE_SETUPS) if x.accumulation == 1 and x.fractions[1:]]
 SOME_SHORT = list({x.model: x for x in EVERY_SHORT if x.model in SHORT}.values())
 
 
 @pytest.mark.parametrize(
     "setup",
-    [x if x in SOME_SHORT else pytest.param(x, marks=pytest.mark.parity_full) for x in EVERY_SHORT],
+    [x if x in SOME_SHORT else pytest.param(x, marks=full) for x in EVERY_SHORT],
     ids=str,
 )
-def test_as_stage_2_where_the_first_backwards_gradients_do_not_fit(
-    ranks: RankPools, setup: Setup
-) -> None:
-    ranks(len(setup.fractions)).run(cases.equals_stage_2_short_of_memory, setup)
+@on_ranks(lambda setup: len(setup.fractions))
+def test_as_stage_2_where_the_first_backwards_gradients_do_not_fit(setup: Setup) -> None:
+    with short_of_memory():
+        equals_stage_2(setup)
 
 
 @pytest.mark.parametrize(
@@ -79,133 +102,224 @@ def test_as_stage_2_where_the_first_backwards_gradients_do_not_fit(
         ("llama", [5, 4, 3, 2]),
     ],
 )
+@on_ranks(2)
 def test_the_first_backward_begins_updates_where_gradients_do_not_fit(
-    ranks: RankPools, kind: str, layers: list[int]
+    kind: str, layers: list[int]
 ) -> None:
     """Of those that are complete for certain: not used twice, nor read past their modules, nor
     with a parameter that has got no gradient. The last one ends the backward."""
-    assert ranks(2).run(cases.begun_in_the_first_backward, kind) == [layers, layers]
+    with short_of_memory() as early, built(build(kind), config_for(UNEVEN, stage=3)) as engine:
+        engine.backward(loss_of(engine(**batch_of(kind, dist.get_rank(), True))))
+        assert early == layers
+        engine.step()
 
 
-def test_a_gradient_after_its_layers_update_has_begun(ranks: RankPools) -> None:
-    ranks(2).run(cases.a_gradient_after_its_layer)
+@on_ranks(2)
+def test_a_gradient_after_its_layers_update_has_begun() -> None:
+    """What comes behind a layer's back is refused, and the error says what may help."""
+    with short_of_memory(), built(make_model("mlp"), config_for(UNEVEN, stage=3)) as engine:
+        collector = engine.optimizer.collector
+        last, first = collector.layers[-1], collector.layers[0]
+        slot = last.layout.slots[0]
+
+        def again(gradient: torch.Tensor) -> None:
+            assert last.grad_reduced
+            slot.parameter.grad = torch.ones(slot.parameter.shape, dtype=last.dtype)
+            collector._hook(last, 0)(None, None)
+
+        first.layout.slots[0].parameter.register_hook(again)
+        with pytest.raises(
+            GradientOrderError, match="each of its parameters had got one in this first backward"
+        ):
+            engine.backward(loss_of(engine(**batch_of("mlp", dist.get_rank(), True))))
 
 
-@pytest.mark.parametrize(("keys", "most"), [((), 2), (NO_PREFETCH, 1)], ids=["one", "none"])
-def test_layers_that_are_whole_at_once(
-    ranks: RankPools, keys: tuple[tuple[str, int], ...], most: int
-) -> None:
-    assert ranks(2).run(cases.equals_stage_2, Setup(keys=keys, accumulation=2)) == [most, most]
+@on_ranks(2)
+def test_memory_is_given_back() -> None:
+    """Between passes a rank has its shards; in a pass a layer, and one ahead."""
+    with built(make_model("mlp"), config_for(UNEVEN, stage=3)) as engine:
+        states = engine.optimizer.layer_states
+        most = 0
+
+        def watch(*_arguments: Any) -> None:
+            nonlocal most
+            live = [s.index for s in states if s.storage.gathered_bytes]
+            most = max(most, len(live))
+
+        for module in engine.module.modules():
+            module.register_forward_pre_hook(watch)
+            module.register_full_backward_hook(watch)
+        for parameter in engine.module.parameters():
+            parameter.register_hook(watch)
+        for number in range(3):
+            backward(engine, number)
+            assert not any(state.storage.gathered_bytes for state in states)
+            engine.step()
+        assert most == 2
+        whole = sum(s.layout.size * 2 for s in states)
+        mine = sum(part.nbytes for s in states for _, part in s.storage.parts)
+        assert mine == pytest.approx(whole * UNEVEN[dist.get_rank()], rel=0.02)
 
 
-ALONE = [
-    Setup("mlp", (1.0,), on_host=True, evaluates=True, delays=3, steps=8),
-    Setup("llama", (1.0,), (0.5,), on_host=True, accumulation=2, keys=LOOKS_FAR),
-    Setup("gpt2-hf", (1.0,), (1.0,), bf16=False, on_host=True, keys=SMALL_STAY),
-    Setup("recomputed-2", (1.0,), (0.5,), 0.0, on_host=True),
-]
+@on_ranks(2)
+def test_reading_the_weights() -> None:
+    with built(make_model("gpt2"), config_for(UNEVEN, stage=3)) as engine:
+        batch = make_batch("gpt2", dist.get_rank())
+        shapes = {name: p.shape for name, p in engine.module.named_parameters()}
+        for _ in range(2):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        with pytest.raises(UnsupportedError, match="gathered_parameters"):
+            engine.module.state_dict()
+        for name, parameter in engine.module.named_parameters():
+            assert parameter.shape == shapes[name]
+            with pytest.raises(UnsupportedError, match="gathered_parameters"):
+                parameter.norm()
+            assert _is_nan(parameter), "a released weight looks like a weight"
+        with engine.gathered_parameters():
+            inside = {n: t.clone() for n, t in engine.module.state_dict().items()}
+        masters = engine.fp32_state_dict()
+        collected = engine.module_state_dict()
+        consolidated = engine._zero3_consolidated_16bit_state_dict()
+        if dist.get_rank() != 0:
+            assert collected == {}
+            assert consolidated is None
+            return
+        assert collected.keys() == inside.keys() == consolidated.keys()
+        for name, tensor in inside.items():
+            assert_same_bits(name, collected[name], tensor)
+            assert_same_bits(name, consolidated[name], tensor)
+        for name, tensors in masters.items():
+            assert_same_bits(name, inside[name], tensors["fp32"].to(inside[name].dtype))
+        assert collected["lm_head.weight"] is collected["transformer.wte.weight"]
 
 
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("setup", ALONE, ids=str)
-def test_one_rank_with_its_weights_on_the_host(setup: Setup) -> None:
-    cases.equals_stage_2(setup)
+def _is_nan(parameter: torch.Tensor) -> bool:
+    """What an extension would read of it, of which nobody is told."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(parameter.isnan().all())
 
 
-@pytest.mark.parametrize("kind", ["mlp", "llama", "reentrant-1"])
-def test_whole_gradients_that_are_there_at_once(ranks: RankPools, kind: str) -> None:
-    assert {1, 2} >= set(ranks(2).run(cases.whole_gradients, kind))
+@on_ranks(2)
+def test_gathered_parameters_of_deepspeed() -> None:
+    """What ``deepspeed.zero.GatheredParameters`` gives to read; steps go on as without."""
+    with built(make_model("mlp"), config_for(UNEVEN, stage=3, gpu_fraction=0.5)) as engine:
+        named = dict(engine.module.named_parameters())
+        take_steps(engine, range(2))
+        with engine.gathered_parameters():
+            whole = {name: p.detach().clone() for name, p in named.items()}
+        some = [named["blocks.1.up.weight"], named["head.bias"]]
+        with deepspeed.zero.GatheredParameters(some):
+            assert_same_bits("read", some[0].detach(), whole["blocks.1.up.weight"])
+            assert_same_bits("read", some[1].detach(), whole["head.bias"])
+            assert _is_nan(named["embed.weight"])
+            kept = some[0].detach().cpu()  # on a CPU its own memory
+        assert _is_nan(some[0])
+        assert_same_bits("kept", kept, whole["blocks.1.up.weight"])
+        shadow = RankShadow(engine)
+        shadow.take_steps(range(2))
+        shadow.check()
+        assert_same_bits("kept", kept, whole["blocks.1.up.weight"])
+    assert not any(hasattr(p, "ds_id") for p in named.values())
 
 
-def test_memory_is_given_back(ranks: RankPools) -> None:
-    ranks(2).run(cases.memory_is_given_back)
-
-
-def test_reading_the_weights(ranks: RankPools) -> None:
-    ranks(2).run(cases.weights_can_be_read)
-
-
-def test_gathered_parameters_of_deepspeed(ranks: RankPools) -> None:
-    ranks(2).run(cases.deepspeed_gathers_parameters)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("threshold", [0, 2000, 100_000])
-def test_weights_that_are_written_where_gathered(
-    ranks: RankPools, threshold: int, frozen: bool
-) -> None:
-    ranks(2).run(cases.written_where_gathered, threshold, frozen)
-
-
-@pytest.mark.parametrize("fractions", [EVEN, UNEVEN], ids=str)
-def test_a_layer_that_one_rank_leaves_out(ranks: RankPools, fractions: tuple[float, ...]) -> None:
-    ranks(2).run(cases.layer_left_out_later, fractions)
+@pytest.mark.parametrize(
+    ("threshold", "frozen"), [(0, False), (2000, True), (2000, False), (100_000, False)]
+)
+@on_ranks(2)
+def test_weights_that_are_written_where_gathered(threshold: int, frozen: bool) -> None:
+    """What one rank writes is on all of them and in the master weights, which else stay."""
+    model = make_model("mlp")
+    model.get_parameter("blocks.2.up.bias").requires_grad_(not frozen)
+    model.get_parameter("blocks.2.up.weight").requires_grad_(not frozen)
+    config = config_for(UNEVEN, stage=3, gpu_fraction=0.5)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+    with built(model, config) as engine:
+        take_steps(engine, range(2))
+        before = engine.fp32_state_dict()
+        some = [model.get_parameter(f"blocks.{i}.up.bias") for i in (1, 2)]
+        with deepspeed.zero.GatheredParameters(some, modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                for parameter in some:
+                    parameter.fill_(0.25)
+        with engine.gathered_parameters():
+            for parameter in some:
+                assert_same_bits("copy", parameter, torch.full_like(parameter, 0.25))
+        for name, tensors in engine.fp32_state_dict().items():
+            is_written = name in ("blocks.1.up.bias", "blocks.2.up.bias")
+            old = before[name]["fp32"]
+            expected = torch.full_like(old, 0.25) if is_written else old
+            assert_same_bits(name, tensors["fp32"], expected)
+        shadow = RankShadow(engine)
+        shadow.take_steps(range(2))
+        shadow.check()
+        # Whole again, where somebody asks DeepSpeed for it.
+        assert (deepspeed.utils.safe_get_full_fp32_param(some[1]) is None) is frozen
 
 
 @pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
-def test_an_evaluation_between_backward_and_step(ranks: RankPools, gpu_fraction: float) -> None:
-    ranks(2).run(cases.evaluation_before_step, gpu_fraction)
+@on_ranks(2)
+def test_an_evaluation_between_backward_and_step(gpu_fraction: float) -> None:
+    """Between backward and step the weights are those of the last step, gathered ahead or not."""
+    config = config_for(UNEVEN, stage=3, gpu_fraction=gpu_fraction, clipping=100.0)
+    with followed(make_model("mlp"), config) as shadow:
+        engine = shadow.engine
+        batch = make_batch("mlp", 99)
+        for number in range(5):
+            with torch.no_grad():
+                before = engine(**batch)
+            backward(engine, number)
+            engine.optimizer.pipeline.cpu.wait_all()  # previews have been written
+            with torch.no_grad():
+                assert_same_bits("loss", engine(**batch), before)
+            shadow.step()
 
 
-def test_ranks_that_differ_in_the_first_pass(ranks: RankPools) -> None:
-    ranks(2).run(cases.first_pass_differs)
+@on_ranks(2)
+def test_zero_init_below_stage_3_is_refused() -> None:
+    with deepspeed.zero.Init():
+        model = build("mlp")
+    with (
+        pytest.raises(UnsupportedError, match=r"zero\.Init"),
+        built(model, config_for((0.5, 0.5))),
+    ):
+        pass
 
 
-def test_a_layer_that_the_first_pass_did_not_use(ranks: RankPools) -> None:
-    ranks(2).run(cases.used_more_often_later)
+@pytest.mark.parametrize("kind", ["mlp", "llama", "reentrant-1"])
+@on_ranks(2)
+def test_whole_gradients_that_are_there_at_once(kind: str) -> None:
+    """One layer's, or two; in the first backward too."""
+    most = 0
+    with built(build(kind), config_for(UNEVEN, stage=3)) as engine:
+        layers = engine.optimizer.collector.layers
+
+        def watch(*_arguments: Any) -> None:
+            nonlocal most
+            most = max(most, sum(layer.unreduced_grad is not None for layer in layers))
+
+        for hooks in engine.optimizer.collector._hooks:
+            for node in hooks.accumulators:
+                node.register_hook(watch)  # after the collector's own
+        for number in range(3):
+            batch = batch_of(kind, 2 * number + dist.get_rank(), True)
+            engine.backward(loss_of(engine(**batch)))
+            engine.step()
+    assert most in (1, 2)
 
 
-def test_a_module_called_outside_of_forward(ranks: RankPools) -> None:
-    ranks(2).run(cases.a_module_is_called_alone)
-
-
-LAYER_MAJOR = [
-    Shares((4, 2), (2, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major"),
-    Shares((3, 3), (1, 1), (0.5, 0.5), 3, 0.0, (1.0, 0.0), "layer_major", "offload"),
-    Shares((4, 2), (1, 1), (0.7, 0.3), 3, 0.5, (0.0, 0.5), "layer_major"),
-    Shares((1, 5), (1, 2), (0.5, 0.5), 3, 0.05, (0.5, 0.0), "layer_major", "offload"),
-    # The idle rank keeps what others compute with.
-    Shares((4, 0), (1, 1), (0.3, 0.7), 3, 0.5, (0.0, 0.5), "layer_major"),
-    Shares((0, 3), (1, 2), (0.5, 0.5), 3, 0.0, (0.0, 0.0), "layer_major", "offload"),
-    Shares((3, 0, 2), (1, 1, 2), (0.2, 0.5, 0.3), 3, 0.05, (0.0, 1.0, 0.5), "layer_major"),
-    Shares((4, 0), (1, 1), (0.3, 0.7), 3, 0.5, (0.0, 0.5), "layer_major", gathers="kept"),
-    Shares((4, 2), (2, 1), (0.5, 0.5), 3, 0.5, (0.5, 0.0), "layer_major", gathers="defaults"),
-]
-
-
-@pytest.mark.parametrize("case", LAYER_MAJOR, ids=str)
-def test_layer_by_layer(ranks: RankPools, case: Shares) -> None:
-    pool = ranks(len(case.sizes))
-    pool.run(rank_batches.gradients_are_the_whole_batch, case)
-    pool.run(rank_batches.train_and_compare, case)
-
-
-ONE_RANK_IDLE = Shares((1, 0), (1, 1), (0.3, 0.7), 3, 0.5, (0.0, 0.5))
+@pytest.mark.parametrize(("prefetch", "most"), [(1, 2), (0, 1)])
+@on_ranks(2)
+def test_layers_that_are_whole_at_once(prefetch: int, most: int) -> None:
+    keys = (("stage3_prefetch_bucket_size", prefetch),)
+    assert equals_stage_2(Setup(keys=keys, accumulation=2)) == most
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        *LAYER_MAJOR[:2],
-        LAYER_MAJOR[6],
-        ONE_RANK_IDLE,
-        *(pytest.param(case, marks=pytest.mark.parity_full) for case in LAYER_MAJOR[2:6]),
-        *(pytest.param(case, marks=pytest.mark.parity_full) for case in LAYER_MAJOR[7:]),
-    ],
-    ids=str,
-)
-def test_a_batch_of_all_ranks_where_the_first_backwards_gradients_do_not_fit(
-    ranks: RankPools, case: Shares
-) -> None:
-    ranks(len(case.sizes)).run(cases.batches_short_of_memory, case)
-
-
-@pytest.mark.parametrize(
-    ("kind", "on_host"), [("mlp", False), ("llama", True), ("frozen", False), ("gpt2", False)]
-)
-def test_a_model_built_under_zero_init(ranks: RankPools, kind: str, on_host: bool) -> None:
-    ranks(2).run(cases.built_under_zero_init, kind, on_host)
-
-
-def test_zero_init_below_stage_3_is_refused(ranks: RankPools) -> None:
-    ranks(2).run(cases.zero_init_below_stage_3)
+    ("kind", "on_host"),
+    [("mlp", False), ("llama", True), ("frozen", False), ("gpt2", False), ("mlp+lora", False),
+     ("mlp+last", True)],
+)  # fmt: skip
+@on_ranks(2)
+def test_a_model_built_under_zero_init(kind: str, on_host: bool) -> None:
+    built_under_zero_init(kind, on_host)

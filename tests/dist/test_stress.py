@@ -22,12 +22,12 @@ from pathlib import Path
 import pytest
 import torch
 from harness import RankError, RankPool
-from launchers import REPOSITORY
 from stressed_training import live
 from support.ports import free_port
 from support.processes import fresh_environment
 from support.resume import assert_same
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("KILLS", "20"))
 SEED = int(os.environ.get("SEED", "1"))
 LAUNCHED = 2
@@ -129,7 +129,7 @@ def _check(tmp_path: Path, kills: int, launched: int, seed: int) -> None:
 
 @pytest.mark.timeout(240)
 def test_killed_a_few_times(tmp_path: Path) -> None:
-    _check(tmp_path, 3, 0, 5)
+    _check(tmp_path, 2, 0, 5)
 
 
 @pytest.mark.stress

@@ -41,7 +41,7 @@ def enter_rank(rank: int, port: int) -> None:
 
 def between_on_rank(rank: int, port: int) -> None:
     enter_rank(rank, port)
-    import rank_between as cases
+    import test_between as cases
 
     for stage in (2, 3):
         for way in ("grad", "frozen"):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from support.engines import built, make_config
 
 CLIPPING = 0.5
 Loss = Callable[[Any, int], torch.Tensor]
@@ -17,11 +21,12 @@ Loss = Callable[[Any, int], torch.Tensor]
 class BesideTorch:
     """The same steps with an engine on this rank, and with torch on all ranks' data at once."""
 
-    def __init__(self, model: nn.Module, ranks: int = 1, rank: int = 0) -> None:
+    def __init__(self, model: nn.Module, eps: float = 1e-8) -> None:
         """Before the engine takes the model over; ``engine`` is set after it."""
         self.plain = copy.deepcopy(model)
-        self.optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-2, weight_decay=0.1)
-        self.ranks, self.rank = ranks, rank
+        parameters = self.plain.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=eps)
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self.engine: Any = None
         for parameter in self.plain.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -55,3 +60,34 @@ class BesideTorch:
                     atol=2e-6,
                     msg=lambda text, what=f"{key} of {name}": f"{what}: {text}",
                 )
+
+
+@contextmanager
+def training_beside_torch(
+    model: nn.Module,
+    stage: int,
+    *,
+    taken: nn.Module | None = None,
+    gathers: str = "each",
+    eps: float = 1e-8,
+    zero: dict[str, Any] | None = None,
+    **keywords: Any,
+) -> Iterator[BesideTorch]:
+    """An engine beside torch, compared at the end.
+
+    Args:
+        model: both begin with it.
+        stage: of ZeRO.
+        taken: what the engine takes over in its place, on other ranks than 0 with other weights.
+        gathers: see make_config.
+        eps: where it is like the gradients, roundings of tiny ones make no steps of their own.
+        zero: keys of "zero_optimization".
+        keywords: of hytrain.initialize.
+    """
+    config = make_config(stage=stage, bf16=False, clipping=CLIPPING, gathers=gathers)
+    config["zero_optimization"].update(zero or {})
+    config["optimizer"]["params"]["eps"] = eps
+    beside = BesideTorch(model, eps)
+    with built(model if taken is None else taken, config, **keywords) as beside.engine:
+        yield beside
+        beside.check()

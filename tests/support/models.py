@@ -154,11 +154,15 @@ class Mlp(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
         self.head = nn.Linear(width, width)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def body(self, inputs: torch.Tensor) -> torch.Tensor:
+        """All but the head."""
         x = self.embed(inputs.to(self.embed.weight.dtype))
         for block in self.blocks:
             x = block(x)
-        return self.head(x).float().pow(2).mean()
+        return x
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(inputs)).float().pow(2).mean()
 
 
 class PartlyUsed(Mlp):
@@ -173,10 +177,7 @@ class Borrowing(Mlp):
     """Its end multiplies with the first module's weight, outside of that module."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs.to(self.embed.weight.dtype))
-        for block in self.blocks:
-            x = block(x)
-        return (self.head(x) @ self.embed.weight.T).pow(2).mean()
+        return (self.head(self.body(inputs)) @ self.embed.weight.T).pow(2).mean()
 
 
 class Recomputed(Mlp):
