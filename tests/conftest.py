@@ -1,8 +1,9 @@
-"""For all tests: an accelerator for DeepSpeed, and one process group a test session."""
+"""For all tests: an accelerator for DeepSpeed, one process group and ranks for a test session."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,13 @@ def process_group() -> None:
     from support.engines import join_process_group
 
     join_process_group()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Any]:
+    """``ranks(2).run(function, ...)``, on ranks that live as long: see tests/dist/harness.py."""
+    from harness import RankPools
+
+    pools = RankPools()
+    yield pools
+    pools.close()

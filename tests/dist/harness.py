@@ -9,7 +9,7 @@ its processes and runs one case after another in them:
         ...
         return losses                              # pickled; one result a rank comes back
 
-    def test_train(ranks: RankPools) -> None:      # fixture of tests/dist/conftest.py
+    def test_train(ranks: RankPools) -> None:      # fixture of tests/conftest.py
         losses_of_rank_0, losses_of_rank_1 = ranks(2).run(train, "tied", timeout=60)
 
     @pytest.mark.parametrize("stage", [1, 2])

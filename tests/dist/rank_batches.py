@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_shadow import from_all_ranks
-from support.engines import built, make_config
+from support.engines import built, from_all_ranks, make_config
 from support.models import LENGTH, VOCABULARY, make_model
 
 from hytrain.config import BatchShares

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.comparisons import assert_same_bits
+from support.comparisons import assert_same_on_all_ranks
 from support.engines import built, make_config
 from support.models import loss_of, make_batch, make_model
 from support.parity import copies_of
@@ -53,19 +53,9 @@ class RankShadow(Shadow):
         return self._scale
 
 
-def from_all_ranks(value: Any) -> list[Any]:
-    """Each rank's; a collective."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, value)
-    return everywhere
-
-
 def assert_equal_on_all_ranks(states: Sequence[LayerState]) -> None:
     """Every rank has the same training copy, bit for bit."""
-    everywhere = from_all_ranks(copies_of(list(states)))
-    for other in everywhere:
-        for state, mine, theirs in zip(states, everywhere[dist.get_rank()], other, strict=True):
-            assert_same_bits(f"copy of {state.name}", mine, theirs)
+    assert_same_on_all_ranks("now", copies_of(list(states)))
 
 
 @contextmanager

@@ -31,11 +31,10 @@ from rank_shadow import (
     assert_equal_on_all_ranks,
     backward,
     config_for,
-    from_all_ranks,
     take_steps,
 )
 from support.comparisons import assert_same_bits
-from support.engines import built, environment
+from support.engines import built, environment, from_all_ranks
 from support.models import make_model
 
 from hytrain.errors import CheckpointError, ConfigError, OutOfStepError

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from rank_shadow import backward, followed, from_all_ranks
-from support.engines import built, make_config
+from rank_shadow import backward, followed
+from support.engines import built, from_all_ranks, make_config
 from support.models import make_model
 
 import hytrain

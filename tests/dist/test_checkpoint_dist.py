@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPools, on_ranks
-from rank_shadow import from_all_ranks
 from support.comparisons import assert_same_bits
+from support.engines import from_all_ranks
 from support.resume import (
     Run,
     Snapshot,

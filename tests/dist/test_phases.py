@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from rank_shadow import from_all_ranks
+from support.engines import from_all_ranks
 from support.resume import Run, assert_same, engine_of, snapshot, train
 from torch import nn
 

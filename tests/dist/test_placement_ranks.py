@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from rank_shadow import RankShadow, assert_equal_on_all_ranks, backward, config_for, from_all_ranks
-from support.engines import built, environment
+from rank_shadow import RankShadow, assert_equal_on_all_ranks, backward, config_for
+from support.engines import built, environment, from_all_ranks
 from support.models import make_batch, make_model
 
 from hytrain.engine import build_optimizer as build

@@ -12,8 +12,7 @@ import rank_batches
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from rank_shadow import from_all_ranks
-from support.engines import built, make_config
+from support.engines import built, from_all_ranks, make_config
 from support.models import make_model
 from support.plans import a_plan, write_a_plan
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from rank_shadow import from_all_ranks
 from support.configs import write_llama
+from support.engines import from_all_ranks
 from torch import nn
 
 from hytrain.errors import ConfigError, ProfileRunError

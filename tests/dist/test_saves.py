@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankError, RankPool, RankPools, on_ranks
-from rank_shadow import from_all_ranks
-from support.engines import environment
+from support.engines import environment, from_all_ranks
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import file_writers, target, writer

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from harness import on_ranks
-from rank_shadow import from_all_ranks
+from support.engines import from_all_ranks
 
 from hytrain.comm import stream_gate
 from hytrain.comm.stream_gate import SharedFlags, StreamGate, open_gate

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_grad
 from harness import on_ranks
-from rank_shadow import config_for, from_all_ranks
-from support.engines import built
+from rank_shadow import config_for
+from support.engines import built, from_all_ranks
 from support.models import Mlp, make_batch, make_model
 from torch import nn
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from rank_shadow import from_all_ranks
-from support.engines import make_config
+from support.engines import from_all_ranks, make_config
 from support.traces import Trace, traced_config, train
 
 from hytrain.comm.collectives import ShardCollectives

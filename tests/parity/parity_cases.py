@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from support.covering import covering, every
 from support.models import TRANSFORMERS
 from support.parity import Case
@@ -14,16 +16,33 @@ VALUES = {
     "dtype": ("bf16", "fp32"),
     "stage": (1, 2),
 }
-SHARDS = ((0.5, 0.5), (0.7, 0.3))
+HALVES, UNEQUAL = SHARDS = ((0.5, 0.5), (0.7, 0.3))
 SHARED = {"fractions": SHARDS, **VALUES, "stage": (1, 2, 3)}
 
 ONE_RANK = [Case(**values) for values in covering(VALUES)]
-ONE_RANK_FULL = [Case(**values) for values in every(VALUES)]
 TWO_RANKS = [Case(**values) for values in covering(SHARED)]
-TWO_RANKS_FULL = [Case(**values) for values in every(SHARED)]
-
+FULL = [Case(**values) for values in (*every(VALUES), *every(SHARED))]
 DELAYED = [
     Case("llama", 0.0, "sometimes", 1, "bf16"),
     Case("gpt2", 0.3, "always", 1, "bf16"),
     Case("vit", 0.0, "never", 4, "fp32"),
+    *(Case("llama", 0.3, "sometimes", 1, "bf16", fractions=each, steps=25) for each in SHARDS),
 ]
+STEPS: dict[str, Any] = {"steps": 14, "observe": (1, 9)}
+ROUNDED = [
+    Case("llama", 0.0, "sometimes", 1, "bf16", 2, **STEPS, moments="8bit"),
+    Case("llama", 0.3, "never", 4, "fp32", 1, **STEPS, moments="8bit"),
+    Case("gpt2", 1.0, "always", 1, "bf16", 2, **STEPS, moments="8bit"),
+    Case("vit", 0.3, "off", 1, "fp32", 3, **STEPS, moments="8bit"),
+    Case("llama", 0.3, "sometimes", 1, "fp32", 2, **STEPS, moments="bf16"),
+    Case("gpt2", 0.0, "never", 1, "bf16", 1, **STEPS, moments="bf16"),
+    Case("vit", 1.0, "always", 4, "bf16", 2, **STEPS, moments="bf16"),
+]
+ROUNDED_ON_TWO_RANKS = [
+    Case("llama", 0.3, "sometimes", 1, "bf16", 2, UNEQUAL, **STEPS, moments="8bit"),
+    Case("gpt2", 0.0, "always", 4, "bf16", 3, UNEQUAL, **STEPS, moments="8bit"),
+    Case("llama", 0.3, "sometimes", 1, "bf16", 3, HALVES, **STEPS, moments="8bit",
+         offload_param=True),
+    Case("vit", 1.0, "never", 1, "fp32", 1, HALVES, **STEPS, moments="bf16"),
+    Case("llama", 0.3, "sometimes", 1, "fp32", 3, UNEQUAL, **STEPS, moments="bf16"),
+]  # fmt: skip

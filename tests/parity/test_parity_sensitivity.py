@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from parity_cases import ROUNDED
+from support import parity
 from support.comparisons import (
     assert_bitwise_serial,
     assert_clipping,
@@ -79,3 +81,15 @@ def test_bits_tell_minus_zero_and_accept_the_same_nan() -> None:
     assert_same_bits("nan", nan, nan.clone())
     with pytest.raises(AssertionError):
         assert_same_bits("zero", torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+@pytest.mark.skipif(device().type != "cpu", reason="bitwise on a CPU")
+def test_random_bits_of_another_element_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(name: str, first_index: int, seed: int = 0) -> object:
+        return original(name, first_index + 64, seed)
+
+    original = parity.rounding_of
+    monkeypatch.setattr(parity, "rounding_of", shifted)
+    run = train(replace(ROUNDED[0], steps=3, observe=()))
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_bitwise_serial(run, expected_outcomes(run))

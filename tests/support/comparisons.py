@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hytrain.kernels.clipping import Outcome
 from hytrain.kernels.moments import Moment
+from support.engines import from_all_ranks
 from support.parity import (
     Case,
     Run,
@@ -103,8 +102,8 @@ def assert_close_to_torch(run: Run, reference: TorchReference) -> None:
                 )
 
 
-def check_parity(case: Case) -> dict[str, float]:
-    """Trains a case and compares it with both references; returns figures for the caller.
+def check_parity(case: Case) -> None:
+    """Trains a case and compares it with both references.
 
     Runs on every rank of the group; all ranks raise or none needs to.
     """
@@ -119,15 +118,12 @@ def check_parity(case: Case) -> dict[str, float]:
         whole = gathered(run)
         assert_close_to_torch(whole, torch_states(whole))
     for step, copies in run.copies.items():
-        _assert_same_on_all_ranks(step, copies)
-    return {"clipped": sum(o.coefficient < 1.0 for o in outcomes), "steps": len(outcomes)}
+        assert_same_on_all_ranks(f"after step {step}", copies)
+    assert len(outcomes) == case.steps
 
 
-def _assert_same_on_all_ranks(step: int, copies: list[torch.Tensor]) -> None:
-    if dist.get_world_size() == 1:
-        return
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, copies)
-    for other in everywhere:
+def assert_same_on_all_ranks(where: str, copies: list[torch.Tensor]) -> None:
+    """Every rank has the same tensors, bit for bit; a collective."""
+    for other in from_all_ranks(copies):
         for index, (mine, theirs) in enumerate(zip(copies, other, strict=True)):
-            assert_same_bits(f"layer {index} of another rank after step {step}", mine, theirs)
+            assert_same_bits(f"layer {index} of another rank {where}", mine, theirs)

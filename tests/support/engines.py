@@ -48,6 +48,15 @@ def join_process_group() -> None:
             break
 
 
+def from_all_ranks(value: Any) -> list[Any]:
+    """Each rank's; a collective."""
+    import torch.distributed as dist
+
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, value)
+    return everywhere
+
+
 # For models of 100 million parameters: 1024 elements at once, which make every toy layer several
 # chunks, would be 100 000 hand-offs a step there.
 OFFLOAD_AT_SCALE = {"chunk_elements": 2**20, "cpu_threads": 8}

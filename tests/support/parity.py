@@ -19,7 +19,7 @@ from hytrain.kernels.clipping import Outcome
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
 from hytrain.kernels.moments import Moment
 from hytrain.model.layer_state import LayerState
-from support.engines import OFFLOAD_AT_SCALE, built, device, make_config
+from support.engines import OFFLOAD_AT_SCALE, built, device, from_all_ranks, make_config
 from support.models import loss_of, make_batch, make_model
 from support.rounded_moments import commit_by_definition, copy_of, joined, part_of, rounding_of
 
@@ -212,9 +212,7 @@ def copies_of(states: list[LayerState]) -> list[torch.Tensor]:
         ((_begin, _end, whole),) = state.storage.runs
         if state.storage.is_sharded:
             ((_start, mine),) = state.storage.shard_slices(state.begin, state.end)
-            shards: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(shards, mine.detach().cpu())
-            whole = torch.cat(shards)
+            whole = torch.cat(from_all_ranks(mine.detach().cpu()))
         copies.append(whole.detach().cpu().clone())
     return copies
 
@@ -381,8 +379,7 @@ def gathered(run: Run) -> Run:
     """The same run with whole layers, on every rank."""
     if run.world_size == 1:
         return run
-    everywhere: list[Any] = [None] * run.world_size
-    dist.all_gather_object(everywhere, (run.initial, run.final, run.gradients))
+    everywhere = from_all_ranks((run.initial, run.final, run.gradients))
 
     def whole(part: int) -> list[Shard]:
         return [_joined([ranks[part][index] for ranks in everywhere]) for index in layers]

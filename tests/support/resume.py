@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,9 @@ class Run:
         return replace(self, seed=9, disturb=True, **changes)
 
 
-def engine_of(run: Run) -> AbstractContextManager[Any]:
-    """An engine for the length of a block."""
+@contextmanager
+def engine_of(run: Run) -> Iterator[Any]:
+    """An engine for the length of a block; its state differs from every saved one where asked."""
     torch.manual_seed(run.seed)
     model = Everything(run.num_blocks, run.width)
     hytrain: dict[str, Any] = {"moments": run.moments, "moments_seed": run.moments_seed}
@@ -129,27 +130,13 @@ def engine_of(run: Run) -> AbstractContextManager[Any]:
     )
     if run.bf16:
         config["bf16"]["check_grad_overflow"] = run.check_overflow
-    return _Disturbed(built(model, config, **keywords), run)
-
-
-class _Disturbed(AbstractContextManager[Any]):
-    """An engine whose state differs from every saved one where the run asks for it."""
-
-    def __init__(self, engine: AbstractContextManager[Any], run: Run) -> None:
-        self._engine = engine
-        self._run = run
-
-    def __enter__(self) -> Any:
-        engine = self._engine.__enter__()
-        if self._run.disturb:
+    with built(model, config, **keywords) as engine:
+        if run.disturb:
             for group in engine.optimizer.param_groups:
                 group["lr"], group["weight_decay"] = 7.0, 0.77
             with torch.no_grad():
                 engine.module.calls.fill_(100)
-        return engine
-
-    def __exit__(self, *error: Any) -> None:
-        self._engine.__exit__(*error)
+        yield engine
 
 
 def _cosine(optimizer: torch.optim.Optimizer) -> Any:

@@ -149,7 +149,7 @@ def test_micro_batches_as_they_were_dealt_are_no_news(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("kind", [dict, tuple])
-def test_micro_batches_of_other_sizes_are_told_once(
+def test_warns_once_of_micro_batches_of_other_sizes(
     caplog: pytest.LogCaptureFixture, kind: type
 ) -> None:
     dealt = DealtSizes(BatchShares((5, 2), (2, 2)), 0)

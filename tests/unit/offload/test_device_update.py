@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from support.comparisons import assert_same_bits
+from support.covering import covering, every
 from support.engines import built, make_config
 from support.models import HIDDEN, loss_of, make_model
 from torch import nn
@@ -175,10 +176,16 @@ def trained(config: dict[str, Any], how: How) -> tuple[list[dict[str, torch.Tens
     return found, len(made)
 
 
-@pytest.mark.parametrize("how", get_args(How))
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("most_layers", [8, 2])
+WAYS = {"how": get_args(How), "stage": (2, 3), "bf16": (True, False), "most_layers": (8, 2)}
+
+
+@pytest.mark.parametrize(
+    ("how", "stage", "bf16", "most_layers"),
+    [
+        *(tuple(row.values()) for row in covering(WAYS)),
+        *(pytest.param(*row.values(), marks=pytest.mark.parity_full) for row in every(WAYS)),
+    ],
+)
 def test_training_is_bitwise_that_of_single_launches(
     most_layers: int, bf16: bool, stage: int, how: How, monkeypatch: pytest.MonkeyPatch
 ) -> None:

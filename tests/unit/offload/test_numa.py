@@ -248,7 +248,7 @@ def test_a_call_is_bound_and_the_caller_is_not(cores: list[int]) -> None:
     assert os.sched_getaffinity(0) == set(cores)
 
 
-def test_cores_that_are_refused_are_told(
+def test_warns_of_cores_that_are_refused(
     caplog: pytest.LogCaptureFixture, cores: list[int]
 ) -> None:
     with on_cores(frozenset({max(cores) + 4096})):

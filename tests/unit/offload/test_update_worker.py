@@ -7,6 +7,7 @@ import math
 import random
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ class Bench:
 
     def __init__(self, sizes: list[int], seed: int, max_delay_us: int, chunk: int = CHUNK) -> None:
         self.chunk = chunk
+        self.away: set[int] = set()
+        """Layers that are on the "device"."""
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.worker = _C.UpdateWorker.on_host(2, seed, max_delay_us)
@@ -82,6 +85,10 @@ class Bench:
         self.worker.add_layer(f"layer {index}", _C.DType.bfloat16, 0, norm, state, chunks)
         return layer
 
+    @property
+    def here(self) -> list[Layer]:
+        return [layer for layer in self.layers if layer.index not in self.away]
+
     def close(self) -> None:
         self.worker.close()
         self.arena.close()
@@ -114,7 +121,7 @@ class Bench:
         return returned
 
     def skip(self) -> None:
-        for layer in self.layers:
+        for layer in self.here:
             if not self.worker.cancel_update(layer.index):
                 self.worker.submit(layer.index, _C.Pass.drop)
 
@@ -139,27 +146,39 @@ class Bench:
             ):
                 assert_same_bits(f"{name} of layer {layer.index}", actual, expected)
 
+    def random_moves(self) -> None:
+        """Of layers that may leave."""
+
+    def release(self) -> None:
+        """What others may have now is overwritten, as the allocator's next user would."""
+
     def random_step(self, hyper: AdamHyper) -> bool:
         """One step of a random life; whether it was made (not skipped)."""
         rng = self.rng
+        self.random_moves()
         # Previews stop at once, in the middle, or never.
         self.worker.begin_step(rng.choice([0.0, 150.0, math.inf]))
         for layer in reversed(self.layers):
-            self.send(layer, self.normal(layer.size).bfloat16(), hyper)
-        if rng.random() < 0.3:
-            for layer in rng.sample(self.layers, rng.randint(1, len(self.layers))):
+            layer.gradient = self.normal(layer.size).bfloat16()
+            if layer.index not in self.away:
+                self.send(layer, layer.gradient, hyper)
+        if self.here and rng.random() < 0.3:
+            for layer in rng.sample(self.here, rng.randint(1, len(self.here))):
                 self.send(layer, self.withdraw(layer), hyper)
-        if rng.random() < 0.3:
-            self.worker.wait_issued(rng.randrange(len(self.layers)))
+        if self.here and rng.random() < 0.3:
+            self.worker.wait_issued(rng.choice(self.here).index)
         made = rng.random() > 0.25
         if made:
             final = replace(hyper, lr=hyper.lr * rng.choice([1.0, 1.0, 0.5]))
             self.finish(rng.choice([1.0, 1.0, 0.37]), final)
         else:
             self.skip()
+        if rng.random() < 0.5:
+            self.random_moves()  # before anybody has waited for the weights
         for layer in self.layers:  # the next forward
             self.worker.wait_complete(layer.index)
             self.check_weights(layer)
+        self.release()
         if rng.random() < 0.2:
             self.flush()
         return made
@@ -170,13 +189,8 @@ class MovingBench(Bench):
 
     def __init__(self, sizes: list[int], seed: int, max_delay_us: int) -> None:
         super().__init__(sizes, seed, max_delay_us)
-        self.away: set[int] = set()
         self.num_moves = 0
         self._left: list[tuple[int, tuple[torch.Tensor, ...]]] = []
-
-    @property
-    def here(self) -> list[Layer]:
-        return [layer for layer in self.layers if layer.index not in self.away]
 
     def move(self, layer: Layer) -> None:
         old = (layer.p, layer.m, layer.v)
@@ -213,11 +227,6 @@ class MovingBench(Bench):
                 self.move(layer)  # and back at once
             self.release()
 
-    def skip(self) -> None:
-        for layer in self.here:
-            if not self.worker.cancel_update(layer.index):
-                self.worker.submit(layer.index, _C.Pass.drop)
-
     def finish(self, scale: float, hyper: AdamHyper) -> None:
         for layer in self.layers:
             if layer.index in self.away:
@@ -225,34 +234,6 @@ class MovingBench(Bench):
                 gradient = Gradient(layer.gradient, scale, hyper)
                 commit(layer.p, layer.m, layer.v, gradient, out=layer.weights)
         super().finish(scale, hyper)
-
-    def random_step(self, hyper: AdamHyper) -> bool:
-        rng = self.rng
-        self.random_moves()
-        self.worker.begin_step(rng.choice([0.0, 150.0, math.inf]))
-        for layer in reversed(self.layers):
-            gradient = self.normal(layer.size).bfloat16()
-            if layer.index in self.away:
-                layer.gradient = gradient
-            else:
-                self.send(layer, gradient, hyper)
-        if self.here and rng.random() < 0.3:
-            for layer in rng.sample(self.here, rng.randint(1, len(self.here))):
-                self.send(layer, self.withdraw(layer), hyper)
-        made = rng.random() > 0.25
-        if made:
-            self.finish(rng.choice([1.0, 1.0, 0.37]), replace(hyper, lr=rng.choice([1e-2, 5e-3])))
-        else:
-            self.skip()
-        if rng.random() < 0.5:
-            self.random_moves()  # before anybody has waited for the weights
-        for layer in self.layers:
-            self.worker.wait_complete(layer.index)
-            self.check_weights(layer)
-        self.release()
-        if rng.random() < 0.2:
-            self.flush()
-        return made
 
 
 class ShrinkingBench(Bench):
@@ -310,20 +291,6 @@ def test_slots_are_given_back_where_no_job_comes_any_more() -> None:
     bench.close()
 
 
-@pytest.mark.parametrize("max_delay_us", [0, 60])
-@pytest.mark.parametrize("seed", range(6))
-def test_layers_that_leave_and_come_between_steps(seed: int, max_delay_us: int) -> None:
-    bench = MovingBench([CHUNK * 3, 33, CHUNK * 2 + 1, CHUNK], seed, max_delay_us)
-    steps_made = 0
-    for _ in range(50):
-        hyper = AdamHyper(lr=1e-2, weight_decay=0.1, step=steps_made + 1)
-        steps_made += bench.random_step(hyper)
-    bench.flush()
-    assert 0 < steps_made < 50
-    assert bench.num_moves > 100
-    bench.close()
-
-
 def test_a_layer_leaves_with_its_pending_gradient_applied() -> None:
     bench = MovingBench([CHUNK * 2, CHUNK], 0, 100)
     hyper = AdamHyper(lr=1e-2, step=1)
@@ -365,32 +332,13 @@ def test_a_step_that_is_not_final_cannot_leave() -> None:
     bench.close()
 
 
-def test_close_in_the_middle_of_moves() -> None:
-    for seed in range(10):
-        bench = MovingBench([CHUNK * 4] * 3, seed, 300)
-        for layer in bench.layers:
-            bench.move(layer)
-            bench.move(layer)
-        bench.close()
-        with pytest.raises(WorkerError, match="closed"):
-            bench.worker.is_moving(0)
-
-
-def test_a_fault_in_a_move_names_the_layer() -> None:
-    bench = MovingBench([CHUNK, CHUNK], 0, 0)
-    bench.worker.fail_at(1)
-    bench.move(bench.layers[1])
-    with pytest.raises(WorkerError, match=r"at layer 'layer 1': injected fault"):
-        bench.worker.wait_moved(1)
-    bench.close()
-
-
 def test_whatever_is_called_after_a_fault_raises_it() -> None:
     bench = MovingBench([CHUNK, CHUNK], 0, 0)
     bench.worker.fail_at(1)
     bench.move(bench.layers[1])
     record = _C.StepRecord(1.0, [AdamHyper(lr=1e-3).native()])
     for call in (
+        lambda: bench.worker.wait_moved(1),
         bench.worker.wait_all,
         bench.worker.check_error,
         lambda: bench.worker.add_slots(0, 0, 64, 1),
@@ -410,26 +358,34 @@ def test_whatever_is_called_after_a_fault_raises_it() -> None:
 
 @pytest.mark.parametrize("max_delay_us", [0, 60])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_schedules(seed: int, max_delay_us: int) -> None:
-    bench = Bench([CHUNK * 3, 33, CHUNK * 2 + 1, CHUNK], seed, max_delay_us)
+@pytest.mark.parametrize("kind", [Bench, MovingBench])
+def test_random_schedules(kind: type[Bench], seed: int, max_delay_us: int) -> None:
+    bench = kind([CHUNK * 3, 33, CHUNK * 2 + 1, CHUNK], seed, max_delay_us)
     steps_made = 0
     for _ in range(60):
         hyper = AdamHyper(lr=1e-2, weight_decay=0.1, step=steps_made + 1)
         steps_made += bench.random_step(hyper)
     bench.flush()
     assert 0 < steps_made < 60
+    assert not isinstance(bench, MovingBench) or bench.num_moves > 100
     bench.close()
 
 
-def test_close_in_the_middle_of_everything() -> None:
+@pytest.mark.parametrize("moves", [False, True])
+def test_close_in_the_middle_of_everything(moves: bool) -> None:
     for seed in range(10):
-        bench = Bench([CHUNK * 4] * 3, seed, 300)
+        bench = MovingBench([CHUNK * 4] * 3, seed, 300)
         bench.worker.begin_step(math.inf)
         for layer in bench.layers:
-            bench.send(layer, bench.normal(layer.size).bfloat16(), AdamHyper(lr=1e-3))
+            if moves:
+                bench.move(layer)
+                bench.move(layer)
+            else:
+                bench.send(layer, bench.normal(layer.size).bfloat16(), AdamHyper(lr=1e-3))
         bench.close()
-        with pytest.raises(WorkerError, match="closed"):
-            bench.worker.wait_all()
+        for call in (bench.worker.wait_all, partial(bench.worker.is_moving, 0)):
+            with pytest.raises(WorkerError, match="closed"):
+                call()
 
 
 def test_a_layer_without_chunks_is_refused() -> None:

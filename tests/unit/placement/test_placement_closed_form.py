@@ -15,17 +15,17 @@ seconds = st.floats(min_value=1e-6, max_value=1e6)
 ratios = st.floats(min_value=0.0, max_value=10.0)
 
 
-def test_the_formula() -> None:
-    # (0.5 - 0.2) / (1.05 * 0.5) = 0.3 / 0.525
-    assert closed_form(0.2, 0.5, 0.05) == pytest.approx(0.3 / 0.525, rel=1e-15)
-
-
-def test_no_update_time_needs_no_layer_on_the_gpu() -> None:
-    assert closed_form(0.2, 0.0, 0.05) == 0.0
-
-
-def test_no_backward_and_a_free_gpu_take_every_layer() -> None:
-    assert closed_form(0.0, 0.5, 0.0) == 1.0
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((0.2, 0.5, 0.05), 0.3 / 0.525),  # (0.5 - 0.2) / (1.05 * 0.5)
+        ((0.2, 0.0, 0.05), 0.0),  # no update time
+        ((0.0, 0.5, 0.0), 1.0),  # no backward, and a free GPU
+        ((1e300, 5e-324, 0.0), 0.0),  # denormal
+    ],
+)
+def test_the_formula(arguments: tuple[float, float, float], expected: float) -> None:
+    assert closed_form(*arguments) == pytest.approx(expected, rel=1e-15)
 
 
 @given(t_backward=seconds, t_update=seconds, alpha=ratios)
@@ -39,10 +39,6 @@ def test_it_balances_or_is_clamped(t_backward: float, t_update: float, alpha: fl
         assert t_backward + on_gpu == pytest.approx(t_update - on_cpu, abs=1e-12 * t_update)
 
 
-def test_denormal_times_are_clamped() -> None:
-    assert closed_form(1e300, 5e-324, 0.0) == 0.0
-
-
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_what_is_no_time_is_refused(bad: float, position: int) -> None:
@@ -50,8 +46,3 @@ def test_what_is_no_time_is_refused(bad: float, position: int) -> None:
     arguments[position] = bad
     with pytest.raises(PlacementError, match=("t_backward", "t_update", "alpha")[position]):
         closed_form(*arguments)
-
-
-def test_the_error_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="t_backward"):
-        closed_form(-1.0, 1.0, 1.0)

@@ -50,6 +50,18 @@ def test_fp32_gradients_count_in_full() -> None:
     assert gpu_peak_bytes(layers, LIMITS, 3) == 1000 + 16 * 600
 
 
+def test_where_updates_commit_directly_no_gradient_waits_on_the_host() -> None:
+    direct = [replace(layer, keeps_pending=False) for layer in LAYERS]
+    assert [host_bytes(direct, k, 50) for k in range(4)] == [7250, 6050, 3650, 50]
+    # On the GPU a gradient waits for its update either way.
+    assert gpu_peak_bytes(direct, LIMITS, 2) == gpu_peak_bytes(LAYERS, LIMITS, 2)
+    limits = replace(LIMITS, host=7250)
+    assert (bounds(LAYERS, limits, 50), bounds(direct, limits, 50)) == (
+        Bounds(3, 1, 3),
+        Bounds(3, 0, 3),
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

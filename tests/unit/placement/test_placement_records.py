@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
+from hypothesis import strategies as st
 from placement_cases import any_seconds, measured_model, random_costs
 
 from hytrain.cost.step import StepCosts
@@ -38,28 +39,16 @@ def decision(costs: StepCosts | None) -> Decision:
     )
 
 
-@given(costs=random_costs(any_seconds))
-def test_round_trip(costs: StepCosts) -> None:
-    before = decision(costs)
-    assert Decision.from_json(json.loads(json.dumps(before.to_json()))) == before
-
-
-def test_round_trip_before_anything_is_measured() -> None:
-    before = decision(None)
-    assert Decision.from_json(json.loads(json.dumps(before.to_json()))) == before
-
-
-def test_the_line_of_a_metrics_file() -> None:
-    made = decision(measured_model())
-    line = json.loads(json.dumps(made.metrics_record()))
-    assert set(line) == {"step", "placement"}
-    assert line["step"] == 7
-    assert Decision.from_json(line["placement"]) == made
-
-
-def test_to_json_is_plain() -> None:
-    record = decision(measured_model()).to_json()
+@given(costs=st.none() | random_costs(any_seconds))
+@example(costs=None)  # before anything is measured
+@example(costs=measured_model())
+def test_round_trip(costs: StepCosts | None) -> None:
+    made = decision(costs)
+    record = made.to_json()
     assert json.loads(json.dumps(record, allow_nan=False)) == record
+    assert Decision.from_json(record) == made
+    line = json.loads(json.dumps(made.metrics_record()))
+    assert line == {"step": 7, "placement": record}
 
 
 def test_a_record_is_enough_for_the_table() -> None:
