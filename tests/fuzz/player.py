@@ -11,8 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 from support.engines import built, device, environment
 from support.gradient_ways import taking_gradients
 from support.short_memory import short_of_memory
@@ -283,8 +292,6 @@ class Player:
     def _construction(self, build: Build, config: dict[str, Any]) -> Any:
         if not build.zero_init:
             return contextlib.nullcontext()
-        import deepspeed
-
         # It looks at the batch as well, of which it knows DeepSpeed's keys only.
         known = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
         return deepspeed.zero.Init(config_dict_or_path={**config, **known})
@@ -306,6 +313,11 @@ class Player:
         groups = self.engine.optimizer.param_groups
         trained = {id(p) for group in groups for p in group["params"]}
         return [(n, p) for n, p in self.model.named_parameters() if id(p) in trained]
+
+    def _parameter(self, event: Event) -> tuple[str, nn.Parameter]:
+        """The trained one that an event is about."""
+        parameters = self.parameters()
+        return parameters[event.number % len(parameters)]
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -386,22 +398,23 @@ class Player:
         losses: list[torch.Tensor] = []
         for part in range(step.num_forwards):
             torch.manual_seed(dropout_seed(number, self.rank, micro, part))
-            with engine.no_sync() if step.style == "no_sync" and part == 0 else _nothing():
+            with (
+                engine.no_sync()
+                if step.style == "no_sync" and part == 0
+                else contextlib.nullcontext()
+            ):
                 losses.append(engine(**self.batch(number, micro, step, part)))
                 if step.style == "no_sync":
                     engine.backward(losses[-1])
-        if step.style == "no_sync":
-            return losses
         if step.style == "sum":
             engine.backward(sum(losses[1:], losses[0]))
-            return losses
-        if step.style == "dropped":
+        elif step.style == "dropped":
             engine.backward(losses[1])
-            return losses
-        for loss in losses:
-            engine.set_gradient_accumulation_boundary(loss is losses[-1])
-            engine.backward(loss)
-        engine.set_gradient_accumulation_boundary(None)
+        elif step.style == "two":
+            for loss in losses:
+                engine.set_gradient_accumulation_boundary(loss is losses[-1])
+                engine.backward(loss)
+            engine.set_gradient_accumulation_boundary(None)
         return losses
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -485,18 +498,13 @@ class Player:
             self.note("eval", (event.number, None))
 
     def _do_set_gradient(self, event: Event) -> None:
-        from deepspeed.utils import safe_set_full_grad
-
-        parameters = self.parameters()
-        name, parameter = parameters[event.number % len(parameters)]
+        name, parameter = self._parameter(event)
         shape = torch.Size(vars(parameter).get("ds_shape", parameter.shape))
         safe_set_full_grad(parameter, set_gradient(shape).to(device()))
         self.note("set_gradient", name)
 
     def _do_write(self, event: Event) -> None:
         """With ZeRO-3 as its users do it."""
-        import deepspeed
-
         if self.build.stage < 3:
             self._do_safe_set(event)
             return
@@ -513,8 +521,7 @@ class Player:
         if self.engine.optimizer.weights.is_sharded:
             self._do_write(event)
             return
-        parameters = self.parameters()
-        name, parameter = parameters[event.number % len(parameters)]
+        name, parameter = self._parameter(event)
         with torch.no_grad():
             parameter.copy_(set_values(parameter.shape, event))
         self.note("write", name)
@@ -603,26 +610,17 @@ class Player:
         self.note("eval", (event.number, float(loss)))
 
     def _do_safe_get(self, event: Event) -> None:
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        parameters = self.parameters()
-        name, parameter = parameters[event.number % len(parameters)]
+        name, parameter = self._parameter(event)
         values = [safe_get_full_fp32_param(parameter)]
         values += [safe_get_full_optimizer_state(parameter, k) for k in ("exp_avg", "exp_avg_sq")]
         self.note("safe_get", (name, [value.detach().cpu().clone() for value in values]))
 
     def _do_gradient(self, event: Event) -> None:
-        from deepspeed.utils import safe_get_full_grad
-
-        parameters = self.parameters()
-        name, parameter = parameters[event.number % len(parameters)]
+        name, parameter = self._parameter(event)
         self.note("gradient", (name, safe_get_full_grad(parameter).detach().cpu().clone()))
 
     def _do_safe_set(self, event: Event) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        parameters = self.parameters()
-        name, parameter = parameters[event.number % len(parameters)]
+        name, parameter = self._parameter(event)
         shape = vars(parameter).get("ds_shape", parameter.shape)
         values = set_values(torch.Size(shape), event)
         safe_set_full_fp32_param(parameter, values.to(device()))
@@ -667,7 +665,3 @@ class Player:
 
 SINGLE = ("plain", "retain", "past", "module", "penalty")
 """Styles of one forward and one backward."""
-
-
-def _nothing() -> Any:
-    return contextlib.nullcontext()
