@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_shadow import LEFT_OUT, Choosing, config_for
 from stage_models import batch_of, build
-from support.comparisons import assert_same_bits
+from support.comparisons import assert_same_states
 from support.engines import built, environment, make_config
 from support.models import loss_of
 
@@ -106,16 +106,8 @@ def equals_stage_2(setup: Setup) -> int:
     expected_losses, expected, _ = train(setup, 2)
     assert losses == expected_losses
     assert losses[0] != losses[-1], "nothing is trained"
-    assert_same_state(state, expected)
+    assert_same_states(state, expected)
     return most_live
-
-
-def assert_same_state(ours: State, theirs: State) -> None:
-    """Of two calls of ``fp32_state_dict``."""
-    assert ours.keys() == theirs.keys()
-    for name, tensors in theirs.items():
-        for kind, expected in tensors.items():
-            assert_same_bits(f"{kind} of {name}", ours[name][kind], expected)
 
 
 def batches_as_stage_2(
@@ -168,7 +160,7 @@ def batches_as_stage_2(
     (losses, ours), (expected_losses, theirs) = outcomes
     if not is_tied and (mode != "micro_batch_major" or min(sizes) == 0):
         assert losses == expected_losses
-        assert_same_state(ours, theirs)
+        assert_same_states(ours, theirs)
         return
     assert losses == pytest.approx(expected_losses, rel=1e-6, abs=0.0)
     allowed = 4 * rate * 1e-7 * 2 / eps
@@ -210,4 +202,4 @@ def built_under_zero_init(kind: str, on_host: bool) -> None:
                 engine.backward(loss_of(engine(**batch_of(kind, number, False))))
                 engine.step()
             found.append(engine.fp32_state_dict())
-    assert_same_state(*found)
+    assert_same_states(*found)

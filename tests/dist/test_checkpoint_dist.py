@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPools, on_ranks
-from support.comparisons import assert_same_bits
+from support.comparisons import assert_close_states, assert_same_bits
 from support.engines import from_all_ranks
 from support.resume import (
     Run,
@@ -109,14 +109,6 @@ def _load_and_go_on(run: Run, folder: Path, steps: int, more: int) -> tuple[Snap
         return loaded, snapshot(engine)
 
 
-def _assert_close(actual: Snapshot, expected: Snapshot) -> None:
-    for name, tensors in expected.state.items():
-        for kind, tensor in tensors.items():
-            torch.testing.assert_close(
-                actual.state[name][kind], tensor, rtol=1e-4, atol=1e-6, msg=f"{kind} of {name}"
-            )
-
-
 @pytest.mark.usefixtures("process_group")
 def test_resumes_at_another_number_of_ranks(ranks: RankPools, tmp_path: Path) -> None:
     run = Run(bf16=False, groups=True, schedule="torch", fractions=(0.7, 0.3))
@@ -126,13 +118,13 @@ def test_resumes_at_another_number_of_ranks(ranks: RankPools, tmp_path: Path) ->
     # From two ranks to one ...
     loaded, resumed = _load_and_go_on(alone, tmp_path / "2", 3, 6)
     assert_same(loaded, saved)
-    _assert_close(resumed, end)
+    assert_close_states(resumed.state, end.state, rtol=1e-4, atol=1e-6)
     # ... from one to two, with other shards and another placement ...
     saved, end = _train_and_save(alone, tmp_path / "1", 3, 6)
     other = Run(bf16=False, groups=True, schedule="torch", gpu_fraction=1.0, stage=1)
     loaded, resumed = two.run(_load_and_go_on, other, tmp_path / "1", 3, 6)[0]
     assert_same(loaded, saved)
-    _assert_close(resumed, end)
+    assert_close_states(resumed.state, end.state, rtol=1e-4, atol=1e-6)
     # ... and on two ranks with other shards, where bf16 rounds what is reduced the same way.
     saved, _ = two.run(_train_and_save, Run(fractions=(0.8, 0.2)), tmp_path / "3", 3, 4)[0]
     loaded, _ = two.run(_load_and_go_on, Run(fractions=(0.3, 0.7)), tmp_path / "3", 3, 4)[0]

@@ -22,11 +22,10 @@ from stage_twins import (
     SMALL_STAY,
     UNEVEN,
     Setup,
-    assert_same_state,
     batches_as_stage_2,
     equals_stage_2,
 )
-from support.comparisons import assert_same_bits
+from support.comparisons import assert_same_bits, assert_same_states
 from support.engines import built, environment
 from support.frozen import FROZEN
 from support.models import loss_of
@@ -214,7 +213,7 @@ def test_checkpoints(kind: str, stages: tuple[int, int], tmp_path: Path) -> None
     with built(_scrambled(kind), _engine_config(loading)) as engine:
         engine.load_checkpoint(tmp_path)
         assert _steps(engine, kind, 2, 2) == expected
-        assert_same_state(engine.fp32_state_dict(), state)
+        assert_same_states(engine.fp32_state_dict(), state)
     # Without the frozen weights: those of the model stay.
     with built(build(kind), _engine_config(loading)) as engine:
         engine.load_checkpoint(tmp_path, tag="trained", load_module_strict=False)

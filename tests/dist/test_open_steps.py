@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from harness import on_ranks
 from rank_shadow import Choosing, config_for, followed
-from stage_twins import assert_same_state
+from support.comparisons import assert_same_states
 from support.engines import built
 from support.models import loss_of, make_batch, make_model
 
@@ -118,7 +118,7 @@ def test_no_bit_of_a_step_differs_by_it(stage: int) -> None:
                 engine.step()
             ends.append(engine.fp32_state_dict())
     for end in ends[1:]:
-        assert_same_state(end, ends[0])
+        assert_same_states(end, ends[0])
 
 
 class _Strike(Exception):

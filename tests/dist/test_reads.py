@@ -12,8 +12,8 @@ import torch.distributed as dist
 from harness import on_ranks
 from rank_shadow import assert_equal_on_all_ranks
 from stage_models import READING, Reading, Unnoticed, build
-from stage_twins import Setup, assert_same_state, equals_stage_2
-from support.comparisons import assert_same_bits
+from stage_twins import Setup, equals_stage_2
+from support.comparisons import assert_same_bits, assert_same_states
 from support.engines import built, environment, make_config
 from support.models import HIDDEN, loss_of, make_batch, make_model
 from torch import nn
@@ -159,7 +159,7 @@ def test_after_a_step(what: str, stage: int) -> None:
             engine.synchronize()
             assert_equal_on_all_ranks(engine.optimizer.layer_states)
             ends.append(engine.fp32_state_dict())
-    assert_same_state(*ends)
+    assert_same_states(*ends)
 
 
 def _assert_newest(engine: Any, found: dict[str, torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_grad
 from harness import on_ranks
 from rank_shadow import config_for
+from support.comparisons import assert_close_states
 from support.engines import built, from_all_ranks
 from support.models import Mlp, make_batch, make_model
 from torch import nn
@@ -267,9 +268,7 @@ def test_coalesced_is_the_sum(stage: int) -> None:
                 engine.step()
                 assert engine.global_steps == step + 1
             states.append(engine.fp32_state_dict())
-    for name, tensors in states[0].items():
-        for kind, expected in tensors.items():
-            torch.testing.assert_close(states[1][name][kind], expected, rtol=1e-5, atol=1e-7)
+    assert_close_states(*states, rtol=1e-5, atol=1e-7)
 
 
 class Branching(nn.Module):
@@ -314,6 +313,4 @@ def test_leaf_modules() -> None:
                 engine.backward(engine(torch.randn(2, 8, generator=generator)))
                 engine.step()
             found.append(engine.fp32_state_dict())
-    for name, tensors in found[0].items():
-        for kind, tensor in tensors.items():
-            torch.testing.assert_close(found[1][name][kind], tensor, rtol=1e-5, atol=1e-7)
+    assert_close_states(*found, rtol=1e-5, atol=1e-7)

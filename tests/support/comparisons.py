@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -48,6 +49,32 @@ def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) ->
             f"{name}: {int(differs.sum())} of {actual.numel()} elements differ, first at "
             f"{int(differs.flatten().nonzero()[0])}, by at most {worst:.3g}"
         )
+
+
+States = Mapping[str, Mapping[str, torch.Tensor]]
+"""As of ``fp32_state_dict``."""
+
+
+def assert_same_states(actual: States, expected: States) -> None:
+    """Master weights and moments of all parameters, bit for bit."""
+    assert actual.keys() == expected.keys()
+    for name, tensors in expected.items():
+        for kind, tensor in tensors.items():
+            assert_same_bits(f"{kind} of {name}", actual[name][kind], tensor)
+
+
+def assert_close_states(actual: States, expected: States, *, rtol: float, atol: float) -> None:
+    """The same within tolerances."""
+    assert actual.keys() == expected.keys()
+    for name, tensors in expected.items():
+        for kind, tensor in tensors.items():
+            torch.testing.assert_close(
+                actual[name][kind],
+                tensor,
+                rtol=rtol,
+                atol=atol,
+                msg=lambda text, what=f"{kind} of {name}": f"{what}: {text}",
+            )
 
 
 def assert_same_moment(name: str, actual: Moment, expected: Moment) -> None:
