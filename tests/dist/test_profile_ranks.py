@@ -14,6 +14,7 @@ import torch.distributed as dist
 from harness import on_ranks
 from support.configs import write_llama
 from support.engines import from_all_ranks
+from support.ports import free_port
 from torch import nn
 
 from hytrain.errors import ConfigError, ProfileRunError
@@ -126,7 +127,10 @@ def test_a_failure_on_one_rank_is_told_on_all(error: Exception, told: str) -> No
 @on_ranks(2, alone=True)
 def test_the_command_under_a_launcher(tmp_path: Path) -> None:
     """It joins the launcher's ranks, measures with them, and rank 0 tells of it."""
+    port = from_all_ranks(free_port())[0]  # at which rank 0 holds a store of its own
     dist.destroy_process_group()
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    os.environ["MASTER_PORT"] = str(port)
     out, rank = tmp_path / "profile.json", int(os.environ["RANK"])
     folder = write_llama(tmp_path / f"rank{rank}")
     model = ["--model", str(folder), "--seq-len", "16", "--dtype", "fp32", "--out", str(out)]
