@@ -202,9 +202,14 @@ def _names_optimizer(config: Mapping[str, Any]) -> bool:
 
 def _for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with whole weights where ZeRO does not shard them: there is no state."""
+    is_whole = _stage(config) in (1, 2)
+    return {**config, "zero_optimization": {"stage": 0}} if is_whole else dict(config)
+
+
+def _stage(config: Mapping[str, Any]) -> Any:
+    """As it is written; 0 where it is not."""
     zero = config.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    return {**config, "zero_optimization": {"stage": 0}} if stage in (1, 2) else dict(config)
+    return zero.get("stage", 0) if isinstance(zero, Mapping) else 0
 
 
 def _without_training(config: Mapping[str, Any], section: HyTrainConfig) -> dict[str, Any]:
@@ -213,8 +218,7 @@ def _without_training(config: Mapping[str, Any], section: HyTrainConfig) -> dict
     Raises:
         ConfigError: DeepSpeed has no such engine in this ZeRO stage.
     """
-    zero = config.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    stage = _stage(config)
     if stage in (1, 2):
         raise ConfigError(
             'no optimizer was given: add an "optimizer" section to the configuration or pass '
@@ -274,12 +278,16 @@ def _check_fit(section: HyTrainConfig, model: Any, optimizer: Any, mpu: Any) -> 
         check_optimizer(optimizer)
     if isinstance(model, torch.nn.Module):
         find_layers(model, model.parameters(), section.layers.block_class)
-    if mpu is None and section.shard_fractions is not None:
-        world = os.environ.get("WORLD_SIZE", "")
-        ranks = dist.get_world_size() if dist.is_initialized() else int(world or 0)
-        if ranks:
-            partition([], ranks, section.shard_fractions)
-    _check_batches(section)
+    world = os.environ.get("WORLD_SIZE", "")
+    ranks = dist.get_world_size() if dist.is_initialized() else int(world or 0)
+    if mpu is None and section.shard_fractions is not None and ranks:
+        partition([], ranks, section.shard_fractions)
+    shares = section.batch_shares()
+    if shares is not None and ranks and len(shares.sizes) != ranks:
+        raise ConfigError(
+            f'"hytrain.batch_sizes" has {len(shares.sizes)} numbers but the job has {ranks} ranks: '
+            "give one number a rank"
+        )
 
 
 def _with_plan(
@@ -300,17 +308,6 @@ def _with_plan(
     # Not Path.is_file(), which raises where the "name" is a long base64 configuration.
     is_file = isinstance(source, (str, Path)) and os.path.isfile(source)
     return adopt_plan(config, section, keywords["model"], device, Path(source) if is_file else None)
-
-
-def _check_batches(section: HyTrainConfig) -> None:
-    shares = section.batch_shares()
-    world = os.environ.get("WORLD_SIZE", "")
-    ranks = dist.get_world_size() if dist.is_initialized() else int(world or 0)
-    if shares is not None and ranks and len(shares.sizes) != ranks:
-        raise ConfigError(
-            f'"hytrain.batch_sizes" has {len(shares.sizes)} numbers but the job has {ranks} ranks: '
-            "give one number a rank"
-        )
 
 
 def _with_unequal_batches(config: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, did_you_mean
 
 CHUNK_ELEMENTS = 16 * 1024 * 1024
 """Default of "hytrain.offload.chunk_elements": profiles and plans take it for what runs have."""
@@ -376,5 +376,4 @@ def _suggest(location: tuple[int | str, ...]) -> str:
         assert isinstance(annotation, type)
         model = annotation
     known = [field.alias or name for name, field in model.model_fields.items()]
-    near = difflib.get_close_matches(str(location[-1]), known, n=1)
-    return (f'did you mean "{near[0]}"? ' if near else "") + f"known keys: {', '.join(known)}"
+    return f"{did_you_mean(location[-1], known)}known keys: {', '.join(known)}"

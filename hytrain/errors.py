@@ -6,6 +6,9 @@ user can mend is a ``ValueError``; what broke while running is a ``RuntimeError`
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class HyTrainError(Exception):
     """Base class of all errors raised by hytrain."""
@@ -106,3 +109,9 @@ class WorkerError(HyTrainError, RuntimeError):
 
 class EngineClosedError(HyTrainError, RuntimeError):
     """The engine was used after destroy()."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """For a message: the known name that is most like another one, if one is."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f'did you mean "{near[0]}"? ' if near else ""

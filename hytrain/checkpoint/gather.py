@@ -234,7 +234,7 @@ def gather_round(
 
 def gather_everywhere(
     place: ParameterPlace,
-    mine: torch.Tensor | None,
+    mine: torch.Tensor,
     collectives: ShardCollectives,
     device: torch.device,
 ) -> torch.Tensor:
@@ -242,7 +242,7 @@ def gather_everywhere(
 
     Args:
         place: the parameter.
-        mine: this rank's piece, 1-D fp32; None where it owns none.
+        mine: this rank's piece, 1-D fp32; empty where it owns none.
         collectives: the ranks.
         device: of the layers, and of the result.
 

@@ -10,14 +10,13 @@ import torch
 from hytrain.checkpoint.engine_state import begin_window
 from hytrain.engine.batch_training import BatchTraining
 from hytrain.engine.build_optimizer import BuildSettings
-from hytrain.engine.build_weights import WeightSettings
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine, create_loss_scaler
-from hytrain.engine.module_weights import gather_settings, offloads_weights
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import ClipSettings
 from hytrain.optimizer.engine_view import EngineView
 from hytrain.optimizer.loss_scaling import GradScalerRule, LossScaler
+from hytrain.zero3.plan import GatherSettings
 
 
 def engine_view(
@@ -57,15 +56,13 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
         check_overflow = bool(config.bfloat16_config.check_grad_overflow)
     else:
         check_overflow = True  # as DeepSpeed's ZeRO-1/2 does for fp32
-    stage = int(internals.zero_optimization_stage())
+    stage, offload = int(internals.zero_optimization_stage()), internals.zero_offload_param()
     return BuildSettings(
         stage=cast(Literal[1, 2, 3], stage),
-        weights=WeightSettings(
-            device=torch.device(internals.device),
-            gathers=gather_settings(engine) if stage == 3 else None,
-            on_host=offloads_weights(engine),
-            gradient_dtype=None if accumulation_dtype == model_dtype else accumulation_dtype,
-        ),
+        device=torch.device(internals.device),
+        gathers=_gather_settings(internals._config.zero_config) if stage == 3 else None,
+        on_host=offload is not None and bool(offload.device == "cpu"),
+        gradient_dtype=None if accumulation_dtype == model_dtype else accumulation_dtype,
         clip=ClipSettings(float(internals.gradient_clipping() or 0.0), check_overflow),
         mean=bool(internals.gradient_average),
         # DeepSpeed's own looks at it in stages 1 and 2 only.
@@ -74,6 +71,17 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
         communication_dtype=_communication_dtype(internals._config),
         scaler=_scaler(internals),
         micro_batches=int(internals.gradient_accumulation_steps()),
+    )
+
+
+def _gather_settings(zero: Any) -> GatherSettings:
+    """DeepSpeed's keys of ZeRO-3."""
+    return GatherSettings(
+        prefetch=int(zero.prefetch_bucket_size),
+        max_live=int(zero.max_live_parameters),
+        max_reuse=int(zero.max_reuse_distance),
+        persistence=int(zero.param_persistence_threshold),
+        max_persistent=int(zero.model_persistence_threshold),
     )
 
 

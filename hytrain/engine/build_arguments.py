@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hytrain.errors import ConfigError, UnsupportedError
+from hytrain.errors import ConfigError, UnsupportedError, did_you_mean
 
 
 def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
@@ -22,8 +21,7 @@ def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
         ConfigError: there are any.
     """
     for name in unknown:
-        near = difflib.get_close_matches(name, list(known), n=1)
-        meant = f'did you mean "{near[0]}"? ' if near else ""
+        meant = did_you_mean(name, known)
         raise ConfigError(f'"{name}" is no argument of initialize: {meant}remove it')
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
 from hytrain.engine.build_agreement import require_one_optimizer
-from hytrain.engine.build_weights import WeightSettings, build_weights, give_shapes
+from hytrain.engine.build_weights import build_weights, give_shapes
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError
 from hytrain.hardware.host_share import HostShare
@@ -34,6 +34,7 @@ from hytrain.optimizer.model_cut import cut_model
 from hytrain.placement.build import build_placement, plan_placement
 from hytrain.testing.faults import injected_delays
 from hytrain.zero3.layer_weights import BuiltWeights
+from hytrain.zero3.plan import GatherSettings
 from hytrain.zero3.weight_passes import WeightPasses
 
 
@@ -43,10 +44,13 @@ class BuildSettings:
 
     Attributes:
         stage: ZeRO stage: 1, 2 or 3.
-        weights: where the training copy is kept, and gradients' dtype.
+        device: where the training copy is computed with.
         clip: clipping and overflow check.
         mean: whether gradients are averaged over ranks (else summed).
         host: this rank's part of its host.
+        gathers: DeepSpeed's keys of ZeRO-3; None below it: every rank has all weights.
+        on_host: this rank's shards of the training copy are kept in host memory.
+        gradient_dtype: of gradients; None: each layer's own training copy's.
         refuse_unused: see :class:`StepSettings`.
         communication_dtype: what gradients are reduced in; None: in what they are accumulated.
         scaler: moves the loss scale; None: there is none.
@@ -54,10 +58,13 @@ class BuildSettings:
     """
 
     stage: Literal[1, 2, 3]
-    weights: WeightSettings
+    device: torch.device
     clip: ClipSettings
     mean: bool
     host: HostShare
+    gathers: GatherSettings | None = None
+    on_host: bool = False
+    gradient_dtype: torch.dtype | None = None
     refuse_unused: bool = False
     communication_dtype: torch.dtype | None = None
     scaler: LossScaler | None = None
@@ -108,12 +115,20 @@ def build_optimizer(
         )
     trained = [p for group in groups for p in group["params"] if id(p) in group_of]
     _check_all_found(trained, found_ids={id(p) for p in model.parameters()})
-    gathers = settings.weights.gathers
-    if collectives.world_size == 1 and not settings.weights.on_host:
+    gathers = settings.gathers
+    if collectives.world_size == 1 and not settings.on_host:
         gathers = None  # no other rank could keep anything
     cut = cut_model(model, group_of, config, collectives.world_size, gathers)
     with taking_host_memory("the engine"):
-        weights = build_weights(model, cut, settings.weights, collectives)
+        weights = build_weights(
+            model,
+            cut,
+            collectives,
+            settings.device,
+            gathers=settings.gathers,
+            on_host=settings.on_host,
+            gradient_dtype=settings.gradient_dtype,
+        )
         try:
             return _build_on(
                 weights,
@@ -144,7 +159,7 @@ def _build_on(
 ) -> HyTrainZeroOptimizer:
     """Places and allocates the state of weights that are in place, and what updates it."""
     states = weights.states
-    streams = Streams(settings.weights.device)
+    streams = Streams(settings.device)
     cpu_settings = CpuSettings(
         0, config.offload.chunk_elements, settings.clip.direct, *injected_delays()
     )
@@ -178,7 +193,7 @@ def _build_on(
             pipeline,
             weights.layers,
             collectives,
-            settings.weights.gathers,
+            settings.gathers,
             held=unguarded_layers(model, weights.layers),
             home=weights.home,
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -32,23 +31,6 @@ from hytrain.zero3.plan import GatherSettings
 _LINE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class WeightSettings:
-    """Where the training copy is kept.
-
-    Attributes:
-        device: where it is computed with.
-        gathers: DeepSpeed's keys of ZeRO-3; None below it: every rank has all of it.
-        on_host: this rank's shards are kept in host memory (``offload_param``).
-        gradient_dtype: dtype of gradients; None: each layer's own training copy's.
-    """
-
-    device: torch.device
-    gathers: GatherSettings | None = None
-    on_host: bool = False
-    gradient_dtype: torch.dtype | None = None
-
-
 def give_shapes(model: nn.Module) -> None:
     """Parameters that zero.Init has partitioned get their shapes, without memory."""
     for parameter in model.parameters():
@@ -60,27 +42,34 @@ def give_shapes(model: nn.Module) -> None:
 def build_weights(
     model: nn.Module,
     cut: Sequence[CutLayer],
-    settings: WeightSettings,
     collectives: ShardCollectives,
+    device: torch.device,
+    *,
+    gathers: GatherSettings | None,
+    on_host: bool,
+    gradient_dtype: torch.dtype | None,
 ) -> BuiltWeights:
     """Moves the weights; under ZeRO-3 a collective.
 
     Args:
         model: after :func:`give_shapes`.
         cut: its layers; see :func:`~hytrain.optimizer.model_cut.cut_model`.
-        settings: see :class:`WeightSettings`.
         collectives: the ranks.
+        device: where the training copy is computed with.
+        gathers: DeepSpeed's keys of ZeRO-3; None below it: every rank has all of it.
+        on_host: this rank's shards are kept in host memory (``offload_param``).
+        gradient_dtype: dtype of gradients; None: each layer's own training copy's.
 
     Raises:
         HostMemoryError: host memory for shards cannot be had; no weight has been moved.
     """
-    gathers, rank = settings.gathers, collectives.rank
+    rank = collectives.rank
     home: Arena | None = None
-    if settings.on_host:
+    if on_host:
         sizes = [_home_bytes(part, rank) for part in parts_of(cut) if part.is_sharded]
         home = Arena(
             sum(sizes),
-            settings.device,
+            device,
             purpose="this rank's shards of the weights",
             remedy='use more ranks, or remove "zero_optimization.offload_param"',
         )
@@ -92,22 +81,22 @@ def build_weights(
         slots = [slot for part in layer.parts for slot in part.layout.slots]
         placed.update(id(slot.parameter) for slot in slots)
         if gathers is not None:
-            _bring([slot.parameter for slot in slots], settings.device, collectives)
+            _bring([slot.parameter for slot in slots], device, collectives)
         state: LayerState | None = None
         if layer.trained is not None:
-            storage = _make_storage(layer.trained, settings.device, home, rank)
-            state = _make_state(layer.trained, storage, rank, settings.gradient_dtype)
+            storage = _make_storage(layer.trained, device, home, rank)
+            state = _make_state(layer.trained, storage, rank, gradient_dtype)
         frozen: ShardedWeights | None = None
         if layer.frozen is not None:
-            storage = _make_storage(layer.frozen, settings.device, home, rank)
+            storage = _make_storage(layer.frozen, device, home, rank)
             assert isinstance(storage, ShardedStorage)
             frozen = ShardedWeights(storage, layer.frozen.sizes)
         layers.append(LayerWeights(next(beyond) if state is None else state.index, state, frozen))
     others = [parameter for parameter in model.parameters() if id(parameter) not in placed]
     if gathers is not None:
         for parameter in others:
-            _bring([parameter], settings.device, collectives)
-        model.to(settings.device)  # buffers
+            _bring([parameter], device, collectives)
+        model.to(device)  # buffers
     states = [layer.trained for layer in layers if layer.trained is not None]
     return BuiltWeights(
         states, layers, home, live_bytes(cut, gathers), max((x.nbytes for x in others), default=0)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from pydantic import ValidationError
 
 from hytrain.config import SECTION, HyTrainConfig
 from hytrain.engine.deepspeed_internals import keys_of_section, lr_schedules
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, did_you_mean
 
 _BATCH_KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -136,7 +136,7 @@ def explain_deepspeeds(error: ValidationError, config: Mapping[str, Any]) -> Con
         key = ".".join([str(section), *map(str, item["loc"])])
         if item["type"] == "extra_forbidden":
             known = keys_of_section(error.title) if len(item["loc"]) == 1 else ()
-            hint = _meant(item["loc"][-1], known) or "remove it"
+            hint = did_you_mean(item["loc"][-1], known) or "remove it"
             lines.append(f'  "{key}" is no key that DeepSpeed knows: {hint.rstrip()}')
         else:
             seen = f" = {item['input']!r}" if item["loc"] else ""
@@ -190,28 +190,32 @@ def _check_precisions(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_number(path: str, value: Any, remedy: str) -> None:
+def _refuse(path: str, value: Any, remedy: str) -> NoReturn:
+    raise ConfigError(f'"{path}" is {value!r:.80}: {remedy}')
+
+
+def _refuse_auto(path: str, value: Any) -> None:
     if value == "auto":
         raise ConfigError(f'"{path}" is "auto": {_AUTO}')
+
+
+def _check_number(path: str, value: Any, remedy: str) -> None:
+    _refuse_auto(path, value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0.0 <= value <= _FLOAT32_MAX:  # false of NaN, too
-        raise ConfigError(
-            f'"{path}" is {value!r:.40}: give a finite number of at least 0; {remedy}'
-        )
+        _refuse(path, value, f"give a finite number of at least 0; {remedy}")
 
 
 def _check_steps_per_print(value: Any) -> None:
     # accelerate writes infinity.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and (not is_number or not value >= 1):
-        raise ConfigError(
-            f'"steps_per_print" is {value!r}: give a whole number above 0, or remove it'
-        )
+        _refuse("steps_per_print", value, "give a whole number above 0, or remove it")
 
 
 def _check_dtype(path: str, value: Any, known: Sequence[str]) -> None:
     if value is not None and str(value).removeprefix("torch.") not in known:
-        raise ConfigError(f'"{path}" is {value!r}: write {" or ".join(_DTYPES)}')
+        _refuse(path, value, f"write {' or '.join(_DTYPES)}")
 
 
 def _check_batches(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
@@ -219,12 +223,9 @@ def _check_batches(config: Mapping[str, Any], *, batches_elsewhere: bool) -> Non
     if batches_elsewhere:
         return  # compared with what the section says
     for key, value in given.items():
-        if value == "auto":
-            raise ConfigError(f'"{key}" is "auto": {_AUTO}')
+        _refuse_auto(key, value)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _MOST_SAMPLES:
-            raise ConfigError(
-                f'"{key}" is {value!r:.40}: give a whole number above 0 and below 2**31'
-            )
+            _refuse(key, value, "give a whole number above 0 and below 2**31")
     if not any(key in given for key in _BATCH_KEYS[:2]):
         raise ConfigError(
             'the configuration does not say how large a batch is: set "train_batch_size" (samples '
@@ -248,32 +249,29 @@ def _check_optimizer(section: Any) -> None:
             raise ConfigError(f'"{key}" is no parameter of an Adam: set "gradient_clipping"')
         if name not in _OF_ADAM:
             raise ConfigError(
-                f'"{key}" is no parameter of an Adam: {_meant(name, _OF_ADAM)}known are '
+                f'"{key}" is no parameter of an Adam: {did_you_mean(name, _OF_ADAM)}known are '
                 f"{', '.join(_OF_ADAM)}"
             )
         if name in ("lr", "eps", "weight_decay"):
             _check_number(key, value, "as in 1e-4")
             if name == "eps" and value < _FLOAT32_TINY:
-                raise ConfigError(
-                    f'"{key}" is {value!r}: give a number above 0, as in 1e-8, since a parameter '
-                    "without gradients is divided by it"
-                )
+                remedy = "since a parameter without gradients is divided by it"
+                _refuse(key, value, f"give a number above 0, as in 1e-8, {remedy}")
         elif name in _FLAGS_OF_ADAM and not isinstance(value, bool):
-            raise ConfigError(f'"{key}" is {value!r}: write true or false')
+            _refuse(key, value, "write true or false")
         elif name == "betas":
             _check_betas(key, value)
 
 
 def _check_betas(key: str, value: Any) -> None:
-    if value == "auto":
-        raise ConfigError(f'"{key}" is "auto": {_AUTO}')
+    _refuse_auto(key, value)
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     is_pair = len(numbers) == 2 and all(
         isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0.0 <= beta < 1.0
         for beta in numbers
     )
     if not is_pair:
-        raise ConfigError(f'"{key}" is {value!r}: give two numbers in [0, 1), as in [0.9, 0.999]')
+        _refuse(key, value, "give two numbers in [0, 1), as in [0.9, 0.999]")
 
 
 def _check_scheduler(section: Any) -> None:
@@ -285,22 +283,16 @@ def _check_scheduler(section: Any) -> None:
         raise ConfigError(f'"scheduler.params" is {parameters!r}: write a JSON object, {{...}}')
     known = list(inspect.signature(kind).parameters)[1:]  # the first is the optimizer
     for name, value in parameters.items():
-        if value == "auto":
-            raise ConfigError(f'"scheduler.params.{name}" is "auto": {_AUTO}')
+        _refuse_auto(f"scheduler.params.{name}", value)
         if name not in known:
             raise ConfigError(
                 f'"scheduler.params.{name}" is no parameter of {section["type"]}: '
-                f"{_meant(name, known)}known are {', '.join(known)}"
+                f"{did_you_mean(name, known)}known are {', '.join(known)}"
             )
     try:
         inspect.signature(kind).bind(None, **parameters)
     except TypeError as error:
         raise ConfigError(f'"scheduler.params" of {section["type"]}: {error}') from None
-
-
-def _meant(name: Any, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f'did you mean "{near[0]}"? ' if near else ""
 
 
 def _scheduler_class(name: Any) -> type:
@@ -311,7 +303,7 @@ def _scheduler_class(name: Any) -> type:
             return found
     known = lr_schedules.VALID_LR_SCHEDULES
     raise ConfigError(
-        f'"scheduler.type" is {name!r}: {_meant(name, known)}DeepSpeed has '
+        f'"scheduler.type" is {name!r}: {did_you_mean(name, known)}DeepSpeed has '
         f"{', '.join(known)}, and those of torch.optim.lr_scheduler"
     )
 

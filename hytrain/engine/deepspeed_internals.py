@@ -16,53 +16,24 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.ops import __compatible_ops__ as compatible_ops
 from deepspeed.runtime import lr_schedules as lr_schedules
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig as DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader as DeepSpeedDataLoader
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine import DeepSpeedEngine as DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from deepspeed.runtime.torch_autocast import autocast_if_enabled as autocast_if_enabled
 from deepspeed.runtime.zero.partition_parameters import (
-    PartitionedParamStatus,
-    ZeroParamStatus,
-    ZeroParamType,
+    PartitionedParamStatus as PartitionedParamStatus,
 )
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamType as ZeroParamType
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils import zero_to_fp32
-from deepspeed.utils.logging import print_dist
+from deepspeed.utils.logging import print_dist as print_dist
 
 from hytrain.errors import ConfigError, UnsupportedError
-
-__all__ = [
-    "DeepSpeedConfig",
-    "DeepSpeedEngine",
-    "ForcedOptimizerError",
-    "PartitionedParamStatus",
-    "ZeROOptimizer",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "assemble_partitioned",
-    "autocast_if_enabled",
-    "avoid_cpu_communication_build",
-    "check_version",
-    "create_loss_scaler",
-    "deepspeed_version",
-    "engine_class",
-    "forget_partition",
-    "fp32_weights_of_deepspeed",
-    "is_partitioned",
-    "join_ranks",
-    "keys_of_section",
-    "load_config",
-    "lr_schedules",
-    "print_dist",
-    "read_fp32_weights_by",
-    "shape_partitioned",
-    "state_group_of",
-    "use_checkpointing",
-]
 
 
 class ForcedOptimizerError(ConfigError, ZeRORuntimeException):

@@ -28,33 +28,29 @@ from hytrain.engine.batch_training import BatchTraining
 from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
 from hytrain.engine.checkpoints import EngineCheckpoints
-from hytrain.engine.coalesced_gradients import coalesced, refuse_coalescing
 from hytrain.engine.config_checks import make_folder
 from hytrain.engine.data_position import count_batches
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine, autocast_if_enabled
 from hytrain.engine.hook_snapshot import HookSnapshot
-from hytrain.engine.module_weights import module_tensors
 from hytrain.engine.parameter_access import StateAccess
+from hytrain.engine.parameter_attributes import ParameterAttributes
+from hytrain.engine.parameter_offload import ParameterOffload
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
 from hytrain.engine.step_reports import report_step
 from hytrain.engine.termination import Termination
 from hytrain.engine.thawed_parameters import ThawedParameters
-from hytrain.engine.trace_session import TracedEngine
 from hytrain.engine.tracing import Tracing
-from hytrain.engine.zero3_surface import offer_zero3
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
-from hytrain.errors import ConfigError, EngineClosedError, HyTrainError
+from hytrain.errors import ConfigError, EngineClosedError, HyTrainError, NestedReductionError
 from hytrain.formats.plan_file import read_plan
 from hytrain.formats.trace_file import PHASE_OPTIMIZER
 from hytrain.hardware.host_share import share_host
-from hytrain.hardware.rank_clocks import clock_offset_ns
 from hytrain.optimizer.global_batch import NumValid, valid_labels
-from hytrain.optimizer.layer_guards import LayerGuards, modules_of_layers
+from hytrain.optimizer.layer_guards import LayerGuards
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.placement.peak_memory import PhasePeak
 from hytrain.placement.records import Decision
-from hytrain.trace.viztracer_file import running_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -69,15 +65,16 @@ class HyTrainEngine(DeepSpeedEngine):
     hytrain_config: HyTrainConfig
     batch_training: BatchTraining
     """Steps over a global batch; see :meth:`train_batch`."""
-    _guards: LayerGuards | None
+    _guards: LayerGuards
     _added_hooks: HookSnapshot
+    _checkpoints: EngineCheckpoints
+    _tracing: Tracing
     _collectives: ShardCollectives | None = None
     _plan_watch: PlanWatch | None = None
     _saver: AsyncSaver | None = None
-    _kept_checkpoints: EngineCheckpoints | None = None
     _termination: Termination | None = None
-    _tracing: Tracing | None = None
     _in_forward = False
+    _coalesces = False
 
     def __init__(self, section: HyTrainConfig, *args: Any, **kwargs: Any) -> None:
         """
@@ -90,7 +87,6 @@ class HyTrainEngine(DeepSpeedEngine):
         make_folder("hytrain.checkpoint.sigterm_dir", section.checkpoint.sigterm_dir)
         # nn.Module's __init__ has not run: plain attributes are safe, modules are not.
         object.__setattr__(self, "hytrain_config", section)
-        object.__setattr__(self, "_guards", None)
         object.__setattr__(
             self, "batch_training", BatchTraining(self, section, self.open_optimizer)
         )
@@ -112,27 +108,29 @@ class HyTrainEngine(DeepSpeedEngine):
 
     def _build(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not isinstance(self.optimizer, HyTrainZeroOptimizer):
-            raise ConfigError(
-                'no optimizer was given: add an "optimizer" section to the configuration or pass '
-                "optimizer=torch.optim.AdamW(...)"
-            )
-        self._guards = LayerGuards(
-            self._model, PassGuide(self.optimizer.passes, self.optimizer.kept)
-        )
-        self.optimizer.weights.when_closed(self._guards.close)
-        access = StateAccess(
-            self.optimizer.kept, self.optimizer.gradients, self._model.parameters()
-        )
-        self.optimizer.weights.when_closed(access.detach)
+        optimizer = self.open_optimizer()
+        self._guards = LayerGuards(self._model, PassGuide(optimizer.passes, optimizer.kept))
+        optimizer.weights.when_closed(self._guards.close)
+        access = StateAccess(optimizer.kept, optimizer.gradients, self._model.parameters())
+        optimizer.weights.when_closed(access.detach)
         if int(self.zero_optimization_stage()) == 3:
-            offer_zero3(self.optimizer, self._model)
-        self._watch_plan(self.optimizer)
-        self._prepare_saves(self.optimizer)
-        self._prepare_tracing(self.optimizer)
+            self._offer_zero3(optimizer)
+        self._watch_plan(optimizer)
+        self._checkpoints = EngineCheckpoints(self, optimizer, self._module_tensors)
+        self._prepare_saves(optimizer)
+        trace = self.hytrain_config.trace
+        self._tracing = Tracing(optimizer, self._model, trace, self.global_steps)
+        optimizer.before_close.append(self._tracing.close)
         self._unblock_throughput_timer(kwargs["config"])
         self._thawed = ThawedParameters(self._model)
-        close_at_exit(self.optimizer)
+        close_at_exit(optimizer)
+
+    def _offer_zero3(self, optimizer: HyTrainZeroOptimizer) -> None:
+        """What libraries look for on parameters and the optimizer where ZeRO-3 is in use."""
+        attributes = ParameterAttributes(self._model, optimizer.weights, optimizer.kept)
+        optimizer.parameter_offload = ParameterOffload(self._model, optimizer.weights)
+        optimizer.weights.when_closed(attributes.detach)
+        optimizer.weights.when_closed(optimizer.parameter_offload.detach)
 
     def _watch_plan(self, optimizer: HyTrainZeroOptimizer) -> None:
         name = self.hytrain_config.plan
@@ -148,28 +146,11 @@ class HyTrainEngine(DeepSpeedEngine):
             )
             optimizer.before_close.append(lambda: saver.close(abandon=is_failing()))
             finish_save_at_exit(saver)
-            self._checkpoints().prepare()
+            self._checkpoints.prepare()
         if settings.sigterm_dir is not None:
             is_ordered = not optimizer.pipeline.norm.settings.direct
             self._termination = Termination(optimizer.collectives, is_ordered=is_ordered)
             optimizer.before_close.append(self._termination.close)
-
-    def _prepare_tracing(self, optimizer: HyTrainZeroOptimizer) -> None:
-        config, collectives = self.hytrain_config.trace, optimizer.collectives
-        is_wanted = config.dir is not None or running_tracer() is not None
-        cores = optimizer.placement.host.cores
-        modules = modules_of_layers(self._model, optimizer.weights.layers)
-        trained = len(optimizer.layer_states)
-        engine = TracedEngine(
-            optimizer,
-            # A module with parameters of several layers counts as the first one's.
-            {m: min(found) for m, found in modules.items() if min(found) < trained},
-            cores,
-            clock_offset_ns(collectives, is_wanted=is_wanted),
-        )
-        self._tracing = Tracing(engine, config)
-        optimizer.before_close.append(self._tracing.close)
-        self._tracing.begin(self.global_steps)
 
     def _unblock_throughput_timer(self, config: Mapping[str, Any]) -> None:
         """DeepSpeed's throughput timer waits for the whole device twice a step, by default.
@@ -217,11 +198,7 @@ class HyTrainEngine(DeepSpeedEngine):
     def _configure_zero_optimizer(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, optimizer: torch.optim.Optimizer | None
     ) -> HyTrainZeroOptimizer:
-        if optimizer is None:
-            raise ConfigError(
-                'no optimizer was given: add an "optimizer" section to the configuration or pass '
-                "optimizer=torch.optim.AdamW(...)"
-            )
+        assert optimizer is not None, "initialize() has seen that there is one"
         if not self.__dict__.get("_bias_correction", True):
             for group in optimizer.param_groups:
                 group["bias_correction"] = False
@@ -272,17 +249,9 @@ class HyTrainEngine(DeepSpeedEngine):
         return optimizer
 
     def _module_tensors(self) -> Mapping[str, Any]:
-        return module_tensors(self._model, self._open_guards())
-
-    def _checkpoints(self) -> EngineCheckpoints:
-        optimizer = self.open_optimizer()
-        if self._kept_checkpoints is None:
-            self._kept_checkpoints = EngineCheckpoints(self, optimizer, self._module_tensors)
-        return self._kept_checkpoints
-
-    def _open_guards(self) -> LayerGuards:
-        assert self._guards is not None
-        return self._guards
+        """The module's state dict as it is, with nothing waited for: for names and shapes."""
+        with self._guards.reading_names():
+            return self._model.state_dict(keep_vars=True)
 
     @property
     def _model(self) -> nn.Module:
@@ -300,7 +269,7 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         optimizer = self.open_optimizer()
         optimizer.passes.begin_forward(enters_model=False)
-        if self._tracing is not None and self._tracing.recorder is not None:
+        if self._tracing.recorder is not None:
             self._tracing.recorder.count_tokens(kwargs.get("input_ids", next(iter(inputs), None)))
         try:
             with self.watching_reads():
@@ -346,27 +315,30 @@ class HyTrainEngine(DeepSpeedEngine):
             LossScaleError: gradients overflow at the smallest loss scale; the step was skipped.
         """
         optimizer = self.open_optimizer()
-        refuse_coalescing(self)
+        if self._coalesces:
+            raise NestedReductionError(
+                "step() within coalesce_grad_reduction() (or no_sync()): call it behind the block"
+            )
         optimizer.passes.refuse_aborted()
         # DeepSpeed clears it where a loss came of its own forward alone.
         self._manual_backward_expected = False
         steps, tracing = self.global_steps, self._tracing
-        assert tracing is not None
         with optimizer.collectives.reporting_failures():
             with tracing.phase(PHASE_OPTIMIZER):
                 super().step(lr_kwargs)
-            if self.global_steps != steps:
+            is_made = self.global_steps != steps
+            if is_made:
                 tracing.step_made(self.global_steps)
                 report_step(self, optimizer)
-            if self._plan_watch is not None and self.global_steps != steps:
+            if is_made and self._plan_watch is not None:
                 self._plan_watch.after_step(optimizer.rank_state(self.batch_training.host_bytes))
-        if self.global_steps != steps:
+        if is_made:
             self._thawed.warn()
         if self._saver is not None:
             self._saver.check()
         if (
-            self._termination is not None
-            and self.global_steps != steps
+            is_made
+            and self._termination is not None
             and self._termination.is_due(self.global_steps)
         ):
             self._termination.finish(self._save_at_end)
@@ -433,8 +405,29 @@ class HyTrainEngine(DeepSpeedEngine):
             NestedReductionError: step() in the block, or a block in another or in no_sync().
             ConfigError: gradient accumulation that the script manages itself.
         """
-        with coalesced(self):
+        internals: Any = self
+        if not internals.managed_gradient_accumulation():
+            raise ConfigError(
+                "coalesce_grad_reduction() with gradient accumulation that the script manages "
+                "itself: gradients are summed until step() anyway; leave it out"
+            )
+        if internals.inside_no_sync_ctxt or self._coalesces:
+            raise NestedReductionError(
+                "coalesce_grad_reduction() nested in no_sync() or another such block: leave one "
+                "of them out"
+            )
+        boundary = vars(self).get("_is_gradient_accumulation_boundary")
+        self._coalesces = True
+        internals.set_gradient_accumulation_boundary(False)
+        # Under ZeRO-3 the plan of a backward has reductions among the gathers: they stay.
+        internals.inside_no_sync_ctxt = not self.open_optimizer().weights.is_sharded
+        try:
             yield
+        finally:
+            internals.inside_no_sync_ctxt = False
+            self._coalesces = False
+            # Gradients that no backward has announced as the step's last are reduced in step().
+            internals._is_gradient_accumulation_boundary = boundary
 
     def train_batch(
         self, data_iter: Iterator[Any], num_valid: NumValid | None = None
@@ -469,7 +462,6 @@ class HyTrainEngine(DeepSpeedEngine):
             Exception: the model's. Its step has left nothing behind: weights and state are those of
                 the last one, and the next call begins a step of its own.
         """
-        assert self._tracing is not None
         data = self._tracing.loading(data_iter)
         return self.batch_training.train(data, num_valid or valid_labels)
 
@@ -490,7 +482,7 @@ class HyTrainEngine(DeepSpeedEngine):
     @contextmanager
     def watching_reads(self) -> Generator[None]:
         """Around a forward: where it is the first, what autograd saves of weights is seen."""
-        with self._open_guards().watching():
+        with self._guards.watching():
             yield
 
     def autocasting(self) -> AbstractContextManager[None]:
@@ -520,7 +512,7 @@ class HyTrainEngine(DeepSpeedEngine):
         Raises:
             HyTrainError: no step has been made.
         """
-        return self.open_optimizer().step_statistics()
+        return self.open_optimizer().statistics.latest()
 
     def plan_report(self) -> PlanReport:
         """What ``"hytrain.plan"`` predicted beside what the last steps took; a collective.
@@ -584,7 +576,7 @@ class HyTrainEngine(DeepSpeedEngine):
         self, mode: bool = True
     ) -> HyTrainEngine:
         """As nn.Module.train; switching to evaluation synchronizes first."""
-        if not mode and self.__dict__.get("_guards") is not None:
+        if not mode and "_guards" in vars(self):
             self.synchronize()
         super().train(mode)
         return self
@@ -725,7 +717,7 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self.wait_for_checkpoint()
-        self._checkpoints().save(
+        self._checkpoints.save(
             str(save_dir),
             name,
             dict(client_state or {}),
@@ -789,10 +781,9 @@ class HyTrainEngine(DeepSpeedEngine):
         self.wait_for_checkpoint()
         self.open_optimizer().passes.refuse_away()
         with_optimizer = load_optimizer_states and not load_module_only
-        assert self._tracing is not None
         keys = ("module",) if load_module_only else ("module", *COUNTERS)
         trusted = self.hytrain_config.checkpoint.run_pickled_code
-        loaded = self._checkpoints().load(
+        loaded = self._checkpoints.load(
             Path(load_dir),
             None if tag is None else str(tag),
             LoadRequest(load_module_strict, with_optimizer, custom_load_fn, keys, trusted),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Container, Iterable
 from enum import Enum
 from typing import Any, cast
 
-from hytrain.errors import ConfigError, UnsupportedError
+from hytrain.errors import ConfigError, UnsupportedError, did_you_mean
 from hytrain.optimizer.offloaded_states import StateKind
 
 logger = logging.getLogger(__name__)
@@ -53,10 +52,9 @@ def _kind(value: Any) -> StateKind:
     known = [kind.value for kind in StateKind]
     if name in known:
         return StateKind(name)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f'did you mean "{near[0]}"? ' if near else ""
     raise ConfigError(
-        f"offload_states(include=...) has {name!r}: {hint}known are {', '.join(known)}"
+        f"offload_states(include=...) has {name!r}: {did_you_mean(name, known)}known are "
+        f"{', '.join(known)}"
     )
 
 

@@ -28,6 +28,7 @@ _NAMES = (
     "_z3_optimizer", "_hp_mapping", "get_full_hp_param", "set_full_hp_param", "get_full_hp_grad",
     "set_full_hp_grad",
 )  # fmt: skip
+_READING = "reading master weights or moments"
 
 
 class StateAccess:
@@ -91,12 +92,9 @@ class StateAccess:
         place = self._places.get(id(param))
         if place is None:
             return None
-        what = "reading master weights or moments"
-        kind = _kind(optim_state_key)
-        self._kept.settle(what)
-        self._kept.collectives.meet(what)
-        piece = self._piece(place)
-        return self._whole(place, None if piece is None else place.read(kind, piece))
+        mine = self._read_state(place, optim_state_key)
+        self._kept.collectives.meet(_READING)
+        return self._whole(place, mine)
 
     def set_full_hp_param(
         self, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None
@@ -109,18 +107,11 @@ class StateAccess:
         place = self._places.get(id(param))
         if place is None:
             return
-        kind = _kind(optim_state_key)
         _check_size(value, place.numel)
-        self._kept.settle("writing master weights or moments")
-        flat = value.detach().reshape(-1)
-        piece = self._piece(place)
-        if piece is not None:
-            place.write(kind, piece, flat[piece.begin : piece.end])
-        if kind == STATES[0]:
-            # A resident training copy is whole on every rank, and so is the value.
-            whole = Piece(0, 0, place.numel)
-            self._publish(place, piece if place.layer.storage.is_sharded else whole, flat)
-        self._kept.pipeline.streams.synchronize()
+        # A resident training copy is whole on every rank, and so is the value.
+        whole = Piece(0, 0, place.numel)
+        weights = self._piece(place) if place.layer.storage.is_sharded else whole
+        self._write_state(place, optim_state_key, value.detach().reshape(-1), weights)
 
     def get_local_fp32_param(
         self, param: torch.Tensor, optim_state_key: str | None = None
@@ -129,39 +120,40 @@ class StateAccess:
         place = self._places.get(id(param))
         if place is None:
             return None
-        kind = _kind(optim_state_key)
-        self._kept.settle("reading master weights or moments")
-        piece = self._piece(place)
-        device = self._kept.pipeline.streams.device
-        if piece is None:
-            return torch.empty(0, device=device)
-        return place.read(kind, piece).to(device, copy=True)
+        return self._read_state(place, optim_state_key).to(self._kept.device, copy=True)
 
     def set_local_hp_param(
         self, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None
     ) -> None:
         """Sets what this rank owns of it; see :meth:`set_full_hp_param`."""
         place = self._places.get(id(param))
-        if place is None:
-            return
-        kind, piece = _kind(optim_state_key), self._piece(place)
-        _check_size(value, 0 if piece is None else piece.end - piece.begin)
-        self._kept.settle("writing master weights or moments")
-        if piece is None:
-            return
-        place.write(kind, piece, value.detach().reshape(-1))
-        if kind == STATES[0]:
-            whole = torch.empty(place.numel)
-            whole[piece.begin : piece.end].copy_(value.detach().reshape(-1))
-            self._publish(place, piece, whole)
-        self._kept.pipeline.streams.synchronize()
+        if place is not None:
+            whole = self._spread(place, value)
+            self._write_state(place, optim_state_key, whole, self._piece(place))
 
-    def _publish(self, place: ParameterPlace, piece: Piece | None, flat: torch.Tensor) -> None:
-        """The training copy follows at once: an update that is taken back restores it from here."""
+    def _read_state(self, place: ParameterPlace, key: str | None) -> torch.Tensor:
+        kind = _kind(key)
+        self._kept.settle(_READING)
+        piece = self._piece(place)
+        return torch.empty(0) if piece is None else place.read(kind, piece)
+
+    def _write_state(
+        self, place: ParameterPlace, key: str | None, flat: torch.Tensor, weights: Piece | None
+    ) -> None:
+        """This rank's piece of all elements; of master weights the training copy follows at once.
+
+        An update that is taken back restores it from there.
+        """
+        kind, piece = _kind(key), self._piece(place)
+        self._kept.settle("writing master weights or moments")
         if piece is not None:
-            with torch.no_grad():
-                place.weights(piece).copy_(flat[piece.begin : piece.end])
-        torch.autograd.graph.increment_version([place.slot.parameter])
+            place.write(kind, piece, flat[piece.begin : piece.end])
+        if kind == STATES[0]:
+            if weights is not None:
+                with torch.no_grad():
+                    place.weights(weights).copy_(flat[weights.begin : weights.end])
+            torch.autograd.graph.increment_version([place.slot.parameter])
+        self._kept.pipeline.streams.synchronize()
 
     def _set_full_hp_param(
         self, param: torch.Tensor, value: torch.Tensor, optim_state_key: str | None = None
@@ -182,11 +174,7 @@ class StateAccess:
     def get_local_fp32_grad_for_param(self, param: torch.Tensor) -> torch.Tensor | None:
         """What this rank owns of the gradient; a collective, as ranks reduce it."""
         place = self._places.get(id(param))
-        if place is None:
-            return None
-        mine = self._read_gradient(place)
-        device = self._kept.pipeline.streams.device
-        return torch.empty(0, device=device) if mine is None else mine
+        return None if place is None else self._read_gradient(place)
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: torch.Tensor) -> None:
         """Sets the gradient that step() will apply; a collective, with one value on all ranks.
@@ -202,14 +190,8 @@ class StateAccess:
     def set_local_grad_for_param(self, value: torch.Tensor, param: torch.Tensor) -> None:
         """Sets what this rank owns of the gradient; a collective, as ranks reduce it before."""
         place = self._places.get(id(param))
-        if place is None:
-            return
-        piece = self._piece(place)
-        _check_size(value, 0 if piece is None else piece.end - piece.begin)
-        whole = torch.empty(place.numel, device=value.device)
-        if piece is not None:
-            whole[piece.begin : piece.end].copy_(value.detach().reshape(-1))
-        self._write_gradient(place, whole)
+        if place is not None:
+            self._write_gradient(place, self._spread(place, value))
 
     def update_fp32_grad_for_param_vectorized(
         self,
@@ -234,14 +216,14 @@ class StateAccess:
             )
         self._kept.collectives.meet(what)
 
-    def _read_gradient(self, place: ParameterPlace) -> torch.Tensor | None:
+    def _read_gradient(self, place: ParameterPlace) -> torch.Tensor:
+        """This rank's piece, on the device."""
         self._take_gradients_back("reading a gradient")
         shard = self._gradients.read_gradient(place.layer)
         piece = self._piece(place)
         if piece is None:
-            return None
-        scale = self._gradients.unscale
-        return self._part(place, piece, shard).float().mul_(scale)
+            return torch.empty(0, device=self._kept.device)
+        return self._part(place, piece, shard).float().mul_(self._gradients.unscale)
 
     def _write_gradient(self, place: ParameterPlace, flat: torch.Tensor) -> None:
         self._take_gradients_back("writing a gradient")
@@ -259,7 +241,15 @@ class StateAccess:
     def _piece(self, place: ParameterPlace) -> Piece | None:
         return place.piece_of(self._kept.collectives.rank)
 
-    def _whole(self, place: ParameterPlace, mine: torch.Tensor | None) -> torch.Tensor:
+    def _spread(self, place: ParameterPlace, value: torch.Tensor) -> torch.Tensor:
+        """This rank's piece where it is among all elements, of which others are undefined."""
+        piece = self._piece(place) or Piece(0, 0, 0)
+        _check_size(value, piece.end - piece.begin)
+        whole = torch.empty(place.numel, device=value.device)
+        whole[piece.begin : piece.end].copy_(value.detach().reshape(-1))
+        return whole
+
+    def _whole(self, place: ParameterPlace, mine: torch.Tensor) -> torch.Tensor:
         return gather_everywhere(place, mine, self._kept.collectives, self._kept.device)
 
 

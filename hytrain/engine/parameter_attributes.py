@@ -7,7 +7,7 @@ it is (``ds_numel``, ``ds_shape``) and what this rank keeps of it (``ds_tensor``
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hytrain.comm.collectives import ShardCollectives
 from hytrain.engine.deepspeed_internals import (
     PartitionedParamStatus,
     ZeroParamStatus,
     ZeroParamType,
 )
+from hytrain.engine.gathered_parameters import GatheringParameters
 from hytrain.engine.weak_references import WeakCall
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import ParameterSlot
+from hytrain.optimizer.kept_state import KeptState
 from hytrain.zero3.gatherer import Presence
 from hytrain.zero3.layer_weights import LayerWeights, ShardedWeights
 from hytrain.zero3.weight_passes import WeightPasses
@@ -49,24 +50,20 @@ class ParameterAttributes:
         self,
         model: nn.Module,
         weights: WeightPasses,
-        collectives: ShardCollectives,
-        functions: dict[str, Callable[..., Any]],
+        kept: KeptState,
     ) -> None:
         """
         Args:
             model: the parameters' owner.
             weights: gathers and releases layers.
-            collectives: the ranks that share them.
-            functions: name -> attribute of each parameter, called with the parameter first.
+            kept: the optimizer's state.
         """
         self._weights = weights
-        self._collectives = collectives
-        self._functions = functions
+        self._collectives = kept.collectives
+        self._gathering = GatheringParameters(weights, kept)
         self._given: list[tuple[nn.Parameter, set[str]]] = []
         self._sharded: dict[int, list[nn.Parameter]] = {}
-        found = self._owned()
-        for parameter in model.parameters():
-            is_sharded, shard = found.get(id(parameter)) or (False, self._equal_part(parameter))
+        for parameter, is_sharded, shard in self._owned(model.parameters()):
             self._give(parameter, shard, is_sharded=is_sharded)
         for layer in weights.layers:
             parameters = [slot.parameter for part in layer.sharded for slot in part.layout.slots]
@@ -83,17 +80,20 @@ class ParameterAttributes:
         self._given.clear()
         self._sharded.clear()
 
-    def _owned(self) -> dict[int, tuple[bool, torch.Tensor]]:
+    def _owned(
+        self, parameters: Iterable[nn.Parameter]
+    ) -> Iterator[tuple[nn.Parameter, bool, torch.Tensor]]:
+        """Each with whether it is sharded, and this rank's part of it."""
         found: dict[int, tuple[bool, torch.Tensor]] = {}
         for layer in self._weights.layers:
             found.update(_owned_by_layer(layer))
-        return found
+        for parameter in parameters:
+            is_sharded, shard = found.get(id(parameter)) or (False, self._equal_part(parameter))
+            yield parameter, is_sharded, shard
 
     def _follow(self) -> None:
         """Weights are in other memory: a ``ds_tensor`` of the old would keep that."""
-        found = self._owned()
-        for parameter, _names in self._given:
-            _, shard = found.get(id(parameter)) or (False, self._equal_part(parameter))
+        for parameter, _, shard in self._owned(parameter for parameter, _ in self._given):
             vars(parameter)["ds_tensor"].data = shard.data
 
     def _note(self, layer: LayerWeights, presence: Presence) -> None:
@@ -125,9 +125,9 @@ class ParameterAttributes:
             "is_external_param": False,
             "ds_summary": partial(_summary, parameter),
             "partition_numel": shard.numel,
+            "all_gather": WeakCall(self._gathering.gather, parameter),
+            "partition": WeakCall(self._gathering.part, parameter),
         }
-        for name, function in self._functions.items():
-            attributes[name] = WeakCall(function, parameter)
         vars(parameter).update(attributes)
         self._given.append((parameter, set(attributes)))
 

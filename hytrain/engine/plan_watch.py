@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,12 @@ _MOST_REPORTS = 4
 
 @dataclass(frozen=True, slots=True)
 class RankMeasured:
-    """A rank's last steps.
+    """A rank's last steps, or one of them.
 
     Attributes:
-        step_seconds: the median.
+        step_seconds: the median, from the end of the step before to that of each.
         clipped_share: of these steps, those that began with a clipped decision, the step before's:
-            their forward waited for second passes.
+            their forward waited for second passes. Of one step, whether it was clipped itself.
         gpu_bytes: the allocator's peak since the process began, or since the user reset it; None
             without a GPU.
         host_bytes: state, weights, activations and staging on the host.
@@ -142,27 +142,6 @@ class PlanReport:
         return "\n".join([words, *align(rows)])
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """What a rank has after a step; see :class:`RankMeasured`.
-
-    Attributes:
-        step_seconds: from the end of the step before to this one's.
-        is_clipped: whether this step's gradient was clipped, which the next one's forward feels.
-        host_bytes: state, weights, activations and staging on the host.
-        gpu_layers: layers of ``num_layers`` whose state is on the GPU.
-        num_layers: of the model, embeddings and head counted.
-        is_settled: no layer is moving.
-    """
-
-    step_seconds: float
-    is_clipped: bool
-    host_bytes: int
-    gpu_layers: int
-    num_layers: int
-    is_settled: bool
-
-
 class PlanWatch:
     """Follows the steps of one engine."""
 
@@ -178,12 +157,12 @@ class PlanWatch:
         self._device = device
         self._steps = 0
         # The steps that a report is about, and the one before them.
-        self._recent: list[RankState] = []
+        self._recent: list[RankMeasured] = []
         self._reports = 0
         self.latest: PlanReport | None = None
         """The newest report; None before the first one."""
 
-    def after_step(self, state: RankState) -> None:
+    def after_step(self, state: RankMeasured) -> None:
         """A step was made; a collective after some of them."""
         self._steps += 1
         if self._steps < _WARM_UP:
@@ -216,17 +195,15 @@ class PlanWatch:
         self.latest = PlanReport(first, self._steps, self._plan, tuple(ranks))
         return self.latest
 
-    def _measured(self, recent: Sequence[RankState]) -> RankMeasured:
+    def _measured(self, recent: Sequence[RankMeasured]) -> RankMeasured:
         states, before = recent[1:], recent[:-1]
         last = states[-1]
         is_cuda = self._device.type == "cuda"
-        return RankMeasured(
+        return replace(
+            last,
             step_seconds=statistics.median(state.step_seconds for state in states),
-            clipped_share=sum(state.is_clipped for state in before) / len(before),
+            clipped_share=sum(state.clipped_share for state in before) / len(before),
             gpu_bytes=torch.cuda.max_memory_allocated(self._device) if is_cuda else None,
-            host_bytes=last.host_bytes,
-            gpu_layers=last.gpu_layers,
-            num_layers=last.num_layers,
             is_settled=all(
                 state.is_settled and state.gpu_layers == last.gpu_layers for state in states
             ),

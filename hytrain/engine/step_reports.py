@@ -26,12 +26,12 @@ def report_step(engine: Any, optimizer: HyTrainZeroOptimizer) -> None:
             [(PREFIX + name, value, engine.global_samples) for name, value in found.items()]
         )
     if engine.wall_clock_breakdown():
-        print_dist(_times(optimizer.step_statistics()), ranks=[0])
+        print_dist(_times(optimizer.statistics.latest()), ranks=[0])
 
 
 def monitored(optimizer: HyTrainZeroOptimizer) -> dict[str, float]:
     """Figures of the last step on this rank, by name; what was not measured is left out."""
-    latest = optimizer.step_statistics()
+    latest = optimizer.statistics.latest()
     predicted = [
         decision.predicted_seconds
         for decision in optimizer.placement.decisions

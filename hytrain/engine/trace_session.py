@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import psutil
@@ -15,7 +13,6 @@ import torch
 from torch import nn
 
 from hytrain import _C
-from hytrain.config import TraceConfig
 from hytrain.engine.trace_peaks import measure_peaks
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.formats import trace_file as names
@@ -23,7 +20,6 @@ from hytrain.formats.trace_file import Peaks, TraceHeader
 from hytrain.hardware.energy import EnergyMeter
 from hytrain.hardware.gpu_memory import allocated_bytes
 from hytrain.model.backward_hooks import before_backward
-from hytrain.offload.threads import ThreadChoice
 from hytrain.optimizer.layer_guards import tensors_in
 from hytrain.trace.clock import TraceClock
 from hytrain.trace.counters import CounterSampler, Sample
@@ -39,28 +35,6 @@ MOST_SPANS = 1_000_000
 """That are kept of a recording, as many as VizTracer keeps of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class TracedEngine:
-    """What is recorded.
-
-    Attributes:
-        optimizer: the engine's.
-        layer_of: modules whose forward is a layer's.
-        cores: that the rank may use.
-        clock_offset_ns: of this rank to rank 0.
-    """
-
-    optimizer: HyTrainZeroOptimizer
-    layer_of: Mapping[nn.Module, int]
-    cores: int
-    clock_offset_ns: float
-
-    @property
-    def threads(self) -> ThreadChoice:
-        """Of the CPU update as it is now: training may settle on another number than at first."""
-        return self.optimizer.placement.threads
-
-
 class TraceSession:
     """One recording, from its first step until all of it is in plain numbers.
 
@@ -69,17 +43,21 @@ class TraceSession:
     """
 
     def __init__(
-        self, engine: TracedEngine, config: TraceConfig, plain: Iterable[float], *, kernels: bool
+        self,
+        optimizer: HyTrainZeroOptimizer,
+        layer_of: Mapping[nn.Module, int],
+        *,
+        threads: bool,
+        kernels: bool,
     ) -> None:
         """
         Args:
-            engine: between two steps.
-            config: whether threads have lanes of their own.
-            plain: seconds of the steps before.
+            optimizer: of an engine between two steps.
+            layer_of: modules whose forward is a layer's.
+            threads: whether the update's threads have lanes of their own.
             kernels: whether the GPU's kernels are recorded.
         """
-        optimizer = engine.optimizer
-        self._engine = engine
+        self._optimizer = optimizer
         self._pipeline = pipeline = optimizer.pipeline
         self._worker = pipeline.cpu.worker
         device = pipeline.streams.device
@@ -89,44 +67,31 @@ class TraceSession:
         self._lost = 0
         self._samples: list[Sample] = []
         self._recording: Recording | None = None
-        self._seconds: list[float] = []
-        self._plain_before = list(plain)
-        self.plain_after: list[float] = []
-        """Seconds of steps after the recorded ones."""
+        self.seconds: list[float] = []
+        """Of the recorded steps."""
         self.is_recording = True
         self.is_finished = False
         self._first_step = self._last_step = 0
         self._profile = KernelProfile() if kernels and device.type == "cuda" else None
         self._clock.start()
         self._worker.set_trace_anchor(*self._clock.anchor)
-        self._has_threads = config.threads
-        self._worker.start_trace(RING_SPANS, config.threads)
+        self._has_threads = threads
+        self._worker.start_trace(RING_SPANS, threads)
         if self._profile is not None:
             self._profile.start()
         self._meter = EnergyMeter(device)
         self._energy = self._meter.read()
         self._sampler = CounterSampler(_readers(optimizer, self._meter), MOST_SPANS)
-        self._detach = self._attach()
-
-    def _attach(self) -> Callable[[], None]:
-        engine, optimizer = self._engine, self._engine.optimizer
+        self._undo = ExitStack()
+        """Takes off what is put on the engine here."""
+        self._undo.callback(watch_user_code(self.recorder, device, waits=device.type != "cpu"))
+        for number, (module, layer) in enumerate(layer_of.items()):
+            for handle in _follow_layer(module, layer, number, self.recorder):
+                self._undo.callback(handle.remove)
         passes = optimizer.passes
-        parts = (optimizer.collectives, self._pipeline, passes, passes.reducer)
-        device = self._pipeline.streams.device
-        undo = [
-            _follow_layers(engine.layer_of, self.recorder),
-            watch_user_code(self.recorder, device, waits=device.type != "cpu"),
-        ]
-        for part in parts:
+        for part in (optimizer.collectives, pipeline, passes, passes.reducer):
             part.trace = self.recorder
-
-        def detach() -> None:
-            for part in parts:
-                part.trace = None
-            for put_back in undo:
-                put_back()
-
-        return detach
+            self._undo.callback(setattr, part, "trace", None)
 
     def begin_step(self, step: int) -> None:
         """A step begins that is recorded."""
@@ -140,7 +105,7 @@ class TraceSession:
         """It has been made."""
         self._last_step = self.recorder.step
         seconds = (end_ns - begin_ns) / 1e9
-        self._seconds.append(seconds)
+        self.seconds.append(seconds)
         args: dict[str, Any] = {names.ARG_STEP: self.recorder.step}
         before, self._energy = self._energy, self._meter.read()
         used = self._energy.since(before)
@@ -163,37 +128,29 @@ class TraceSession:
     def end_steps(self) -> None:
         """No further step is recorded; the update worker may still be at the last one."""
         self.is_recording = False
-        self._detach()
+        self._undo.close()
         self._sampler.stop()
         if self._profile is not None:
             # What the last step has queued is to be seen, and nothing of the next one.
             self._pipeline.streams.synchronize()
             self._profile.stop()
 
-    def finish(self, *, measures_peaks: bool) -> Recording | None:
+    def finish(self, clock_offset_ns: float, *, measures_peaks: bool) -> Recording | None:
         """Nothing more is recorded; the first call waits for the update worker and the device.
 
         Args:
-            measures_peaks: whether to measure what memory and copies reach.
+            clock_offset_ns: of this rank to rank 0.
+            measures_peaks: whether the first call is to measure what memory and copies reach.
 
         Returns:
-            What is recorded, with what that has cost so far; None where no step was made.
+            What is recorded; None where no step was made.
         """
-        if not self.is_finished:
-            self.is_finished = True
-            if self.is_recording:
-                self.end_steps()
-            self._finish(measures_peaks=measures_peaks)
-        recording, plain = self._recording, self._plain_before + self.plain_after
-        if recording is None or not plain:
-            return recording
-        step = statistics.median(plain)
-        overhead = statistics.median(self._seconds) / step - 1.0
-        cost = {"unprofiled_step_s": step, "recording_overhead": overhead}
-        return replace(recording, header=recording.header.model_copy(update=cost))
-
-    def _finish(self, *, measures_peaks: bool) -> None:
-        if self._engine.optimizer.passes.is_between_steps:
+        if self.is_finished:
+            return self._recording
+        self.is_finished = True
+        if self.is_recording:
+            self.end_steps()
+        if self._optimizer.passes.is_between_steps:
             # step() returns before the worker has made its updates: without this wait a trace that
             # is written at once would lack them. Where a further step has begun, its forward has
             # waited for them, and what it has sent since may wait for a rank that has failed.
@@ -204,20 +161,23 @@ class TraceSession:
         self._clock.stop()
         # The worker's handle of the anchor must not outlive it.
         self._worker.set_trace_anchor(0, 0)
-        if not self._seconds:
-            return
-        threads = self._engine.threads
-        rate = 1.0 / threads.seconds_per_parameter
-        peaks = Peaks(cores=self._engine.cores, adam_parameters_per_s=rate)
+        if not self.seconds:
+            return None
+        placement = self._optimizer.placement
+        peaks = Peaks(
+            cores=placement.host.cores,
+            adam_parameters_per_s=1.0 / placement.threads.seconds_per_parameter,
+        )
         if measures_peaks:
-            peaks = measure_peaks(self._pipeline, peaks, threads.num_threads)
+            peaks = measure_peaks(self._pipeline, peaks, placement.threads.num_threads)
         spans = self._all_spans()
         samples = [*self._samples, *self._sampler.samples]
-        finals = self.recorder.finals()
-        self._recording = Recording(self._header(peaks), spans, finals, samples)
+        header = self._header(peaks, clock_offset_ns)
+        self._recording = Recording(header, spans, self.recorder.finals(), samples)
+        return self._recording
 
-    def _header(self, peaks: Peaks) -> TraceHeader:
-        optimizer, pipeline, recorder = self._engine.optimizer, self._pipeline, self.recorder
+    def _header(self, peaks: Peaks, clock_offset_ns: float) -> TraceHeader:
+        optimizer, pipeline, recorder = self._optimizer, self._pipeline, self.recorder
         device, dropped = pipeline.streams.device, self._lost + recorder.dropped
         return TraceHeader(
             rank=optimizer.collectives.rank,
@@ -234,7 +194,7 @@ class TraceSession:
             predicted_step_s=optimizer.placement.decisions[-1].predicted_seconds,
             dropped_spans=dropped,
             overwritten=dropped > 0,
-            clock_offset_us=self._engine.clock_offset_ns / 1e3,
+            clock_offset_us=clock_offset_ns / 1e3,
         )
 
     def _all_spans(self) -> list[Span]:
@@ -244,7 +204,7 @@ class TraceSession:
             self._worker_spans,
             index_of.__getitem__,
             self._clock.corrected,
-            1 if self._has_threads else self._engine.threads.num_threads,
+            1 if self._has_threads else self._optimizer.placement.threads.num_threads,
         )
         spans = [*self.recorder.spans(), *worker]
         if self._profile is not None:
@@ -262,38 +222,25 @@ class TraceSession:
         return [span for span in spans if is_recorded(span)]
 
 
-def _follow_layers(layer_of: Mapping[nn.Module, int], recorder: Recorder) -> Callable[[], None]:
-    """Has modules tell a recorder of their forward and backward; returns what ends that."""
+def _follow_layer(module: nn.Module, layer: int, number: int, recorder: Recorder) -> list[Any]:
+    """Has a module tell a recorder of its forward and backward; the hooks' handles."""
 
-    def follow(module: nn.Module, layer: int, number: int) -> list[Any]:
-        def enter(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
-            recorder.enter_layer(layer, number)
+    def enter(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
+        recorder.enter_layer(layer, number)
 
-        def leave(_module: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
-            if torch.is_grad_enabled():
-                for tensor in tensors_in(outputs):
-                    if tensor.requires_grad:
-                        before_backward(tensor, lambda _gradient: recorder.enter_backward(layer))
-            recorder.leave_layer(layer)
+    def leave(_module: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(outputs):
+                if tensor.requires_grad:
+                    before_backward(tensor, lambda _gradient: recorder.enter_backward(layer))
+        recorder.leave_layer(layer)
 
-        # The second one also where forward ends with an exception: torch's checkpointing leaves a
-        # recomputed forward that way, as soon as it has what backward needs.
-        return [
-            module.register_forward_pre_hook(enter),
-            module.register_forward_hook(leave, always_call=True),
-        ]
-
-    handles = [
-        handle
-        for number, (module, layer) in enumerate(layer_of.items())
-        for handle in follow(module, layer, number)
+    # The second one also where forward ends with an exception: torch's checkpointing leaves a
+    # recomputed forward that way, as soon as it has what backward needs.
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
     ]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove
 
 
 def _readers(

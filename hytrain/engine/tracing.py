@@ -6,15 +6,22 @@ The steps before and after a recording are timed only, to tell what recording co
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
 from hytrain.config import DEFAULT_TRACED_STEPS, TraceConfig
-from hytrain.engine.trace_session import TracedEngine, TraceSession
+from hytrain.engine.trace_session import TraceSession
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.hardware.rank_clocks import clock_offset_ns
+from hytrain.optimizer.layer_guards import modules_of_layers
 from hytrain.trace.recorder import Recorder
 from hytrain.trace.user_code import timed_loading
 from hytrain.trace.viztracer_file import join_file, running_tracer
@@ -33,22 +40,36 @@ _Item = TypeVar("_Item")
 class Tracing:
     """Decides when an engine is recorded, and where that goes to."""
 
-    def __init__(self, engine: TracedEngine, config: TraceConfig) -> None:
-        """
+    def __init__(
+        self, optimizer: HyTrainZeroOptimizer, model: nn.Module, config: TraceConfig, steps: int
+    ) -> None:
+        """A collective where anything is to be recorded.
+
         Args:
-            engine: built, and between two steps.
+            optimizer: of an engine that is built and between two steps.
+            model: the engine's.
             config: which steps, and where to.
+            steps: that have been made.
         """
-        self._engine = engine
+        is_wanted = config.dir is not None or running_tracer() is not None
+        self._clock_offset_ns = clock_offset_ns(optimizer.collectives, is_wanted=is_wanted)
+        modules = modules_of_layers(model, optimizer.weights.layers)
+        trained = len(optimizer.layer_states)
+        # A module with parameters of several layers counts as the first one's.
+        self._layer_of = {m: min(found) for m, found in modules.items() if min(found) < trained}
+        self._optimizer = optimizer
         self._config = config
         self._session: TraceSession | None = None
         """The last one, until its file is written."""
-        self._plain: deque[float] = deque(maxlen=_PLAIN_BEFORE)
-        """Seconds of the last steps, before a recording."""
+        self._before: deque[float] = deque(maxlen=_PLAIN_BEFORE)
+        """Seconds of the last steps before a recording."""
+        self._after: list[float] = []
+        """And of the steps after it."""
         self._tracer: Any = None
         self._is_done = config.dir is None
         self._steps_seen: tuple[int, int] | None = None
         self._made_ns = time.monotonic_ns()
+        self.begin(steps)
 
     @property
     def recorder(self) -> Recorder | None:
@@ -68,13 +89,15 @@ class Tracing:
 
     def begin(self, steps_made: int) -> None:
         """The next step is about to begin, after that many: of a new engine, or a loaded one."""
-        self._engine.optimizer.pipeline.cpu.worker.set_trace_step(steps_made + 1)
+        self._optimizer.pipeline.cpu.worker.set_trace_step(steps_made + 1)
         if self.recorder is None and self._wants(steps_made + 1):
-            if self._session is not None:
-                self._session.finish(measures_peaks=False)
+            self._finish()
             # A VizTracer with log_torch has the kernels itself.
             kernels = self._config.kernels and self._tracer is None
-            self._session = TraceSession(self._engine, self._config, self._plain, kernels=kernels)
+            self._after = []
+            self._session = TraceSession(
+                self._optimizer, self._layer_of, threads=self._config.threads, kernels=kernels
+            )
         if self._session is not None and self._session.is_recording:
             self._session.begin_step(steps_made + 1)
         # What has been done here is no part of a step.
@@ -86,16 +109,16 @@ class Tracing:
         first = steps_made if self._steps_seen is None else self._steps_seen[0]
         self._steps_seen = first, steps_made
         if session is None:
-            self._plain.append((now - self._made_ns) / 1e9)
+            self._before.append((now - self._made_ns) / 1e9)
         elif session.is_recording:
             session.end_step(self._made_ns, now)
             if not self._wants(steps_made + 1):
                 session.end_steps()
         elif not session.is_finished:
-            session.finish(measures_peaks=True)
-        elif len(session.plain_after) < _PLAIN_AFTER:
-            session.plain_after.append((now - self._made_ns) / 1e9)
-            if len(session.plain_after) == _PLAIN_AFTER:
+            self._finish(measures_peaks=True)
+        elif len(self._after) < _PLAIN_AFTER:
+            self._after.append((now - self._made_ns) / 1e9)
+            if len(self._after) == _PLAIN_AFTER:
                 self._write()
         self.begin(steps_made)
 
@@ -112,23 +135,33 @@ class Tracing:
 
     def _follow(self, tracer: Any) -> None:
         self._tracer = tracer
-        join_file(tracer, self._for_tracer)
+        join_file(tracer, self._finish)
         if self._config.dir is not None:
             logger.info("a VizTracer is running: the trace goes to its file, not to trace.dir")
             self._is_done = True
 
     # -- where it goes to ------------------------------------------------------------------------
 
-    def _for_tracer(self) -> Recording | None:
-        """For a VizTracer that saves its file."""
-        return None if self._session is None else self._session.finish(measures_peaks=False)
+    def _finish(self, *, measures_peaks: bool = False) -> Recording | None:
+        """What the session has recorded, with what that has cost so far."""
+        session = self._session
+        if session is None:
+            return None
+        found = session.finish(self._clock_offset_ns, measures_peaks=measures_peaks)
+        plain = [*self._before, *self._after]
+        if found is None or not plain:
+            return found
+        step = statistics.median(plain)
+        overhead = statistics.median(session.seconds) / step - 1.0
+        cost = {"unprofiled_step_s": step, "recording_overhead": overhead}
+        return replace(found, header=found.header.model_copy(update=cost))
 
     def _write(self) -> None:
         if self._is_done or self._session is None or self._config.dir is None:
             return
         # Of several ranks some may have failed: nothing is waited for that need not be.
-        alone = self._engine.optimizer.collectives.world_size == 1
-        recording = self._session.finish(measures_peaks=alone)
+        alone = self._optimizer.collectives.world_size == 1
+        recording = self._finish(measures_peaks=alone)
         self._is_done, self._session = True, None
         if recording is None:
             return
@@ -145,7 +178,7 @@ class Tracing:
         """The engine ends: what has been recorded so far is written. May be called twice."""
         if self._session is not None:
             if self._is_done:  # for a VizTracer, which saves later
-                self._session.finish(measures_peaks=False)
+                self._finish()
             self._write()
         elif not self._is_done:
             self._is_done = True

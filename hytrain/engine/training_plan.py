@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +42,8 @@ _DECIDED = ("batch_sizes", "micro_batch_sizes", "shard_fractions", "accumulation
 _LEAST_SHARD = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What a rank found: the plan, itself, its model, and what it was asked to train."""
-
-    digest: str
-    rank: ActualRank
-    num_layers: int
-    parameters: int
-    frozen: int
-    stage: int
-    batch: int | None
-    dtype: str
-    offload_param: str | None
-    moments: str
+_Found = tuple[str, Actual]
+"""A rank's: the plan's digest, and itself with its model and what it was asked to train."""
 
 
 def find_plan(name: str, config_file: Path | None) -> Path:
@@ -119,31 +107,39 @@ def adopt_plan(
         rank = ActualRank(machine_identity(), facts.name, facts.limit_bytes, facts.multiprocessors)
         trained = [p for p in model.parameters() if p.requires_grad]
         layers = find_layers(model, trained, section.layers.block_class)
-        return _Found(
-            digest=hashlib.sha256(texts[0].encode()).hexdigest(),
-            rank=rank,
+        return hashlib.sha256(texts[0].encode()).hexdigest(), Actual(
+            ranks=[rank],
             num_layers=sum(layer.block is not None for layer in layers),
             parameters=sum(_numel(p) for p in trained),
             frozen=sum(_numel(p) for p in model.parameters() if _is_frozen(p)),
             stage=int(config.get("zero_optimization", {}).get("stage", 0)),
-            batch=config.get("train_batch_size"),
+            global_batch=config.get("train_batch_size") or 0,
             dtype=_dtype(config),
             offload_param=_offload_param(config),
             moments=section.moments,
         )
 
-    ranks = _tell_all(find, collectives)
-    if len({found.digest for found in ranks}) > 1:
+    found = _tell_all(find, collectives)
+    if len({digest for digest, _ in found}) > 1:
         raise PlanError(
             f'ranks read different files for "{SECTION}.plan" ({paths[0]} here): copy one to all '
             "hosts"
         )
     plan = parse_plan(texts[0], paths[0])
-    _refuse_other_job(plan, paths[0], ranks)
+    ranks = [rank for _, actual in found for rank in actual.ranks]
+    # Models and configurations have been compared: they are alike.
+    first = found[0][1]
+    batch = first.global_batch or plan.global_batch
+    words = difference(plan, replace(first, ranks=ranks, global_batch=batch))
+    if words:
+        raise PlanError(
+            f"the plan {paths[0]} is for another job: {'; '.join(words)}. Nothing was touched: "
+            "plan again with `hytrain plan`, or train what was planned"
+        )
     own = plan.ranks[collectives.rank]
     _use_activations(model, own, collectives.rank)
     if device.type == "cuda":
-        advise_on_plan(own.gpu_bytes, ranks[collectives.rank].rank.memory_bytes)
+        advise_on_plan(own.gpu_bytes, ranks[collectives.rank].memory_bytes)
     return _section(config[SECTION], section, plan, own, paths[0])
 
 
@@ -178,7 +174,7 @@ def _tell_all(find: Callable[[], _Found], collectives: ShardCollectives) -> list
                 for text, ranks in words.items()
             )
         )
-    return [one for one in answers if isinstance(one, _Found)]
+    return [one for one in answers if not isinstance(one, str)]
 
 
 def _numel(parameter: nn.Parameter) -> int:
@@ -202,27 +198,6 @@ def _offload_param(config: Mapping[str, Any]) -> str | None:
     section = dict(config.get("zero_optimization") or {}).get("offload_param")
     device = dict(section or {}).get("device")
     return None if device in (None, "none") else str(device)
-
-
-def _refuse_other_job(plan: PlanFile, path: Path, ranks: list[_Found]) -> None:
-    first = ranks[0]  # models and configurations have been compared: they are alike
-    actual = Actual(
-        ranks=[found.rank for found in ranks],
-        num_layers=first.num_layers,
-        parameters=first.parameters,
-        frozen=first.frozen,
-        global_batch=plan.global_batch if first.batch is None else first.batch,
-        stage=first.stage,
-        dtype=first.dtype,
-        offload_param=first.offload_param,
-        moments=first.moments,
-    )
-    words = difference(plan, actual)
-    if words:
-        raise PlanError(
-            f"the plan {path} is for another job: {'; '.join(words)}. Nothing was touched: plan "
-            "again with `hytrain plan`, or train what was planned"
-        )
 
 
 def _use_activations(model: nn.Module, own: PlannedRank, rank: int) -> None:

@@ -18,7 +18,7 @@ from hytrain.comm.collectives import ShardCollectives
 from hytrain.engine.deepspeed_internals import ZeROOptimizer
 from hytrain.engine.offload_arguments import kinds_to_offload
 from hytrain.engine.parameter_offload import ParameterOffload
-from hytrain.engine.plan_watch import RankState
+from hytrain.engine.plan_watch import RankMeasured
 from hytrain.engine.state_view import OptimizerState
 from hytrain.errors import ConfigError, UnsupportedError, UnusedParametersError
 from hytrain.kernels.clipping import Outcome
@@ -33,7 +33,7 @@ from hytrain.optimizer.loss_scaling import LossScaler, LossScaling
 from hytrain.optimizer.offloaded_states import OffloadedStates
 from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.optimizer.state_dict import load_state_dict, state_dict
-from hytrain.optimizer.statistics import StatisticsRecorder, StepStatistics
+from hytrain.optimizer.statistics import StatisticsRecorder
 from hytrain.placement.manager import PlacementManager
 from hytrain.trace.profiler_spans import span
 from hytrain.zero3.weight_passes import WeightPasses
@@ -465,11 +465,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """The ranks that share the state."""
         return self.collectives.group
 
-    def step_statistics(self) -> StepStatistics:
-        """What the last step took; see :class:`~hytrain.optimizer.statistics.StepStatistics`."""
-        return self.statistics.latest()
-
-    def rank_state(self, activation_bytes: int) -> RankState:
+    def rank_state(self, activation_bytes: int) -> RankMeasured:
         """This rank after its last step, for :class:`~hytrain.engine.plan_watch.PlanWatch`.
 
         Args:
@@ -479,9 +475,11 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         latest = self.statistics.latest()
         # None where updates are committed directly: nothing is clipped then.
         coefficient = latest.clip_coefficient
-        return RankState(
+        is_clipped = coefficient is not None and coefficient < 1.0 and not latest.skipped
+        return RankMeasured(
             step_seconds=latest.step_seconds,
-            is_clipped=coefficient is not None and coefficient < 1.0 and not latest.skipped,
+            clipped_share=float(is_clipped),
+            gpu_bytes=None,  # measured for a report: it takes time
             host_bytes=self.placement.host_bytes + self.weights.host_bytes + activation_bytes,
             gpu_layers=controller.num_gpu_layers,
             num_layers=len(self.pipeline.layers),

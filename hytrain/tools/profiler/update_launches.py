@@ -28,7 +28,6 @@ from torch import nn
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig, OffloadConfig
 from hytrain.engine.build_optimizer import BuildSettings, build_optimizer
-from hytrain.engine.build_weights import WeightSettings
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.profile_file import UpdateLaunches
 from hytrain.hardware.host_share import HostShare
@@ -177,7 +176,7 @@ class TrainedSteps:
         )
         settings = BuildSettings(
             stage=2,
-            weights=WeightSettings(device),
+            device=device,
             clip=ClipSettings(1.0, True),
             mean=True,
             host=HostShare(ranks=1, cores=1, pool_ranks={}),

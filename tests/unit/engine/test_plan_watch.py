@@ -10,7 +10,7 @@ import torch
 from support.models import make_model
 from support.plans import a_plan
 
-from hytrain.engine.plan_watch import PlanReport, PlanWatch, RankState
+from hytrain.engine.plan_watch import PlanReport, PlanWatch, RankMeasured
 from hytrain.errors import HyTrainError
 from hytrain.formats.plan_file import Predicted
 
@@ -26,10 +26,11 @@ def watch(predicted: Predicted) -> PlanWatch:
     return PlanWatch(plan, alone, torch.device("cpu"))
 
 
-def state(*, clipped: bool, seconds: float = 0.4) -> RankState:
-    return RankState(
+def state(*, clipped: bool, seconds: float = 0.4) -> RankMeasured:
+    return RankMeasured(
         step_seconds=seconds,
-        is_clipped=clipped,
+        clipped_share=float(clipped),
+        gpu_bytes=None,
         host_bytes=1,
         gpu_layers=2,
         num_layers=4,

@@ -169,7 +169,6 @@ AROUND = (
     "ThawedParameters.warn",
     "Tracing.",
     "engine_view.",
-    "refuse_coalescing",
     "report_step",
     "running_tracer",
 )
