@@ -84,6 +84,7 @@ def make_config(
     hytrain: dict[str, Any] | None = None,
     offload: dict[str, Any] | None = None,
     gathers: str = "each",
+    direct: bool = False,
     **sections: Any,
 ) -> dict[str, Any]:
     """A DeepSpeed configuration; ``sections`` are added at the top level (None removes one).
@@ -91,6 +92,8 @@ def make_config(
     ``gathers`` says of ZeRO-3: "each" layer is sharded, one is gathered ahead, none is kept;
     "kept": each is sharded, the rest is as DeepSpeed has it by default, so that layers stay for the
     next pass; "defaults": all is, so that toy parameters stay on every rank.
+
+    ``direct``: without clipping and overflow check, updates are committed as gradients come.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -106,6 +109,11 @@ def make_config(
             **(hytrain or {}),
         },
     }
+    if direct:
+        config |= {
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": True, "check_grad_overflow": False},
+        }
     if stage == 3:
         config["zero_optimization"].update(GATHERS[gathers])
     config.update(sections)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.comparisons import assert_same_bits
+from support.comparisons import assert_same_states
 from support.engines import built, make_config
 from support.models import Recomputed, loss_of
-from support.shadow import Shadow, Twin
-from torch import nn
-from training import FRACTIONS, Faulty, UserError, backward, inputs
+from training import FRACTIONS, Faulty, backward, followed, inputs
 
 from hytrain.errors import AbortedBackwardError, AbortedStepError
 from hytrain.kernels import grouped_adam
@@ -23,93 +20,51 @@ from hytrain.kernels import grouped_adam
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("gpu_fraction", FRACTIONS)]
 
 
-@contextmanager
-def _training(
-    model: nn.Module, gpu_fraction: float, **config: Any
-) -> Iterator[tuple[Any, Shadow, Twin]]:
-    twin = Twin(model)
-    config = {"bf16": False, "clipping": 0.5, **config}
-    with built(model, make_config(gpu_fraction=gpu_fraction, **config)) as engine:
-        yield engine, Shadow(engine), twin
-
-
-def _good_step(engine: Any, shadow: Shadow, twin: Twin, number: int) -> None:
-    expected = twin.gradients(engine, [inputs(number)])
-    backward(engine, number)
-    shadow.step()
-    twin.assert_were_reduced(shadow, expected)
-
-
 @pytest.mark.parametrize("fault", ["fail_forward", "fail_backward"])
 @pytest.mark.parametrize("block", [0, 2])
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_an_exception_of_the_user(gpu_fraction: float, fault: str, block: int, when: str) -> None:
     model = Faulty()
-    with _training(model, gpu_fraction) as (engine, shadow, twin):
+    with followed(model, gpu_fraction=gpu_fraction) as run:
         for number in range(0 if when == "first" else 2):
-            _good_step(engine, shadow, twin, number)
+            run.good_step(number)
         for number in range(4):
-            setattr(model, fault, block)
-            with pytest.raises(UserError):
-                backward(engine, 50 + number)
-            setattr(model, fault, None)
-            _good_step(engine, shadow, twin, 10 + number)
-        shadow.check()
+            with model.failing(fault, block):
+                backward(run.engine, 50 + number)
+            run.good_step(10 + number)
 
 
-def test_an_exception_in_an_accumulated_micro_batch(gpu_fraction: float) -> None:
-    """The gradients of the whole step are dropped: which of them were complete nobody knows."""
-    model = Faulty()
-    with _training(model, gpu_fraction, accumulation=2) as (engine, shadow, twin):
-        for number in range(3):
-            backward(engine, 20 + number)
-            model.fail_backward = 2
-            with pytest.raises(UserError):
-                backward(engine, 50 + number)
-            model.fail_backward = None
-            for micro in range(2):
-                if micro == 0:
-                    expected = twin.gradients(engine, [inputs(number), inputs(9)], 0.5)
-                backward(engine, (number, 9)[micro])
-                if micro == 0:
-                    engine.step()
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
-
-
-@pytest.mark.parametrize("plain", [False, True], ids=["engine", "loss"])
+@pytest.mark.parametrize("way", ["engine", "loss", "engine, then step"])
 @pytest.mark.parametrize("aborted", [0, 1, 2])
-def test_a_window_is_repeated_whole(gpu_fraction: float, aborted: int, plain: bool) -> None:
+def test_a_window_is_repeated_whole(gpu_fraction: float, aborted: int, way: str) -> None:
     """Whichever of three micro-batches raises: a step is made of three that came after that."""
     model = Faulty()
 
     def run_back(number: int) -> None:
-        if plain:
+        if way == "loss":
             loss_of(engine(**inputs(number))).backward()
         else:
             backward(engine, number)
 
-    with _training(model, gpu_fraction, accumulation=3) as (engine, shadow, twin):
+    with followed(model, gpu_fraction=gpu_fraction, accumulation=3) as run:
+        engine = run.engine
         for window in range(3):
             for micro in range(aborted):
                 run_back(20 + micro)
                 engine.step()
-            model.fail_backward = 1
-            with pytest.raises(UserError):
+            with model.failing():
                 run_back(50)
-            model.fail_backward = None
-            repeated = [10 * window + micro for micro in range(3)]
-            expected = twin.gradients(engine, [inputs(number) for number in repeated], 1 / 3)
-            for number in repeated:
-                assert engine.global_steps == window
-                run_back(number)
-                if number != repeated[-1]:
+            if way == "engine, then step":
+                with pytest.raises(AbortedBackwardError):
                     engine.step()
-            shadow.step()
+            repeated = [10 * window + micro for micro in range(3)]
+            with run.step(*repeated, scale=1 / 3):
+                for number in repeated:
+                    assert engine.global_steps == window
+                    run_back(number)
+                    if number != repeated[-1]:
+                        engine.step()
             assert engine.global_steps == window + 1
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
 
 
 @pytest.mark.parametrize("cleaned", [False, True])
@@ -117,96 +72,61 @@ def test_a_window_is_repeated_whole(gpu_fraction: float, aborted: int, plain: bo
 def test_step_after_an_exception(gpu_fraction: float, first: int, cleaned: bool) -> None:
     """There is nothing to step with, whatever has tidied up in between; state stays as it was."""
     model = Faulty()
-    with _training(model, gpu_fraction) as (engine, shadow, twin):
+    with followed(model, gpu_fraction=gpu_fraction) as run:
         for number in range(first):
-            _good_step(engine, shadow, twin, number)
+            run.good_step(number)
         for number in range(3):
-            model.fail_backward = 1
-            with pytest.raises(UserError):
-                backward(engine, 50 + number)
-            model.fail_backward = None
+            with model.failing():
+                backward(run.engine, 50 + number)
             if cleaned:
-                engine.synchronize()
+                run.engine.synchronize()
             for _ in range(2):
                 with pytest.raises(AbortedBackwardError, match="Repeat the step from the forward"):
-                    engine.step()
-            shadow.check()
-            assert engine.global_steps == shadow.steps
-            shadow.gradients.clear()
-            _good_step(engine, shadow, twin, 10 + number)
-        shadow.check()
-
-
-def test_step_after_an_exception_in_a_later_micro_batch(gpu_fraction: float) -> None:
-    """Earlier micro-batches are discarded too, and the next one is the first of a step."""
-    model = Faulty()
-    with _training(model, gpu_fraction, accumulation=2) as (engine, shadow, twin):
-        for number in range(0, 6, 2):
-            backward(engine, 30 + number)
-            engine.step()
-            model.fail_backward = 2
-            with pytest.raises(UserError):
-                backward(engine, 50 + number)
-            model.fail_backward = None
-            with pytest.raises(AbortedBackwardError):
-                engine.step()
-            expected = twin.gradients(engine, [inputs(number), inputs(number + 1)], 0.5)
-            backward(engine, number)
-            engine.step()
-            backward(engine, number + 1)
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
-        assert engine.global_steps == 3
+                    run.engine.step()
+            run.shadow.check()
+            assert run.engine.global_steps == run.shadow.steps
+            run.shadow.gradients.clear()
+            run.good_step(10 + number)
 
 
 @pytest.mark.parametrize("through_engine", [True, False])
 def test_a_backward_repeated_after_an_exception(gpu_fraction: float, through_engine: bool) -> None:
     """The user catches the error of one loss and goes on with another of the same forward."""
     model = Faulty()
-    with _training(model, gpu_fraction) as (engine, shadow, twin):
-        _good_step(engine, shadow, twin, 0)
+    with followed(model, gpu_fraction=gpu_fraction) as run:
+        engine = run.engine
+        run.good_step(0)
         for number in range(1, 4):
-            expected = twin.gradients(engine, [inputs(number)])
-            good = engine(**inputs(number))
-            model.fail_backward = 1
-            bad = engine(**inputs(40 + number))
-            model.fail_backward = None
-            with pytest.raises(UserError):
-                engine.backward(bad) if through_engine else bad.backward()
-            engine.backward(good) if through_engine else good.backward()
-            if number == 2:
-                engine.synchronize()  # this backward did finish: its gradients are kept
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            with run.step(number):
+                good = engine(**inputs(number))
+                model.fail_backward = 1
+                bad = engine(**inputs(40 + number))
+                with model.failing():
+                    engine.backward(bad) if through_engine else bad.backward()
+                engine.backward(good) if through_engine else good.backward()
+                if number == 2:
+                    engine.synchronize()  # this backward did finish: its gradients are kept
 
 
 def test_an_exception_past_the_engine(gpu_fraction: float) -> None:
     """engine.module(...) and loss.backward() get neither of DeepSpeed's announcements."""
     model = Faulty()
-    with _training(model, gpu_fraction) as (engine, shadow, twin):
+    with followed(model, gpu_fraction=gpu_fraction) as run:
         for number in range(4):
-            model.fail_backward = 1
-            with pytest.raises(UserError):
-                engine.module(**inputs(50 + number)).backward()
-            model.fail_backward = None
-            expected = twin.gradients(engine, [inputs(number)])
-            engine.module(**inputs(number)).backward()
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            with model.failing():
+                run.engine.module(**inputs(50 + number)).backward()
+            with run.step(number):
+                run.engine.module(**inputs(number)).backward()
 
 
 def test_more_firings_than_the_first_backward_had(gpu_fraction: float) -> None:
     """Hooks that fire more often (blocks recomputed once more): updates are taken back."""
     model = Recomputed()
-    with _training(model, gpu_fraction) as (engine, shadow, twin):
-        plain: Any = twin.plain
+    with followed(model, gpu_fraction=gpu_fraction) as run:
+        plain: Any = run.twin.plain
         for number, times in enumerate((1, 1, 2, 3, 3, 1, 2)):
             model.times = plain.times = times
-            _good_step(engine, shadow, twin, number)
-        shadow.check()
+            run.good_step(number)
 
 
 @pytest.mark.parametrize("fault", ["fail_forward", "fail_backward"])
@@ -220,24 +140,16 @@ def test_step_after_a_train_batch_that_failed(gpu_fraction: float, fault: str) -
             for number in range(3):
                 before = engine.fp32_state_dict()
                 if fails:
-                    setattr(model, fault, 1)
-                    with pytest.raises(UserError):
+                    with model.failing(fault):
                         engine.train_batch(iter([inputs(1), inputs(2)]), num_valid=lambda _: 1)
                     with pytest.raises(AbortedBackwardError):
                         engine.step()
-                    setattr(model, fault, None)
-                    _assert_equal(engine.fp32_state_dict(), before)
+                    assert_same_states(engine.fp32_state_dict(), before)
                 batches = [inputs(10 + number), inputs(20 + number)]
                 engine.train_batch(iter(batches), num_valid=lambda _: 1)
                 assert engine.global_steps == number + 1
             ends.append(engine.fp32_state_dict())
-    _assert_equal(*ends)
-
-
-def _assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, tensors in expected.items():
-        for kind, tensor in tensors.items():
-            assert_same_bits(f"{kind} of {name}", found[name][kind], tensor)
+    assert_same_states(*ends)
 
 
 def test_a_step_that_fails_midway(
@@ -277,10 +189,10 @@ def test_a_step_that_fails_midway(
                 use()
 
         engine.load_checkpoint(str(tmp_path))
-        _assert_equal(engine.fp32_state_dict(), saved)
+        assert_same_states(engine.fp32_state_dict(), saved)
         backward(engine, 1)
         engine.step()
-        _assert_equal(engine.fp32_state_dict(), expected)
+        assert_same_states(engine.fp32_state_dict(), expected)
 
 
 def _failing_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from support.models import Block, make_model
 from support.shadow import Shadow, Twin
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import FRACTIONS, backward, inputs
+from training import FRACTIONS, backward, followed, inputs
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("gpu_fraction", FRACTIONS)]
 
@@ -51,44 +51,26 @@ def test_sum_of_micro_batches_in_bf16_and_fp32(
 
 
 def test_boundaries_set_by_the_user(gpu_fraction: float) -> None:
-    model = make_model("mlp")
-    twin = Twin(model)
-    config = make_config(gpu_fraction=gpu_fraction, bf16=False)
-    with built(model, config) as engine:
-        shadow = Shadow(engine)
+    with followed(make_model("mlp"), gpu_fraction=gpu_fraction) as run:
         for first, length in ((0, 1), (1, 3), (4, 2), (6, 1)):
             numbers = range(first, first + length)
-            expected = twin.gradients(engine, [inputs(n) for n in numbers])
-            for number in numbers:
-                is_last = number == numbers[-1]
-                engine.set_gradient_accumulation_boundary(is_last)
-                backward(engine, number)
-                if is_last:
-                    shadow.step()
-                else:
-                    engine.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            with run.step(*numbers):
+                for number in numbers:
+                    run.engine.set_gradient_accumulation_boundary(number == numbers[-1])
+                    backward(run.engine, number)
+                    if number != numbers[-1]:
+                        run.engine.step()
 
 
 def test_accumulation_left_to_the_caller(gpu_fraction: float) -> None:
     """managed_gradient_accumulation=false: every step() is a step."""
-    model = make_model("mlp")
-    twin = Twin(model)
-    config = make_config(gpu_fraction=gpu_fraction, bf16=False, managed_gradient_accumulation=False)
-    with built(model, config) as engine:
-        shadow = Shadow(engine)
-        number = 0
-        for length in (1, 3, 2, 1):
-            batches = [inputs(number + i) for i in range(length)]
-            expected = twin.gradients(engine, batches)
-            for batch in batches:
-                engine.backward(engine(**batch))
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-            number += length
-        shadow.check()
-        assert shadow.steps == 4
+    config = {"gpu_fraction": gpu_fraction, "managed_gradient_accumulation": False}
+    with followed(make_model("mlp"), **config) as run:
+        for numbers in ((0,), (1, 2, 3), (4, 5), (6,)):
+            with run.step(*numbers):
+                for number in numbers:
+                    backward(run.engine, number)
+        assert run.shadow.steps == 4
 
 
 @pytest.mark.parametrize("call", ["engine", "module"])
@@ -97,27 +79,21 @@ def test_loss_backward_without_the_engine(
     gpu_fraction: float, accumulation: int, call: str
 ) -> None:
     """loss.backward(); with engine.module(x) the engine sees neither forward nor backward."""
-    model = make_model("mlp")
-    twin = Twin(model)
-    config = make_config(gpu_fraction=gpu_fraction, bf16=False, accumulation=accumulation)
     # DeepSpeed scales by the accumulation steps where it sees the forward.
     scale = 1.0 / accumulation if call == "engine" else 1.0
-    with built(model, config) as engine:
-        shadow = Shadow(engine)
-        forward = engine if call == "engine" else engine.module
-        early = []
+    early: list[int] = []
+    config = {"gpu_fraction": gpu_fraction, "accumulation": accumulation}
+    with followed(make_model("mlp"), **config) as run:
+        forward = run.engine if call == "engine" else run.engine.module
         for step in range(4):
-            batches = [inputs(10 * step + micro) for micro in range(accumulation)]
-            expected = twin.gradients(engine, batches, scale)
-            for batch in batches[:-1]:
-                forward(**batch).backward()
-                engine.step()
-            forward(**batches[-1]).backward()
-            early.append(sum(state.update.sent for state in shadow.states))
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
-        assert early[1:] == [6] * 3
+            numbers = [10 * step + micro for micro in range(accumulation)]
+            with run.step(*numbers, scale=scale) as batches:
+                for batch in batches[:-1]:
+                    forward(**batch).backward()
+                    run.engine.step()
+                forward(**batches[-1]).backward()
+                early.append(run.sent())
+    assert early[1:] == [6] * 3
 
 
 class Segments(nn.Module):
@@ -136,89 +112,57 @@ class Segments(nn.Module):
 
 
 def test_reentrant_segments_past_the_engine(gpu_fraction: float) -> None:
-    model = Segments()
-    twin = Twin(model)
-    config = make_config(gpu_fraction=gpu_fraction, bf16=False)
-    with built(model, config) as engine:
-        shadow = Shadow(engine)
+    with followed(Segments(), gpu_fraction=gpu_fraction) as run:
         for step in range(4):
-            expected = twin.gradients(engine, [inputs(step)])
-            engine.module(**inputs(step)).backward()
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            with run.step(step) as (batch,):
+                run.engine.module(**batch).backward()
 
 
 def test_no_sync(gpu_fraction: float) -> None:
-    model = make_model("mlp")
-    twin = Twin(model)
-    config = make_config(gpu_fraction=gpu_fraction, bf16=False, stage=1)
-    with built(model, config) as engine:
-        shadow = Shadow(engine)
+    with followed(make_model("mlp"), gpu_fraction=gpu_fraction, stage=1) as run:
         for step in range(4):
-            batches = [inputs(3 * step + micro) for micro in range(3)]
-            expected = twin.gradients(engine, batches)
-            with engine.no_sync():
-                for batch in batches[:-1]:
-                    engine.backward(engine(**batch))
-            engine.backward(engine(**batches[-1]))
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            numbers = [3 * step + micro for micro in range(3)]
+            with run.step(*numbers):
+                with run.engine.no_sync():
+                    for number in numbers[:-1]:
+                        backward(run.engine, number)
+                backward(run.engine, numbers[-1])
 
 
 def test_discarded_gradients_are_gone(gpu_fraction: float) -> None:
-    model = make_model("mlp")
-    twin = Twin(model)
-    with built(model, make_config(gpu_fraction=gpu_fraction, bf16=False)) as engine:
-        shadow = Shadow(engine)
+    with followed(make_model("mlp"), gpu_fraction=gpu_fraction) as run:
         for step in range(4):
-            backward(engine, 50 + step)
-            engine.optimizer.passes.discard_gradients()
-            shadow.assert_copy_is_current()
-            expected = twin.gradients(engine, [inputs(step)])
-            backward(engine, step)
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            backward(run.engine, 50 + step)
+            run.engine.optimizer.passes.discard_gradients()
+            run.shadow.assert_copy_is_current()
+            run.good_step(step)
 
 
 def test_create_graph_leaves_no_gradient_behind(gpu_fraction: float) -> None:
-    model = make_model("mlp")
-    twin = Twin(model)
-    with built(model, make_config(gpu_fraction=gpu_fraction, bf16=False)) as engine:
-        shadow = Shadow(engine)
+    with followed(make_model("mlp"), gpu_fraction=gpu_fraction) as run:
         for step in range(3):
-            expected = twin.gradients(engine, [inputs(step)])
-            engine(**inputs(step)).backward(create_graph=True)
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            with run.step(step) as (batch,):
+                run.engine(**batch).backward(create_graph=True)
 
 
 def test_without_overlap_of_the_forward_the_weights_are_there_after_step(
     gpu_fraction: float,
 ) -> None:
-    config = make_config(gpu_fraction=gpu_fraction, offload={"overlap_forward": False})
-    with built(make_model("mlp"), config) as engine:
-        shadow = Shadow(engine)
+    offload = {"overlap_forward": False}
+    with followed(make_model("mlp"), gpu_fraction=gpu_fraction, offload=offload) as run:
         for step in range(3):
-            backward(engine, step)
-            shadow.step()
-            shadow.assert_copy_is_current()
-        shadow.check()
+            run.good_step(step)
+            run.shadow.assert_copy_is_current()
 
 
 def test_a_first_backward_without_gradients_teaches_nothing(gpu_fraction: float) -> None:
     """torch.autograd.grad goes through the model and fires no hook; later steps overlap."""
-    with built(make_model("mlp"), make_config(gpu_fraction=gpu_fraction, bf16=False)) as engine:
-        shadow = Shadow(engine)
+    early: list[int] = []
+    with followed(make_model("mlp"), gpu_fraction=gpu_fraction) as run:
         given = inputs(0)["inputs"].requires_grad_()
-        assert torch.autograd.grad(engine(inputs=given), given)[0].any()
-        early = []
+        assert torch.autograd.grad(run.engine(inputs=given), given)[0].any()
         for number in range(3):
-            backward(engine, number)
-            early.append(sum(state.update.sent for state in shadow.states))
-            shadow.step()
-        assert early[1:] == [6, 6]
-        shadow.check()
+            with run.step(number):
+                backward(run.engine, number)
+                early.append(run.sent())
+    assert early[1:] == [6, 6]

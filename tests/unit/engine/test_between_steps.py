@@ -13,7 +13,7 @@ from support.comparisons import assert_same_bits
 from support.engines import built, make_config
 from support.models import Mlp
 from torch import nn
-from training import FRACTIONS, backward, inputs
+from training import FRACTIONS, inputs, make_steps
 
 import hytrain
 from hytrain.errors import ConfigError
@@ -38,9 +38,7 @@ def test_writes_become_the_master_weights(gpu_fraction: float) -> None:
     """Where an element was written; the bits of others that bf16 does not have stay."""
     torch.manual_seed(0)
     with built(Mlp(), make_config(gpu_fraction=gpu_fraction)) as engine:
-        for number in range(2):
-            backward(engine, number)
-            engine.step()
+        make_steps(engine, range(2))
         before = _masters(engine)
         weight = engine.module.blocks[1].up.weight
         other = engine.module.blocks[2].down.weight

@@ -11,6 +11,7 @@ import torch
 from support.engines import built, make_config
 from support.models import Mlp, make_model
 from torch import nn
+from training import untouched
 
 import hytrain
 from hytrain.engine.config_checks import misspelt_keys
@@ -113,7 +114,6 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Given], str]] = {
 @pytest.mark.parametrize("name", list(WRONG))
 def test_an_argument_that_cannot_be_used(name: str) -> None:
     model = make_model("mlp")
-    before = [(p.data_ptr(), p.dtype, p.detach().clone()) for p in model.parameters()]
     make, match = WRONG[name]
     keywords: Given = {"model": model, "config": JSON, **make(model)}
     if not {"model_parameters", "optimizer"} & set(keywords):
@@ -121,14 +121,10 @@ def test_an_argument_that_cannot_be_used(name: str) -> None:
         keywords["model_parameters"] = (
             owner if isinstance(owner, nn.Module) else model
         ).parameters()
-    with pytest.raises(HyTrainError, match=f"(?s){match}") as raised:
+    if name.startswith("gives"):  # a callable is called when DeepSpeed has converted the model
+        model = nn.ReLU()
+    with untouched(model, HyTrainError, f"(?s){match}"):
         hytrain.initialize(**keywords)
-    assert isinstance(raised.value, ValueError)
-    for parameter, (address, dtype, values) in zip(model.parameters(), before, strict=True):
-        # A callable is called when DeepSpeed has converted the model.
-        if not name.startswith("gives"):
-            assert (parameter.data_ptr(), parameter.dtype) == (address, dtype)
-            assert torch.equal(parameter, values)
 
 
 @pytest.mark.parametrize(

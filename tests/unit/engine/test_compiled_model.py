@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparisons import assert_same_bits
-from support.engines import built, join_process_group, make_config
+from support.comparisons import assert_same_states
+from support.engines import built, make_config
 from support.models import loss_of, make_batch, make_model
 from support.reused_memory import ReusedMemory
 from torch import nn
@@ -31,7 +31,6 @@ def _train(
     fraction: float = 0.5,
 ) -> tuple[list[float], States]:
     """Losses of each micro-batch and one of an evaluation; master weights and moments."""
-    join_process_group()
     torch._dynamo.reset()
     model = make_model(kind)
     compiled = model
@@ -61,9 +60,7 @@ def _train(
 
 def _assert_same(found: tuple[list[float], States], expected: tuple[list[float], States]) -> None:
     assert found[0] == expected[0]
-    for name, tensors in expected[1].items():
-        for state, tensor in tensors.items():
-            assert_same_bits(f"{state} of {name}", found[1][name][state], tensor)
+    assert_same_states(found[1], expected[1])
 
 
 @pytest.mark.parametrize(

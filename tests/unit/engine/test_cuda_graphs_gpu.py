@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparisons import assert_same_bits
-from support.engines import built, join_process_group, make_config
+from support.comparisons import assert_same_states
+from support.engines import built, make_config
 from support.models import loss_of, make_batch, make_model
 
 pytestmark = [
@@ -35,7 +35,6 @@ class Captures:
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captures]:
-    join_process_group()
     yield Captures(monkeypatch)
     torch._dynamo.reset()
 
@@ -72,12 +71,6 @@ def _train(
         return engine.fp32_state_dict(), recorded
 
 
-def _assert_same(states: States, expected: States) -> None:
-    for name, tensors in expected.items():
-        for state, tensor in tensors.items():
-            assert_same_bits(f"{state} of {name}", states[name][state], tensor)
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("form", ["layers", "model", "engine"])
 def test_graphs_have_the_bits_of_no_graphs(
@@ -86,7 +79,7 @@ def test_graphs_have_the_bits_of_no_graphs(
     expected, none = _train(form, "default", captures, accumulation=accumulation)
     assert none[-1] == 0
     states, recorded = _train(form, "reduce-overhead", captures, accumulation=accumulation)
-    _assert_same(states, expected)
+    assert_same_states(states, expected)
     # Forward and backward of each block, in the first steps; then they are replayed.
     assert recorded[-1] >= 8
     assert recorded[-1] == recorded[STEPS // 2]
@@ -97,14 +90,14 @@ def test_placements_have_the_same_bits(fraction: float, captures: Captures) -> N
     mode = "reduce-overhead"
     expected, _ = _train("layers", mode, captures)
     states, _ = _train("layers", mode, captures, fraction=fraction)
-    _assert_same(states, expected)
+    assert_same_states(states, expected)
 
 
 def test_sharded_layers(captures: Captures) -> None:
     """ZeRO-3 gathers weights to memory that changes: the results stay right."""
     expected, _ = _train("layers", "default", captures, stage=3)
     states, _ = _train("layers", "reduce-overhead", captures, stage=3)
-    _assert_same(states, expected)
+    assert_same_states(states, expected)
 
 
 def test_gradients_that_wait_for_others(captures: Captures) -> None:
@@ -113,4 +106,4 @@ def test_gradients_that_wait_for_others(captures: Captures) -> None:
         _train("layers", mode, captures, kind="partly_used", accumulation=2)[0]
         for mode in ("default", "reduce-overhead")
     ]
-    _assert_same(found[1], found[0])
+    assert_same_states(found[1], found[0])

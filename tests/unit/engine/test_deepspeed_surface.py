@@ -9,17 +9,12 @@ import pytest
 import torch
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils import safe_get_full_optimizer_state
-from support.comparisons import assert_same_bits
-from support.engines import built, join_process_group, make_config
+from support.comparisons import assert_same_bits, assert_same_states
+from support.engines import built, make_config
 from support.models import Mlp, make_batch, make_model
 
 import hytrain
 from hytrain.errors import CheckpointError, ConfigError, UnusedParametersError
-
-
-@pytest.fixture(autouse=True)
-def _group() -> None:
-    join_process_group()
 
 
 def _step(engine: Any, number: int = 0) -> None:
@@ -52,8 +47,7 @@ def test_load_universal_is_what_happens(tmp_path: Path) -> None:
         saved = engine.fp32_state_dict()
         _step(engine)
         engine.load_checkpoint(tmp_path)
-        for name, tensors in engine.fp32_state_dict().items():
-            assert_same_bits(name, tensors["fp32"], saved[name]["fp32"])
+        assert_same_states(engine.fp32_state_dict(), saved)
 
 
 def test_immediate_gradient_updates_are_what_happens() -> None:
@@ -97,8 +91,7 @@ def test_unused_parameters_that_are_not_ignored(stage: int) -> None:
                 with pytest.raises(UnusedParametersError, match=r"extra\.weight.*ignore_unused"):
                     _step(engine)
                 engine.zero_grad()
-                for name, tensors in engine.fp32_state_dict().items():
-                    assert_same_bits(name, tensors["fp32"], before[name]["fp32"])
+                assert_same_states(engine.fp32_state_dict(), before)
             else:
                 _step(engine)
 
@@ -142,6 +135,4 @@ def test_state_that_is_put_back_is_the_same() -> None:
         for values in engine.optimizer.state.values():
             for key, value in values.items():
                 values[key] = value.cpu()
-        for name, tensors in engine.fp32_state_dict().items():
-            for kind, tensor in tensors.items():
-                assert_same_bits(f"{kind} of {name}", tensor, before[name][kind])
+        assert_same_states(engine.fp32_state_dict(), before)

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from support.engines import built, environment, make_config
 from support.models import Recomputed, make_model
 from support.shadow import Shadow
 from support.short_memory import short_of_memory
-from training import FRACTIONS, Faulty, UserError, backward, inputs
+from training import FRACTIONS, Faulty, backward, inputs, make_steps
 
 from hytrain.errors import AbortedBackwardError, ConfigError, GradientOrderError
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def _config(gpu_fraction: float, **more: Any) -> dict[str, Any]:
-    bf16 = {"enabled": True, "check_grad_overflow": False}
-    return make_config(gpu_fraction=gpu_fraction, clipping=0.0, **more) | {"bf16": bf16}
-
-
 @pytest.mark.parametrize("delays", ["", "3:400"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
 def test_exact(gpu_fraction: float, accumulation: int, delays: str) -> None:
-    config = _config(gpu_fraction, accumulation=accumulation)
+    config = make_config(gpu_fraction=gpu_fraction, accumulation=accumulation, direct=True)
     with environment("HYTRAIN_DELAYS", delays), built(make_model("mlp"), config) as engine:
         shadow = Shadow(engine)
         assert engine.optimizer.pipeline.norm.settings.direct
@@ -47,7 +44,10 @@ def test_exact(gpu_fraction: float, accumulation: int, delays: str) -> None:
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
 def test_a_first_backward_whose_gradients_do_not_fit_sends_them(gpu_fraction: float) -> None:
     """...and the numbers are the same."""
-    with short_of_memory() as early, built(make_model("mlp"), _config(gpu_fraction)) as engine:
+    with (
+        short_of_memory() as early,
+        built(make_model("mlp"), make_config(gpu_fraction=gpu_fraction, direct=True)) as engine,
+    ):
         shadow = Shadow(engine)
         for number in range(4):
             early.clear()
@@ -63,42 +63,51 @@ def test_a_layer_that_proves_incomplete_in_such_a_first_backward_is_an_error() -
     says = "with clipping or an overflow check one rank takes such an update back"
     with (
         short_of_memory(),
-        built(model, _config(0.0)) as engine,
+        built(model, make_config(direct=True)) as engine,
         pytest.raises(GradientOrderError, match=says),
     ):
         backward(engine, 0)
 
 
 def test_nothing_stays_pending() -> None:
-    with built(make_model("mlp"), _config(0.0)) as engine:
+    with built(make_model("mlp"), make_config(direct=True)) as engine:
         cpu = engine.optimizer.pipeline.cpu
-        for number in range(3):
-            backward(engine, number)
-            engine.step()
+        make_steps(engine, range(3))
         engine.synchronize()
         assert not any(cpu.has_pending(layer) for layer in cpu.layers)
 
 
+USES: dict[str, Callable[[Any, torch.Tensor], object]] = {
+    "forward": lambda engine, _: engine(**inputs(3)),
+    "backward": lambda engine, second: engine.backward(second),
+    "synchronize": lambda engine, _: engine.synchronize(),
+    "state_dict": lambda engine, _: engine.module.state_dict(),
+    "zero_grad": lambda engine, _: engine.zero_grad(),
+    "a weight": lambda engine, _: engine.module.head.weight.norm(),
+    "a master weight": lambda engine, _: safe_get_full_fp32_param(engine.module.head.weight),
+    "a gradient": lambda engine, _: safe_get_full_grad(engine.module.head.weight),
+}
+
+
 @pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
-@pytest.mark.parametrize("what", ["forward", "backward", "synchronize", "state_dict"])
-def test_using_the_weights_before_step_says_what_to_change(what: str, gpu_fraction: float) -> None:
-    with built(make_model("mlp"), _config(gpu_fraction)) as engine:
-        backward(engine, 0)
-        engine.step()
-        second = engine(**inputs(2)) if what == "backward" else None
+@pytest.mark.parametrize("what", USES)
+def test_uses_between_backward_and_step_say_what_to_change(what: str, gpu_fraction: float) -> None:
+    """The old weights are gone then, and the new ones are not whole; the step can be made."""
+    with built(make_model("mlp"), make_config(gpu_fraction=gpu_fraction, direct=True)) as engine:
+        shadow = Shadow(engine)
+        make_steps(shadow, range(1))
+        second = engine(**inputs(2)) if what == "backward" else torch.ones(())
         backward(engine, 1)
-        uses = {
-            "forward": lambda: engine(**inputs(3)),
-            "backward": lambda: engine.backward(second),
-            "synchronize": engine.synchronize,
-            "state_dict": engine.module.state_dict,
-        }
         with pytest.raises(ConfigError, match=r'set "gradient_clipping" or "check_grad_overflow"'):
-            uses[what]()
+            USES[what](engine, second)
+        if what not in ("forward", "backward"):
+            shadow.step()
+            make_steps(shadow, range(2, 4))
+            shadow.check()
 
 
 def test_changing_hyper_parameters_before_step_says_what_to_change() -> None:
-    with built(make_model("mlp"), _config(0.0)) as engine:
+    with built(make_model("mlp"), make_config(direct=True)) as engine:
         for number in range(2):
             backward(engine, number)
             if number:
@@ -111,7 +120,7 @@ def test_changing_hyper_parameters_before_step_says_what_to_change() -> None:
 
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
 def test_changing_hyper_parameters_before_backward_is_fine(gpu_fraction: float) -> None:
-    with built(make_model("mlp"), _config(gpu_fraction)) as engine:
+    with built(make_model("mlp"), make_config(gpu_fraction=gpu_fraction, direct=True)) as engine:
         shadow = Shadow(engine)
         for number in range(4):
             engine.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + number)
@@ -127,15 +136,11 @@ def test_an_exception_in_backward_leaves_a_part_of_a_step(
 ) -> None:
     """Every use says so, until a checkpoint is loaded; then training goes on as from there."""
     model = Faulty()
-    with built(model, _config(gpu_fraction)) as engine:
-        for number in range(2):
-            backward(engine, number)
-            engine.step()
+    with built(model, make_config(gpu_fraction=gpu_fraction, direct=True)) as engine:
+        make_steps(engine, range(2))
         engine.save_checkpoint(tmp_path)
-        model.fail_backward = 0
-        with pytest.raises(UserError):
+        with model.failing(block=0):
             backward(engine, 50)
-        model.fail_backward = None
         uses = {
             "forward": lambda: engine(**inputs(3)),
             "step": engine.step,
@@ -149,9 +154,7 @@ def test_an_exception_in_backward_leaves_a_part_of_a_step(
         engine.load_checkpoint(tmp_path)
         shadow = Shadow(engine)
         assert shadow.steps == 2
-        for number in range(2, 5):
-            backward(engine, number)
-            shadow.step()
+        make_steps(shadow, range(2, 5))
         shadow.check()
 
 
@@ -159,30 +162,26 @@ def test_an_exception_in_backward_leaves_a_part_of_a_step(
 def test_an_exception_before_anything_was_committed(fault: str) -> None:
     """In the first backward, and where all layers are on the GPU, no update has begun."""
     model = Faulty()
-    with built(model, _config(1.0 if fault == "gpu" else 0.0)) as engine:
+    with built(
+        model, make_config(gpu_fraction=1.0 if fault == "gpu" else 0.0, direct=True)
+    ) as engine:
         shadow = Shadow(engine)
         if fault == "gpu":
             backward(engine, 0)
             shadow.step()
-        model.fail_backward = 0
-        with pytest.raises(UserError):
+        with model.failing(block=0):
             backward(engine, 50)
-        model.fail_backward = None
         shadow.gradients.clear()
         with pytest.raises(AbortedBackwardError, match="were discarded"):
             engine.step()
-        for number in range(1, 4):
-            backward(engine, number)
-            shadow.step()
+        make_steps(shadow, range(1, 4))
         shadow.check()
 
 
 def test_a_late_gradient_says_that_layers_may_have_been_committed() -> None:
     model = Recomputed()
-    with built(model, _config(0.0)) as engine:
-        for number in range(2):
-            backward(engine, number)
-            engine.step()
+    with built(model, make_config(direct=True)) as engine:
+        make_steps(engine, range(2))
         model.times = 2
         with pytest.raises(GradientOrderError, match="some layers may have been committed"):
             backward(engine, 2)

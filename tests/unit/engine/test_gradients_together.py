@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.engines import built, device, make_config
-from support.gradient_ways import WAYS, taking_gradients
-from support.models import HIDDEN, Mlp, make_model
+from support.gradient_ways import taking_gradients
+from support.models import HIDDEN, make_model
 from support.precision import fp16_on_a_cpu
-from support.shadow import Shadow, Twin
 from torch import nn
-from training import Faulty, backward, inputs, train_and_compare
+from training import backward, inputs
 
 from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.optimizer import layer_gradient
@@ -21,7 +20,6 @@ from hytrain.optimizer.layer_gradient import LayerGradient
 
 pytestmark = pytest.mark.timeout(60)
 
-HOW = pytest.mark.parametrize("how", WAYS)
 # An engine is on the GPU where there is one: these are among its tests, too.
 ON_BOTH = pytest.mark.parametrize("where", ["", pytest.param("gpu", marks=pytest.mark.gpu)])
 STEPS = 6
@@ -36,25 +34,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Uneven(Mlp):
-    """A block's bias is unused, another's used twice, a third's only in some steps."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__()
-        self.extra = nn.Linear(HIDDEN, HIDDEN)
-        self.use_extra = True
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs.to(self.embed.weight.dtype))
-        for block in self.blocks:
-            x = block(x)
-        x = self.blocks[1](x)
-        if self.use_extra:
-            x = nn.functional.linear(x, self.extra.weight)
-        return self.head(x).pow(2).mean()
-
-
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gradients that each call took over."""
     found: list[int] = []
@@ -67,40 +46,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         monkeypatch.setattr(layer_gradient, name, counted)
     return found
-
-
-@HOW
-@pytest.mark.parametrize("gpu_fraction", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["mlp", "uneven", "repeated"])
-def test_each_step_is_that_of_a_plain_model(how: str, gpu_fraction: float, kind: str) -> None:
-    model: Any = {"mlp": lambda: make_model("mlp"), "uneven": Uneven, "repeated": Faulty}[kind]()
-    twin = Twin(model)
-
-    def before(number: int) -> None:
-        plain: Any = twin.plain
-        for each in (model, plain):
-            if kind == "uneven":
-                each.use_extra = number % 2 == 0
-            elif kind == "repeated":
-                each.repeats = 2
-
-    with taking_gradients(how):
-        train_and_compare(model, gpu_fraction=gpu_fraction, before=before, twin=twin)
-
-
-@HOW
-@pytest.mark.parametrize("dtype", [None, "fp32"])
-def test_micro_batches_add_up(how: str, dtype: str | None) -> None:
-    types = {"grad_accum_dtype": dtype} if dtype else None
-    config = make_config(gpu_fraction=0.5, accumulation=3, clipping=0.1, data_types=types)
-    with taking_gradients(how), built(make_model("mlp"), config) as engine:
-        shadow = Shadow(engine)
-        for number in range(9):
-            backward(engine, number)
-            shadow.step() if number % 3 == 2 else engine.step()
-            # None waits from one micro-batch to the next: memory would hold it twice.
-            assert not any(layer.waiting for layer in engine.optimizer.passes.collector.layers)
-        shadow.check()
 
 
 def test_a_layer_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +141,8 @@ def train(
                     before(engine, number)
                 backward(engine, number)
                 engine.step()
+                # None waits from one micro-batch to the next: memory would hold it twice.
+                assert not any(layer.waiting for layer in engine.optimizer.collector.layers)
                 norms.append(float(engine.get_global_grad_norm() or 0.0))
             engine.optimizer.flush()
             engine.synchronize()

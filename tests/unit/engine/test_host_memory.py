@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparisons import assert_same_states
 from support.engines import built, make_config
 from support.models import make_model
 from support.processes import num_threads
 from support.shadow import Shadow
-from training import backward
+from training import backward, make_steps
 
 from hytrain import _C
 from hytrain.errors import CheckpointError, HostMemoryError
@@ -150,20 +151,6 @@ def test_a_build_that_finds_no_room_at_any_place(
     assert all('remove "zero_optimization.offload_param"' in text for text in weights)
 
 
-def test_a_model_that_was_refused_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("mlp")
-    with monkeypatch.context() as patch:
-        Mappings(patch, 4)
-        with pytest.raises(HostMemoryError), built(model, make_config()):
-            pass
-    with built(model, make_config()) as engine:
-        shadow = Shadow(engine)
-        for number in range(3):
-            backward(engine, number)
-            shadow.step()
-        shadow.check()
-
-
 def test_what_torch_raises_in_a_build_is_said_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(threads_module, "_LEAST_ELEMENTS", 1 << 58)
@@ -231,9 +218,7 @@ def test_a_move_that_does_not_fit_steps_back(monkeypatch: pytest.MonkeyPatch) ->
             engine.set_gpu_fraction(1.0)
         assert engine.optimizer.pipeline.num_gpu_layers == 0
         assert "no memory for the state of layer" in engine.placement_decisions()[-1].reason
-        for number in range(3):
-            backward(engine, number)
-            shadow.step()
+        make_steps(shadow, range(3))
         engine.set_gpu_fraction(1.0)
         backward(engine, 9)
         shadow.step()
@@ -267,9 +252,7 @@ def test_activations_that_find_no_room_end_their_step_only(monkeypatch: pytest.M
             ):
                 engine.train_batch(batches(256), num_valid=lambda _: 1)
         state = next(made)
-    for name, tensors in expected.items():
-        for kind, value in tensors.items():
-            assert torch.equal(state[name][kind], value), (name, kind)
+    assert_same_states(state, expected)
 
 
 # -- checkpoints -------------------------------------------------------------------------------

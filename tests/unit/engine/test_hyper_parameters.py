@@ -10,7 +10,7 @@ from support.engines import built, environment, make_config
 from support.models import make_model
 from support.shadow import Shadow
 from torch import nn
-from training import FRACTIONS, backward
+from training import FRACTIONS, backward, make_steps
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("gpu_fraction", FRACTIONS)]
 
@@ -44,20 +44,6 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("clipping", [1e-2, 100.0])
-def test_groups_with_their_own_values(gpu_fraction: float, clipping: float) -> None:
-    model = make_model("mlp")
-    config = make_config(gpu_fraction=gpu_fraction, clipping=clipping)
-    with built(model, config, model_parameters=_groups(model)) as engine:
-        shadow = Shadow(engine)
-        assert [g["lr"] for g in engine.optimizer.param_groups] == [1e-3, 5e-2, 1e-2]
-        for number in range(5):
-            engine.optimizer.param_groups[number % 3]["lr"] *= 1.5
-            backward(engine, number)
-            shadow.step()
-        shadow.check()
-
-
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "Adam_decoupled"])
 def test_a_clients_optimizer(gpu_fraction: float, kind: str) -> None:
     model = make_model("mlp")
@@ -72,9 +58,7 @@ def test_a_clients_optimizer(gpu_fraction: float, kind: str) -> None:
     with built(model, config, optimizer=optimizer) as engine:
         assert engine.optimizer.param_groups is optimizer.param_groups
         shadow = Shadow(engine, decoupled=kind != "Adam")
-        for number in range(4):
-            backward(engine, number)
-            shadow.step()
+        make_steps(shadow, range(4))
         shadow.check()
 
 
@@ -99,57 +83,48 @@ def test_the_optimizer_of_the_json(
         shadow = Shadow(engine, decoupled=decoupled)
         (group,) = engine.optimizer.param_groups
         assert group.get("bias_correction", True) is bias_correction
-        for number in range(4):
-            backward(engine, number)
-            shadow.step()
+        make_steps(shadow, range(4))
         shadow.check()
 
 
-JSON_SCHEDULERS = {
-    "WarmupLR": {
+def _falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+
+
+SCHEDULERS: dict[str, Any] = {
+    "DeepSpeed's in the JSON": {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
     },
-    "torch": {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}},
+    "torch's in the JSON": {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}},
+    "made by the engine": _falling,
+    "a client's": None,
 }
 
 
-@pytest.mark.parametrize("name", JSON_SCHEDULERS)
-def test_a_scheduler_of_the_json(gpu_fraction: float, name: str) -> None:
-    config = make_config(gpu_fraction=gpu_fraction, scheduler=JSON_SCHEDULERS[name])
-    with built(make_model("mlp"), config) as engine:
-        _check_schedule(engine)
-
-
-def test_a_clients_scheduler(gpu_fraction: float) -> None:
-    model = make_model("mlp")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-    config = make_config(gpu_fraction=gpu_fraction, optimizer=None)
-    with built(model, config, optimizer=optimizer, lr_scheduler=scheduler) as engine:
-        _check_schedule(engine)
-
-
-def test_a_scheduler_made_from_the_optimizer_by_the_engine(gpu_fraction: float) -> None:
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler(gpu_fraction: float, name: str) -> None:
+    model, scheduler = make_model("mlp"), SCHEDULERS[name]
+    keywords: dict[str, Any] = {}
     config = make_config(gpu_fraction=gpu_fraction)
-    with built(
-        make_model("mlp"),
-        config,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7),
-    ) as engine:
-        _check_schedule(engine)
-
-
-def _check_schedule(engine: Any) -> None:
-    shadow = Shadow(engine)
-    rates: list[float] = []
-    for number in range(5):
-        backward(engine, number)
-        rates.append(engine.optimizer.param_groups[0]["lr"])
-        shadow.step()
-    shadow.check()
-    assert len(set(rates)) > 1
-    assert engine.get_lr() == [engine.optimizer.param_groups[0]["lr"]]
+    if isinstance(scheduler, dict):
+        config["scheduler"] = scheduler
+    elif scheduler is not None:
+        keywords["lr_scheduler"] = scheduler
+    else:
+        del config["optimizer"]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        keywords = {"optimizer": optimizer, "lr_scheduler": _falling(optimizer)}
+    with built(model, config, **keywords) as engine:
+        shadow = Shadow(engine)
+        rates: list[float] = []
+        for number in range(5):
+            backward(engine, number)
+            rates.append(engine.optimizer.param_groups[0]["lr"])
+            shadow.step()
+        shadow.check()
+        assert len(set(rates)) > 1
+        assert engine.get_lr() == [engine.optimizer.param_groups[0]["lr"]]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import pytest
 import torch
 from support.engines import built, make_config
 from support.models import Mlp, loss_of
-from support.shadow import Shadow, Twin
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import UserError, backward, inputs
+from training import UserError, backward, followed, inputs, make_steps
 
 from hytrain.errors import AbortedBackwardError
 from hytrain.optimizer.gradients import GradientCollector
@@ -85,14 +84,10 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, run: Callable[[Any], None], **con
             if not marks:
                 patch.setattr(GradientCollector, "_use_single_hooks", _no_single_hooks)
             with built(Shifting(), make_config(**config)) as engine:
-                for number in range(WARM):
-                    backward(engine, number)
-                    engine.step()
+                make_steps(engine, range(WARM))
                 assert all(hooks.has_single_hook is marks for hooks in hooks_of(engine))
                 run(engine)
-                for number in range(2):
-                    backward(engine, number)
-                    engine.step()
+                make_steps(engine, range(2))
                 ends.append(end_of(engine))
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
@@ -108,9 +103,7 @@ def test_hooks_that_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GradientCollector, "_finish", counted)
     with built(Shifting(), make_config()) as engine:
-        for number in range(WARM):
-            backward(engine, number)
-            engine.step()
+        make_steps(engine, range(WARM))
         handles = [len(hooks._handles) for hooks in hooks_of(engine)]
         assert handles == [1] * len(handles)
         called.clear()
@@ -173,54 +166,37 @@ def test_a_backward_past_the_engine(monkeypatch: pytest.MonkeyPatch, whole: bool
 
 def test_a_parameter_that_comes_twice_before_its_layers_last_counts_twice() -> None:
     model = Shifting()
-    twin = Twin(model)
-    with built(model, make_config(bf16=False, clipping=0.5)) as engine:
-        shadow = Shadow(engine)
+    with followed(model) as run:
+        plain: Any = run.twin.plain
         for number in range(WARM + 2):
-            plain: Any = twin.plain
             model.way = plain.way = "twice, before its layer's last" if number == WARM else "plain"
-            expected = twin.gradients(engine, [inputs(number)])
-            backward(engine, number)
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        assert all(hooks.has_single_hook for hooks in hooks_of(engine))
-        shadow.check()
+            run.good_step(number)
+        assert all(hooks.has_single_hook for hooks in hooks_of(run.engine))
 
 
 @pytest.mark.parametrize("gpu_fraction", [0.0, 1.0])
 def test_a_gradient_after_its_layers_last_takes_the_update_back(gpu_fraction: float) -> None:
     model = Shifting()
-    twin = Twin(model)
-    config = make_config(gpu_fraction=gpu_fraction, bf16=False, clipping=0.5)
-    with built(model, config) as engine:
-        shadow = Shadow(engine)
-        plain: Any = twin.plain
+    with followed(model, gpu_fraction=gpu_fraction) as run:
+        plain: Any = run.twin.plain
         for number in range(WARM + 4):
             late = number in (WARM, WARM + 1)
             model.way = plain.way = "twice, after its layer's last" if late else "plain"
-            expected = twin.gradients(engine, [inputs(number)])
-            backward(engine, number)
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
-        assert all(p.grad is None for p in engine.module.parameters())
+            run.good_step(number)
+        assert all(p.grad is None for p in model.parameters())
 
 
 def test_another_accumulation_dtype_keeps_a_hook_on_each() -> None:
     """Autograd would add up in the weights' dtype."""
     config = make_config(data_types={"grad_accum_dtype": "fp32"})
     with built(Shifting(), config) as engine:
-        for number in range(WARM):
-            backward(engine, number)
-            engine.step()
+        make_steps(engine, range(WARM))
         assert not any(hooks.has_single_hook for hooks in hooks_of(engine))
 
 
 def test_layer_by_layer_keeps_a_hook_on_each() -> None:
     with built(Shifting(), make_config()) as engine:
-        for number in range(WARM):
-            backward(engine, number)
-            engine.step()
+        make_steps(engine, range(WARM))
         engine.optimizer.passes.open_step.begin_backward(reduces=False, micro_batches=2)
         engine.optimizer.collector.begin()
         assert not any(hooks.has_single_hook for hooks in hooks_of(engine))

@@ -119,37 +119,28 @@ def _run(folder: Path, script: str, *arguments: Any, **variables: str) -> str:
     return ended.stdout
 
 
-def _check(tmp_path: Path, stage: int, k: float, *, follows_step: bool, **variables: str) -> None:
-    arguments = (tmp_path, stage, k, 1536, 16, int(follows_step))
-    output = _run(tmp_path, _MEASURE, *arguments, **variables)
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize("delays", [None, "1:20000"], ids=["settled", "gradients in flight"])
+@pytest.mark.parametrize(("stage", "k"), [(2, 0.0), (3, 0.5)])
+def test_peaks_are_what_was_said(stage: int, k: float, delays: str | None, tmp_path: Path) -> None:
+    """38 M parameters: 432 MiB of state. What imports take is left out, and a small engine's.
+
+    Gradients, which are the GPU's elsewhere, go back to the system as they are freed: with its
+    default glibc keeps up to 200 MiB of them for later. With delays a step returns before its
+    updates have fetched anything, and each phase follows a step: it is within its peak.
+    """
+    arguments = (tmp_path, stage, k, 1536, 16, int(delays is not None))
+    output = _run(tmp_path, _MEASURE, *arguments, **({"HYTRAIN_DELAYS": delays} if delays else {}))
     measured, said = json.loads(output.partition("RESULT ")[2])
     for name, growths in measured.items():
         found = ", ".join(f"{growth / MIB:.0f}" for growth in growths)
         print(f"{name}: {found} MiB, said {sum(said[name]) / MIB:.0f}")
     for name, growths in measured.items():
         # How many gradients are in flight depends on who is faster; all else is known.
-        least = 0.85 if name == "step" or not follows_step else 0.9
+        least = 0.85 if name == "step" or not delays else 0.9
         # A load has pages of mapped files as well, which the system takes back when it needs them.
         most = 1.08 if name == "load" else 1.03
         assert least * sum(said[name]) <= max(growths) <= most * sum(said[name]), name
-
-
-@pytest.mark.timeout(250)
-@pytest.mark.parametrize(("stage", "k"), [(2, 0.0), (3, 0.5)])
-def test_peaks_are_what_was_said(stage: int, k: float, tmp_path: Path) -> None:
-    """38 M parameters: 432 MiB of state. What imports take is left out, and a small engine's.
-
-    Gradients, which are the GPU's elsewhere, go back to the system as they are freed: with its
-    default glibc keeps up to 200 MiB of them for later.
-    """
-    _check(tmp_path, stage, k, follows_step=False)
-
-
-@pytest.mark.timeout(250)
-@pytest.mark.parametrize(("stage", "k"), [(2, 0.0), (3, 0.5)])
-def test_phases_begin_with_gradients_in_flight(stage: int, k: float, tmp_path: Path) -> None:
-    """A step returns before its updates have fetched anything; what follows is within its peak."""
-    _check(tmp_path, stage, k, follows_step=True, HYTRAIN_DELAYS="1:20000")
 
 
 def _terms(**changes: Any) -> PeakMemoryInputs:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.comparisons import assert_same_states
 from support.engines import built, make_config
 from support.models import make_batch, make_model
 from torch import nn
@@ -63,9 +64,7 @@ def test_parameters_with_other_memory_are_trained_on(
     with caplog.at_level(logging.WARNING, "hytrain"):
         found = _train(gpu_fraction, between)
     assert sum("given other memory" in line for line in caplog.messages) == 1
-    for name, tensors in _train(gpu_fraction, None).items():
-        for key, value in tensors.items():
-            assert torch.equal(value, found[name][key]), f"{key} of {name}"
+    assert_same_states(found, _train(gpu_fraction, None))
 
 
 def test_a_copy_of_the_module_lives_by_itself(gpu_fraction: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from support.comparisons import assert_same_bits
+from support.comparisons import assert_same_states
 from support.engines import GATHERS, built, make_config
 from support.models import make_batch, make_model
 from support.resume import Everything, Snapshot, assert_same, micro_batch, snapshot, train
@@ -28,8 +28,6 @@ from hytrain.errors import (
 )
 from hytrain.offload import host_blocks
 from hytrain.optimizer.offloaded_states import StateKind
-
-pytestmark = pytest.mark.usefixtures("process_group")
 
 MICRO_BATCHES = 8
 PLACES = [
@@ -102,54 +100,6 @@ def test_training_goes_on_bit_for_bit(
         assert_same(snapshot(engine), expected)
 
 
-@pytest.mark.parametrize("include", [None, [OffloadStateTypeEnum.optim_states]])
-@pytest.mark.parametrize("moments", ["bf16", "8bit"])
-def test_moments_in_fewer_bytes(moments: str, include: list[OffloadStateTypeEnum] | None) -> None:
-    def run(*, offload: bool) -> tuple[list[float], Snapshot]:
-        config = make_config(stage=2, gpu_fraction=0.5, train_micro_batch_size_per_gpu=4)
-        config["hytrain"]["moments"] = moments
-        torch.manual_seed(0)
-        with built(Everything(), config) as engine:
-            losses: list[float] = []
-            for number in range(4):
-                losses += train(engine, number, number + 1)
-                if offload:
-                    engine.offload_states(include=include)
-                    engine.reload_states()
-                    engine.set_gpu_fraction(1.0 if number % 2 else 0.25)  # layers move after it
-            return losses, snapshot(engine)
-
-    (straight, expected), (losses, found) = run(offload=False), run(offload=True)
-    assert losses == straight
-    assert_same(found, expected)
-
-
-@pytest.mark.parametrize("clipping", [0.0, 0.02], ids=["direct", "clipped"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_models_of_transformers(kind: str, clipping: float) -> None:
-    def run(*, offload: bool) -> tuple[list[float], dict[str, Any]]:
-        losses: list[float] = []
-        config = make_config(gpu_fraction=0.5, clipping=clipping)
-        config["bf16"]["check_grad_overflow"] = clipping > 0
-        with built(make_model(kind), config) as engine:
-            for number in range(4):
-                loss = engine(**make_batch(kind, number)).loss
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-                del loss
-                if offload:
-                    engine.offload_states()
-                    engine.reload_states(non_blocking=True)
-            return losses, engine.fp32_state_dict()
-
-    (losses, state), (expected, wanted) = run(offload=True), run(offload=False)
-    assert losses == expected
-    for name, tensors in wanted.items():
-        for part, tensor in tensors.items():
-            assert_same_bits(f"{part} of {name}", state[name][part], tensor)
-
-
 SETS: list[list[Any]] = [
     ["lp_params"],
     ["hp_params"],
@@ -182,41 +132,6 @@ def test_a_part_of_it(straight_run: tuple[list[float], Snapshot]) -> None:
                 engine.offload_states()
             engine.reload_states()
             assert layer.is_one_block
-        assert losses == straight
-        assert_same(snapshot(engine), expected)
-
-
-def test_layers_move_after_it() -> None:
-    with _engine(k=0.0) as engine:
-        straight = train(engine, 0, 6)
-        expected = snapshot(engine)
-    with _engine(k=0.0) as engine:
-        losses: list[float] = []
-        for number, k in enumerate((0.0, 1.0, 0.4, 0.0, 1.0, 0.6)):
-            engine.set_gpu_fraction(k)
-            engine.offload_states(include=["optim_states"] if number % 2 else None)
-            engine.reload_states(non_blocking=True)
-            engine.set_gpu_fraction(1.0 - k)
-            losses += train(engine, number, number + 1)
-        assert losses == straight
-        assert_same(snapshot(engine), expected)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_between_backward_and_step(stage: int) -> None:
-    """Updates that have begun are taken back; the gradients leave and come back."""
-    with _engine(stage, param=stage == 3) as engine:
-        straight = train(engine, 0, 3)
-        expected = snapshot(engine)
-    with _engine(stage, param=stage == 3) as engine:
-        losses: list[float] = []
-        for number in range(3):
-            loss = engine(micro_batch(number))
-            engine.backward(loss)
-            losses.append(loss.item())
-            del loss
-            _cycle(engine)
-            engine.step()
         assert losses == straight
         assert_same(snapshot(engine), expected)
 
@@ -429,9 +344,7 @@ def test_a_gpu_is_free_and_copies_are_fast(stage: int, k: float) -> None:
         assert len(set(left)) == 1  # nothing grows
         assert left[-1] < 0.02 * full + (8 << 20)
         assert _requested(device) <= asked
-        for name, tensors in engine.fp32_state_dict().items():
-            for part, tensor in tensors.items():
-                assert_same_bits(f"{part} of {name}", tensor, expected[name][part])
+        assert_same_states(engine.fp32_state_dict(), expected)
 
 
 def _requested(device: torch.device) -> int:

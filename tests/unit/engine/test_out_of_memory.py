@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.engines import built, environment, make_config
 from support.models import Mlp
-from support.shadow import Shadow, Twin
-from training import backward, inputs
+from support.shadow import Shadow
+from training import backward, followed, inputs, make_steps
 
 from hytrain.errors import AbortedBackwardError
 from hytrain.offload import pipeline
@@ -52,9 +52,7 @@ def test_k_goes_down_and_the_step_can_be_repeated() -> None:
     model = Hungry()
     with built(model, make_config(gpu_fraction=SOLVE, clipping=0.5, bf16=False)) as engine:
         shadow = Shadow(engine)
-        for number in range(2):
-            backward(engine, number)
-            shadow.step()
+        make_steps(shadow, range(2))
         engine.set_gpu_fraction(1.0)
         engine.set_gpu_fraction("solve")
         # No decision of its own meanwhile.
@@ -73,9 +71,7 @@ def test_k_goes_down_and_the_step_can_be_repeated() -> None:
         # Nothing of what has left is still held on the device.
         assert not engine.optimizer.pipeline.mover._moves
         model.fails = False
-        for number in range(3, 6):
-            backward(engine, number)
-            shadow.step()
+        make_steps(shadow, range(3, 6))
         assert engine.optimizer.pipeline.num_gpu_layers <= layers - 1
         shadow.check()
 
@@ -111,26 +107,21 @@ def test_nothing_moves_while_a_step_is_under_way() -> None:
 def test_the_forward_of_a_later_micro_batch_can_be_repeated() -> None:
     """By hand: what the micro-batches before have left stays, though layers have moved."""
     model = Hungry()
-    twin = Twin(model)
-    config = make_config(gpu_fraction=SOLVE, clipping=0.5, bf16=False, accumulation=2)
-    with built(model, config) as engine:
-        shadow = Shadow(engine)
+    with followed(model, gpu_fraction=SOLVE, accumulation=2) as run:
+        engine = run.engine
         engine.set_gpu_fraction(1.0)
         engine.set_gpu_fraction("solve")
         for number in range(3):
-            expected = twin.gradients(engine, [inputs(2 * number), inputs(2 * number + 1)], 0.5)
             before = engine.optimizer.pipeline.num_gpu_layers
-            backward(engine, 2 * number)
-            engine.step()
-            model.fails = True
-            with pytest.raises(torch.OutOfMemoryError, match="repeat this micro-batch's forward"):
+            with run.step(2 * number, 2 * number + 1, scale=0.5):
+                backward(engine, 2 * number)
+                engine.step()
+                model.fails = True
+                with pytest.raises(torch.OutOfMemoryError, match="repeat this micro-batch's forw"):
+                    backward(engine, 2 * number + 1)
+                assert engine.optimizer.pipeline.num_gpu_layers < before
+                model.fails = False
                 backward(engine, 2 * number + 1)
-            assert engine.optimizer.pipeline.num_gpu_layers < before
-            model.fails = False
-            backward(engine, 2 * number + 1)
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
 
 
 @pytest.mark.parametrize("delays", ["", "5:2000"])
@@ -140,10 +131,11 @@ def test_after_a_backward_the_step_can_be_repeated(
 ) -> None:
     """What was sent of it is taken back without memory of the device, which has none."""
     model = Hungry()
-    twin = Twin(model)
-    config = make_config(gpu_fraction=SOLVE, clipping=0.5, bf16=False, accumulation=accumulation)
-    with environment("HYTRAIN_DELAYS", delays), built(model, config) as engine:
-        shadow = Shadow(engine)
+    with (
+        environment("HYTRAIN_DELAYS", delays),
+        followed(model, gpu_fraction=SOLVE, accumulation=accumulation) as run,
+    ):
+        engine = run.engine
         engine.set_gpu_fraction(0.8)
         engine.set_gpu_fraction("solve")
         for number in range(3):
@@ -161,14 +153,11 @@ def test_after_a_backward_the_step_can_be_repeated(
             assert "repeat the step from the forward of its first micro-batch" in text
             assert engine.optimizer.pipeline.num_gpu_layers < before
             numbers = [accumulation * number + micro for micro in range(accumulation)]
-            expected = twin.gradients(engine, [inputs(n) for n in numbers], 1.0 / accumulation)
-            for micro in numbers:
-                backward(engine, micro)
-                if micro != numbers[-1]:
-                    engine.step()
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            with run.step(*numbers, scale=1.0 / accumulation):
+                for micro in numbers:
+                    backward(engine, micro)
+                    if micro != numbers[-1]:
+                        engine.step()
 
 
 class NoMemory:
@@ -183,9 +172,7 @@ class NoMemory:
 
 def test_nothing_moves_after_a_backward_whose_updates_are_committed() -> None:
     model = Hungry()
-    direct = {"enabled": True, "check_grad_overflow": False}
-    config = make_config(gpu_fraction=SOLVE, clipping=0.0) | {"bf16": direct}
-    with built(model, config) as engine:
+    with built(model, make_config(gpu_fraction=SOLVE, direct=True)) as engine:
         backward(engine, 0)
         engine.step()
         before = engine.optimizer.pipeline.num_gpu_layers
@@ -201,18 +188,14 @@ def test_a_gradient_for_which_there_is_no_memory_is_not_taken_back(
 ) -> None:
     """It is as if nobody had asked: a second backward can be begun again later."""
     model = Hungry()
-    twin = Twin(model)
-    with built(model, make_config(gpu_fraction=0.0, clipping=0.5, bf16=False)) as engine:
-        shadow = Shadow(engine)
+    with followed(model) as run:
         for number in range(3):
-            expected = twin.gradients(engine, [inputs(2 * number), inputs(2 * number + 1)])
-            backward(engine, 2 * number)
-            engine.optimizer.pipeline.cpu.wait_all()  # begun, so that they cannot be cancelled
-            with monkeypatch.context() as patch:
-                patch.setattr(pipeline, "torch", NoMemory)
-                with pytest.raises(torch.OutOfMemoryError):
-                    backward(engine, 2 * number + 1)
-            backward(engine, 2 * number + 1)
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            with run.step(2 * number, 2 * number + 1):
+                backward(run.engine, 2 * number)
+                # Begun, so that they cannot be cancelled.
+                run.engine.optimizer.pipeline.cpu.wait_all()
+                with monkeypatch.context() as patch:
+                    patch.setattr(pipeline, "torch", NoMemory)
+                    with pytest.raises(torch.OutOfMemoryError):
+                        backward(run.engine, 2 * number + 1)
+                backward(run.engine, 2 * number + 1)

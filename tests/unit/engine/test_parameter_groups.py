@@ -11,7 +11,7 @@ from support.engines import built, make_config
 from support.models import make_model
 from support.shadow import Shadow
 from torch import nn
-from training import FRACTIONS, backward
+from training import FRACTIONS, backward, make_steps
 
 from hytrain.errors import UnsupportedError
 
@@ -64,9 +64,7 @@ def test_refused_and_exact_once_undone(gpu_fraction: float, name: str, when: str
     config = make_config(gpu_fraction=gpu_fraction, optimizer=None)
     with built(model, config, optimizer=optimizer) as engine:
         shadow = Shadow(engine)
-        for number in range(3):
-            backward(engine, number)
-            shadow.step()
+        make_steps(shadow, range(3))
         groups = optimizer.param_groups
         saved = [{**group, "params": list(group["params"])} for group in groups]
         if when == "before_step":
@@ -91,13 +89,10 @@ def test_refused_before_anything_is_committed_directly(gpu_fraction: float, name
     model = make_model("mlp")
     optimizer = _optimizer(model)
     change, match = CHANGES[name]
-    config = make_config(gpu_fraction=gpu_fraction, optimizer=None, clipping=0.0)
-    config["bf16"]["check_grad_overflow"] = False
+    config = make_config(gpu_fraction=gpu_fraction, optimizer=None, direct=True)
     with built(model, config, optimizer=optimizer) as engine:
         shadow = Shadow(engine)
-        for number in range(2):
-            backward(engine, number)
-            shadow.step()
+        make_steps(shadow, range(2))
         saved = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         change(optimizer.param_groups)
         with pytest.raises(UnsupportedError, match=match):

@@ -10,7 +10,7 @@ import torch
 from support.engines import built, environment, make_config
 from support.models import make_model
 from support.shadow import Shadow
-from training import backward, inputs
+from training import backward, inputs, make_steps
 
 import hytrain
 from hytrain.engine import build_optimizer as build
@@ -110,9 +110,7 @@ def test_a_fixed_number_is_not_questioned(memory: Any) -> None:
     memory(0, 0)
     with built(make_model("mlp"), make_config(gpu_fraction=0.5)) as engine:
         assert gpu_layers(engine) == 3
-        for step in range(10):
-            backward(engine, step)
-            engine.step()
+        make_steps(engine, range(10))
         assert gpu_layers(engine) == 3
         (decision,) = engine.placement_decisions()
         assert decision.reason == "gpu_fraction is 0.5"
@@ -228,9 +226,7 @@ def test_back_to_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
         shadow = Shadow(engine)
 
         def steps(number: int) -> None:
-            for step in range(number):
-                backward(engine, step)
-                shadow.step()
+            make_steps(shadow, range(number))
 
         steps(3)
         engine.set_gpu_fraction(1.0)
@@ -264,26 +260,6 @@ def test_the_throughput_timer_waits_only_when_asked_to(asked: Any, expected: boo
         assert engine.tput_timer.config.synchronized is expected
         backward(engine, 0)
         engine.step()
-
-
-SOLVER_SECTIONS: list[tuple[Any, str]] = [
-    ({"alpha": -1}, r"hytrain\.solver\.alpha = -1"),
-    ({"alpha": float("inf")}, r"hytrain\.solver\.alpha = inf"),
-    ({"alpha": "fast"}, r"hytrain\.solver\.alpha = 'fast'"),
-    ({"interval": 1.5}, r"hytrain\.solver\.interval = 1\.5"),
-    ({"interval": -1}, r"hytrain\.solver\.interval = -1"),
-    ({"gpu_memory_reserve_bytes": -1}, r"hytrain\.solver\.gpu_memory_reserve_bytes = -1"),
-    ({"host_memory_reserve_bytes": "1G"}, r"hytrain\.solver\.host_memory_reserve_bytes = '1G'"),
-    ({"metod": "pipeline"}, r'solver\.metod: unknown key; did you mean "method"'),
-    ({"method": "closed-form"}, r"hytrain\.solver\.method = 'closed-form'"),
-    (3, r"hytrain\.solver"),
-]
-
-
-@pytest.mark.parametrize(("section", "match"), SOLVER_SECTIONS, ids=lambda v: str(v)[:40])
-def test_a_solver_section_that_is_wrong(section: Any, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        hytrain.HyTrainConfig.from_deepspeed({"hytrain": {"solver": section}})
 
 
 def test_alpha_is_taken_as_given(caplog: pytest.LogCaptureFixture) -> None:

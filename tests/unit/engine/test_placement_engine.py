@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparisons import assert_bitwise_serial, assert_clipping
 from support.engines import built, environment, make_config
 from support.models import Mlp, make_model
-from support.parity import Case, train
 from support.processes import num_threads
 from support.shadow import Shadow
 from training import backward, inputs
@@ -109,30 +107,6 @@ def test_a_solver_that_moves_all_the_time(
         assert all(layer.forward > 0.0 for layer in decisions[-1].costs.layers)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("llama", SOLVE, "sometimes", 1, "bf16", steps=30),
-        Case("gpt2", SOLVE, "always", 4, "fp32", steps=15, observe=(1, 9)),
-    ],
-    ids=str,
-)
-def test_transformers(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    free_solver(monkeypatch, 2)
-    counters: list[Callable[[], int]] = []
-
-    def disturb(engine: Any) -> None:
-        if not counters:
-            counters.append(number_of_moves(engine))
-
-    with environment("HYTRAIN_DELAYS", "2:200"):
-        run = train(case, disturb)
-    assert counters[0]() >= case.steps // 3
-    found = [outcome for outcome in run.outcomes if outcome is not None]
-    assert_clipping(run, found)
-    assert_bitwise_serial(run, found)
-
-
 def test_evaluations_skips_and_state_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     free_solver(monkeypatch, 3)
     model = make_model("mlp")
@@ -190,60 +164,38 @@ def test_the_real_solver_trains_and_says_why() -> None:
 
 
 class ScarceTorch:
-    """torch for the mover, whose device has no memory now and then."""
+    """torch for the mover, whose ``empty`` is another one."""
 
-    def __init__(self, share: float) -> None:
-        self._rng = random.Random(5)
-        self.share = share
-        self.refused = 0
-
-    def empty(self, *sizes: Any, **keywords: Any) -> torch.Tensor:
-        if self._rng.random() < self.share:
-            self.refused += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        return torch.empty(*sizes, **keywords)
+    def __init__(self, empty: Callable[..., torch.Tensor]) -> None:
+        self.empty = empty
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
 
 @pytest.mark.parametrize("delays", ["", "6:300"])
-def test_a_device_without_room_at_random_moves(
-    monkeypatch: pytest.MonkeyPatch, delays: str
-) -> None:
+@pytest.mark.parametrize("where", ["GPU", "host"])
+def test_no_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, where: str, delays: str) -> None:
     free_solver(monkeypatch, 4)
     monkeypatch.setattr(backoff, "FIRST_PAUSE", 3)
     monkeypatch.setattr(backoff, "_LONGEST_PAUSE", 3)
-    scarce = ScarceTorch(0.3)
-    monkeypatch.setattr(mover_module, "torch", scarce)
-    config = make_config(gpu_fraction=SOLVE, clipping=0.02)
-    with environment("HYTRAIN_DELAYS", delays), built(make_model("mlp"), config) as engine:
-        shadow, moves = Shadow(engine), number_of_moves(engine)
-        for number in range(60):
-            backward(engine, number)
-            shadow.step()
-            gpu_layers(engine)
-        assert scarce.refused >= 5
-        assert moves() > 20
-        shadow.check()
-        reasons = [decision.reason for decision in engine.placement_decisions()]
-        assert sum("the GPU had no memory" in reason for reason in reasons) == scarce.refused
+    rng, refused = random.Random(6), [0]
 
+    def scarce(take: Callable[..., torch.Tensor], error: Exception) -> Callable[..., torch.Tensor]:
+        def take_or_not(*arguments: Any, **keywords: Any) -> torch.Tensor:
+            if rng.random() < 0.3:
+                refused[0] += 1
+                raise error
+            return take(*arguments, **keywords)
 
-@pytest.mark.parametrize("delays", ["", "6:300"])
-def test_a_host_without_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, delays: str) -> None:
-    free_solver(monkeypatch, 4)
-    monkeypatch.setattr(backoff, "FIRST_PAUSE", 3)
-    monkeypatch.setattr(backoff, "_LONGEST_PAUSE", 3)
-    rng, refused, host_zeros = random.Random(6), [0], mover_module.host_zeros
+        return take_or_not
 
-    def scarce(*arguments: Any, **keywords: Any) -> torch.Tensor:
-        if rng.random() < 0.3:
-            refused[0] += 1
-            raise MemoryError("host memory cannot be mapped")
-        return host_zeros(*arguments, **keywords)
-
-    monkeypatch.setattr(mover_module, "host_zeros", scarce)
+    if where == "GPU":
+        empty = scarce(torch.empty, torch.OutOfMemoryError("Tried to allocate 1.00 GiB"))
+        monkeypatch.setattr(mover_module, "torch", ScarceTorch(empty))
+    else:
+        host_zeros = scarce(mover_module.host_zeros, MemoryError("host memory cannot be mapped"))
+        monkeypatch.setattr(mover_module, "host_zeros", host_zeros)
     config = make_config(gpu_fraction=SOLVE, clipping=0.02)
     with environment("HYTRAIN_DELAYS", delays), built(make_model("mlp"), config) as engine:
         shadow, moves = Shadow(engine), number_of_moves(engine)
@@ -255,7 +207,7 @@ def test_a_host_without_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, de
         assert moves() > 20
         shadow.check()
         reasons = [decision.reason for decision in engine.placement_decisions()]
-        assert sum("the host had no memory" in reason for reason in reasons) == refused[0]
+        assert sum(f"the {where} had no memory" in reason for reason in reasons) == refused[0]
 
 
 # -- nothing is left ---------------------------------------------------------------------------
@@ -289,9 +241,7 @@ def test_many_moves_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> Non
     threads = num_threads()
     on_host, on_device = Recorder(host_memory.map_anonymous), Recorder(torch.empty)
     monkeypatch.setattr(host_memory, "map_anonymous", on_host)
-    fake: Any = ScarceTorch(0.0)
-    fake.empty = on_device
-    monkeypatch.setattr(mover_module, "torch", fake)
+    monkeypatch.setattr(mover_module, "torch", ScarceTorch(on_device))
     with built(make_model("mlp"), make_config(gpu_fraction=1.0)) as engine:
         optimizer = engine.optimizer
         pinned, mover = optimizer.pipeline.cpu.pinned, optimizer.pipeline.mover

@@ -12,7 +12,7 @@ from support.models import make_model
 from support.processes import num_threads
 from support.resume import Run, assert_same, assert_same_state, engine_of, snapshot, train
 from support.shadow import Shadow
-from training import backward, inputs
+from training import backward, inputs, make_steps
 
 from hytrain import _C
 from hytrain.errors import EngineClosedError, WorkerError
@@ -76,18 +76,14 @@ def test_the_engine_is_destroyed_while_layers_move(fraction: float) -> None:
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_a_fault_in_a_move_is_raised_with_the_layers_name(fraction: float) -> None:
     with built(make_model("mlp"), make_config(gpu_fraction=1.0 - fraction)) as engine:
-        for number in range(2):
-            backward(engine, number)
-            engine.step()
+        make_steps(engine, range(2))
         engine.synchronize()
         engine.optimizer.pipeline.cpu.worker.fail_at(3)
         name = engine.optimizer.layer_states[3].name
 
         def go_on() -> None:
             engine.set_gpu_fraction(fraction)
-            for number in range(3):
-                backward(engine, number)
-                engine.step()
+            make_steps(engine, range(3))
 
         with pytest.raises(WorkerError, match=f"at layer '{name}': injected fault"):
             go_on()

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparisons import assert_same_states
 from support.engines import built, make_config
 from support.models import make_batch, make_model
 from support.processes import num_threads
 from support.shadow import Shadow
 from torch import nn
-from training import backward
+from training import make_steps
 
 import hytrain
 from hytrain.engine import build_optimizer as build
@@ -60,9 +61,7 @@ def no_guards(patch: pytest.MonkeyPatch) -> None:
 def train(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     with built(model, make_config(gpu_fraction=0.5, clipping=0.1)) as engine:
         shadow = Shadow(engine)
-        for number in range(4):
-            backward(engine, number)
-            shadow.step()
+        make_steps(shadow, range(4))
         shadow.check()
         return engine.fp32_state_dict()
 
@@ -90,10 +89,7 @@ def test_a_refused_build_leaves_the_model_as_it_was(
                 assert num_threads() <= threads
     state = train(model)
     assert len(calls) == 4
-    expected = train(make_model("mlp"))
-    for name, tensors in expected.items():
-        for kind, value in tensors.items():
-            assert torch.equal(state[name][kind], value), (name, kind)
+    assert_same_states(state, train(make_model("mlp")))
 
 
 def test_a_destroyed_engine_leaves_the_model() -> None:

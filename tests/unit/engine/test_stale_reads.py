@@ -15,9 +15,9 @@ from support.models import Mlp, loss_of, make_batch, make_model
 from support.shadow import Shadow
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from training import FRACTIONS, backward
+from training import FRACTIONS, backward, make_steps
 
-from hytrain.errors import ConfigError, GradientOrderError
+from hytrain.errors import GradientOrderError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -96,7 +96,15 @@ READS: dict[str, Read] = {
 }
 
 
-@pytest.mark.usefixtures("process_group")
+def _assert_current(shadow: Shadow, found: Weights) -> None:
+    """They are the serial loop's, as they are read."""
+    for state, shard in zip(shadow.states, shadow.shards, strict=True):
+        for slot in state.layout.slots:
+            expected = shard.p[slot.offset : slot.offset + slot.numel]
+            weights = found[slot.name].flatten()
+            assert_same_bits(slot.name, weights, expected.to(weights.dtype))
+
+
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
 @pytest.mark.parametrize("read", READS)
 def test_after_a_step(read: str, gpu_fraction: float) -> None:
@@ -109,15 +117,10 @@ def test_after_a_step(read: str, gpu_fraction: float) -> None:
             shadow.step()
             found = READS[read](engine.module)
             assert all(type(p) is nn.Parameter for p in engine.module.parameters())
-            for state, shard in zip(shadow.states, shadow.shards, strict=True):
-                for slot in state.layout.slots:
-                    expected = shard.p[slot.offset : slot.offset + slot.numel]
-                    weights = found[slot.name].flatten()
-                    assert_same_bits(slot.name, weights, expected.to(weights.dtype))
+            _assert_current(shadow, found)
         shadow.check()
 
 
-@pytest.mark.usefixtures("process_group")
 def test_one_weight_waits_for_its_layer_alone() -> None:
     config = make_config(clipping=1e-2)
     with environment("HYTRAIN_DELAYS", "3:3000"), built(make_model("mlp"), config) as engine:
@@ -130,7 +133,6 @@ def test_one_weight_waits_for_its_layer_alone() -> None:
             assert [state.update.waited for state in states] == [index == 3 for index in range(6)]
 
 
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
 def test_loops_that_read_no_weights_wait_for_nothing(gpu_fraction: float) -> None:
     config = make_config(gpu_fraction=gpu_fraction, clipping=1e-2)
@@ -154,7 +156,6 @@ def test_loops_that_read_no_weights_wait_for_nothing(gpu_fraction: float) -> Non
             assert not any(state.update.waited for state in engine.optimizer.layer_states)
 
 
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
 def test_between_backward_and_step(gpu_fraction: float) -> None:
     """What is read is as of the last step, and the step is made as if nobody had read."""
@@ -164,32 +165,11 @@ def test_between_backward_and_step(gpu_fraction: float) -> None:
         for number in range(4):
             backward(engine, number)
             found = {n: p.data.clone() for n, p in engine.module.named_parameters()}
-            for state, shard in zip(shadow.states, shadow.shards, strict=True):
-                for slot in state.layout.slots:
-                    expected = shard.p[slot.offset : slot.offset + slot.numel].bfloat16()
-                    assert_same_bits(slot.name, found[slot.name].flatten(), expected)
+            _assert_current(shadow, found)
             shadow.step()
         shadow.check()
 
 
-@pytest.mark.usefixtures("process_group")
-def test_between_backward_and_step_of_a_direct_commit() -> None:
-    """The old weights are gone then, and the new ones are not whole: it is said."""
-    config = make_config(clipping=0.0, bf16=True)
-    config["bf16"]["check_grad_overflow"] = False
-    with built(make_model("mlp"), config) as engine:
-        shadow = Shadow(engine)
-        for number in range(3):
-            backward(engine, number)
-            if number:
-                with pytest.raises(ConfigError, match="check_grad_overflow"):
-                    engine.module.head.weight.norm()
-            shadow.step()
-            engine.module.head.weight.norm()
-        shadow.check()
-
-
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_in_a_backward_that_updates_the_layer(is_direct: bool) -> None:
     """A hook that runs after a layer's last gradient reads what is being overwritten.
@@ -197,16 +177,12 @@ def test_in_a_backward_that_updates_the_layer(is_direct: bool) -> None:
     The update is taken back, where it can be.
     """
     model = make_model("mlp")
-    config = make_config(clipping=0.0 if is_direct else 1.0)
-    config["bf16"]["check_grad_overflow"] = not is_direct
-    with built(model, config) as engine:
+    with built(model, make_config(direct=is_direct)) as engine:
         seen: list[float] = []
         model.embed.register_full_backward_hook(
             lambda *_: seen.append(float(model.embed.weight[0, 0]))
         )
-        for number in range(2):
-            backward(engine, number)
-            engine.step()
+        make_steps(engine, range(2))
         assert len(seen) == 2  # its own gradients come after that
         armed = [True]
 
@@ -244,7 +220,6 @@ class LeftOut(Mlp):
         return self.head(nn.functional.linear(x, weight)[:, :32]).float().pow(2).mean()
 
 
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
 def test_a_block_that_is_left_out_and_read(gpu_fraction: float) -> None:
     """It was used in the last forward, so that nothing but the read itself can wait for it."""
@@ -266,7 +241,6 @@ def test_a_block_that_is_left_out_and_read(gpu_fraction: float) -> None:
     assert ends[0] == ends[1]
 
 
-@pytest.mark.usefixtures("process_group")
 def test_nothing_is_left_on_the_parameters() -> None:
     model = make_model("mlp")
     with built(model, make_config()) as engine:
@@ -276,7 +250,6 @@ def test_nothing_is_left_on_the_parameters() -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
 def test_the_model_keeps_its_weights(gpu_fraction: float) -> None:
     """After destroy(), with no call before it, they are those of the last step."""
@@ -284,12 +257,5 @@ def test_the_model_keeps_its_weights(gpu_fraction: float) -> None:
     config = make_config(gpu_fraction=gpu_fraction, clipping=1e-2)
     with environment("HYTRAIN_DELAYS", "3:3000"), built(model, config) as engine:
         shadow = Shadow(engine)
-        slots = [state.layout.slots for state in shadow.states]
-        for number in range(3):
-            backward(engine, number)
-            shadow.step()
-    for shard, of_layer in zip(shadow.shards, slots, strict=True):
-        for slot in of_layer:
-            expected = shard.p[slot.offset : slot.offset + slot.numel].bfloat16()
-            weights = model.get_parameter(slot.name).detach().flatten()
-            assert_same_bits(slot.name, weights, expected)
+        make_steps(shadow, range(3))
+    _assert_current(shadow, {name: p.detach() for name, p in model.named_parameters()})

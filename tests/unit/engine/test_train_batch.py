@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparisons import assert_same_states
 from support.engines import built, make_config
 from support.models import Mlp, make_batch, make_model
 from training import FRACTIONS, UserError, backward, inputs
@@ -27,12 +28,6 @@ def _rows(batch: dict[str, torch.Tensor]) -> int:
 
 def _pair(number: int) -> list[dict[str, torch.Tensor]]:
     return [inputs(2 * number), inputs(2 * number + 1)]
-
-
-def _assert_equal(one: State, other: State) -> None:
-    for name, tensors in one.items():
-        for key, value in tensors.items():
-            assert torch.equal(value, other[name][key]), f"{key} of {name}"
 
 
 class Failing(Mlp):
@@ -71,7 +66,7 @@ def test_a_failed_step_leaves_nothing_behind(
                 engine.train_batch(iter(_pair(number)), _rows)
                 assert engine.global_steps == number + 1
             states.append(engine.fp32_state_dict())
-    _assert_equal(*states)
+    assert_same_states(*states)
 
 
 def test_micro_batches_made_by_hand_before_are_part_of_the_step(mode: str) -> None:
@@ -106,7 +101,7 @@ def test_a_loss_of_one_element(mode: str) -> None:
             assert all(loss.shape == () for loss in losses)
             runs.append((losses, engine.fp32_state_dict()))
     assert runs[0][0] == runs[1][0]
-    _assert_equal(runs[0][1], runs[1][1])
+    assert_same_states(runs[0][1], runs[1][1])
 
 
 @pytest.mark.parametrize("empty", [(1,), (0,), (0, 1)])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.comparisons import assert_same_states
 from support.engines import built, make_config
 from support.frozen import lora
 from support.models import make_batch, make_model
 from support.plans import a_plan, write_a_plan
+from training import untouched
 
 from hytrain.errors import ConfigError, HyTrainError, PlanError
 from hytrain.formats.plan_file import PlanFile, Predicted
@@ -40,47 +42,44 @@ def _batches() -> Iterator[dict[str, Any]]:
         number += 1
 
 
-def _train(engine: Any, steps: int = 3) -> dict[str, torch.Tensor]:
+def _train(engine: Any, steps: int = 3) -> dict[str, dict[str, torch.Tensor]]:
     batches = _batches()
     for _ in range(steps):
         engine.train_batch(batches)
-    return {name: value["fp32"] for name, value in engine.fp32_state_dict().items()}
+    return engine.fp32_state_dict()
 
 
-def test_it_is_the_same_as_the_keys_that_it_stands_for(tmp_path: Path) -> None:
-    config = _config(write_a_plan(tmp_path, _plan()))
-    with built(make_model("llama"), config) as engine:
+def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in found.items():
+        torch.testing.assert_close(value["fp32"], expected[name]["fp32"])
+
+
+def _adapted() -> torch.nn.Module:
+    model = make_model("llama")
+    lora(model)
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: make_model("llama"), _adapted], ids=["all", "lora"])
+def test_it_is_the_same_as_the_keys_that_it_stands_for(
+    make: Callable[[], torch.nn.Module], tmp_path: Path
+) -> None:
+    with built(make(), _config(write_a_plan(tmp_path, a_plan(make(), (4,), (2,))))) as engine:
         assert engine.train_batch_size() == 4
         assert engine.hytrain_config.micro_batch_sizes == (2,)
         planned = _train(engine)
     keys = {"batch_sizes": [4], "micro_batch_sizes": [2]}
-    with built(make_model("llama"), make_config(bf16=False, hytrain=keys)) as engine:
-        explicit = _train(engine)
-    assert planned.keys() == explicit.keys()
-    for name, value in planned.items():
-        assert torch.equal(value, explicit[name]), name
+    with built(make(), make_config(bf16=False, hytrain=keys)) as engine:
+        assert_same_states(planned, _train(engine))
 
 
 def test_what_is_not_trained_is_part_of_the_model(tmp_path: Path) -> None:
-    def adapted() -> torch.nn.Module:
-        model = make_model("llama")
-        lora(model)
-        return model
-
-    plan = a_plan(adapted(), (4,), (2,))
+    plan = a_plan(_adapted(), (4,), (2,))
     assert plan.model.frozen > plan.model.parameters
-    with built(adapted(), _config(write_a_plan(tmp_path, plan))) as engine:
-        planned = _train(engine)
-    keys = {"batch_sizes": [4], "micro_batch_sizes": [2]}
-    with built(adapted(), make_config(bf16=False, hytrain=keys)) as engine:
-        explicit = _train(engine)
-    assert planned.keys() == explicit.keys()
-    for name, value in planned.items():
-        assert torch.equal(value, explicit[name]), name
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"frozen": 0})})
     config = _config(write_a_plan(tmp_path, plan))
     with pytest.raises(PlanError, match="not trained: planned for 0, found") as refused:
-        built(adapted(), config).__enter__()
+        built(_adapted(), config).__enter__()
     assert "Nothing was touched" in str(refused.value)
 
 
@@ -159,13 +158,9 @@ def test_null_decides_nothing(tmp_path: Path) -> None:
 
 def _refusal(tmp_path: Path, plan: PlanFile, **config: Any) -> str:
     model = make_model("llama")
-    before = {name: p.clone() for name, p in model.named_parameters()}
     whole = {**_config(write_a_plan(tmp_path, plan)), **config}
-    with pytest.raises(PlanError) as refused, built(model, whole):
+    with untouched(model, PlanError, r"\w") as refused, built(model, whole):
         pass
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[name])
-        assert not parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
     return str(refused.value)
 
 
@@ -214,10 +209,7 @@ def test_weights_are_where_the_plan_has_them_or_it_is_refused(tmp_path: Path) ->
             assert any(storage.is_sharded for storage in storages) == is_offloaded
             assert engine.hytrain_config.accumulation == "layer_major"
             results.append(_train(engine))
-    streamed, whole = results
-    assert streamed.keys() == whole.keys()
-    for name, value in streamed.items():
-        assert torch.equal(value, whole[name]), name
+    assert_same_states(*results)
 
 
 def test_a_plan_for_another_device_is_refused(
@@ -258,8 +250,7 @@ def test_recomputation_that_was_planned_is_turned_on(
         assert model.is_gradient_checkpointing
         recomputed = _train(engine)
     with built(make_model("llama"), _config(write_a_plan(tmp_path, plan))) as engine:
-        for name, value in _train(engine).items():
-            torch.testing.assert_close(value, recomputed[name])
+        _assert_close(_train(engine), recomputed)
     # The other way around nothing is switched off, but the prediction will not hold.
     model = make_model("llama")
     model.gradient_checkpointing_enable()
@@ -278,8 +269,7 @@ def test_layer_by_layer_where_that_was_planned(tmp_path: Path) -> None:
         by_layer = _train(engine)
     with built(make_model("llama"), _config(write_a_plan(tmp_path, plan))) as engine:
         assert engine.hytrain_config.accumulation == "micro_batch_major"
-        for name, value in _train(engine).items():
-            torch.testing.assert_close(value, by_layer[name])
+        _assert_close(_train(engine), by_layer)
 
 
 def test_host_memory_has_weights_and_activations_that_are_there(tmp_path: Path) -> None:

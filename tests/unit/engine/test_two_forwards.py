@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparisons import assert_same_states
 from support.engines import built, make_config
 from support.models import make_model
-from support.shadow import Shadow, Twin
-from training import FRACTIONS, inputs
+from training import FRACTIONS, followed, inputs
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("gpu_fraction", FRACTIONS)]
 
@@ -47,17 +47,10 @@ BACKWARDS = {
 
 @pytest.mark.parametrize("way", BACKWARDS)
 def test_both_gradients_count(gpu_fraction: float, way: str) -> None:
-    model = make_model("mlp")
-    twin = Twin(model)
-    with built(model, make_config(gpu_fraction=gpu_fraction, bf16=False, clipping=0.5)) as engine:
-        shadow = Shadow(engine)
+    with followed(make_model("mlp"), gpu_fraction=gpu_fraction) as run:
         for number in range(STEPS):
-            batches = [inputs(2 * number), inputs(2 * number + 1)]
-            expected = twin.gradients(engine, batches)
-            BACKWARDS[way](engine, *(engine(**batch) for batch in batches))
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            with run.step(2 * number, 2 * number + 1) as batches:
+                BACKWARDS[way](run.engine, *(run.engine(**batch) for batch in batches))
 
 
 @pytest.mark.parametrize("way", BACKWARDS)
@@ -67,32 +60,23 @@ def test_weights_that_are_gathered(gpu_fraction: float, way: str) -> None:
     for zero in ({"stage": 2}, {"stage": 3, "offload_param": {"device": "cpu"}}):
         config = make_config(gpu_fraction=gpu_fraction, bf16=False, clipping=0.5)
         config["zero_optimization"].update(zero)
-        torch.manual_seed(0)
         with built(make_model("mlp"), config) as engine:
             for number in range(STEPS):
                 batches = [inputs(2 * number), inputs(2 * number + 1)]
                 BACKWARDS[way](engine, *(engine(**batch) for batch in batches))
                 engine.step()
             states.append(engine.fp32_state_dict())
-    for name, tensors in states[0].items():
-        for key, value in tensors.items():
-            assert torch.equal(value, states[1][name][key]), f"{key} of {name}"
+    assert_same_states(*states)
 
 
 def test_a_micro_batch_of_two_forwards_before_the_last(gpu_fraction: float) -> None:
     """With step() at the boundary only, as accelerate calls it: nothing is dropped."""
-    model = make_model("mlp")
-    twin = Twin(model)
-    config = make_config(gpu_fraction=gpu_fraction, bf16=False, accumulation=2)
-    with built(model, config) as engine:
-        shadow = Shadow(engine)
+    with followed(make_model("mlp"), gpu_fraction=gpu_fraction, accumulation=2) as run:
+        engine = run.engine
         for number in range(STEPS):
-            batches = [inputs(3 * number + part) for part in range(3)]
-            expected = twin.gradients(engine, batches, 0.5)
-            engine.set_gradient_accumulation_boundary(False)
-            engine.backward(engine(**batches[0]) + engine(**batches[1]))
-            engine.set_gradient_accumulation_boundary(True)
-            engine.backward(engine(**batches[2]))
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            numbers = [3 * number + part for part in range(3)]
+            with run.step(*numbers, scale=0.5) as batches:
+                engine.set_gradient_accumulation_boundary(False)
+                engine.backward(engine(**batches[0]) + engine(**batches[1]))
+                engine.set_gradient_accumulation_boundary(True)
+                engine.backward(engine(**batches[2]))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.engines import built, make_config
 from support.models import Mlp, make_model
-from support.shadow import Shadow, Twin
-from training import FRACTIONS, Faulty, UserError, backward, inputs
+from support.shadow import Shadow
+from training import FRACTIONS, Faulty, backward, followed, make_steps
 
 from hytrain.errors import ConfigError
 
@@ -28,30 +28,22 @@ def test_micro_batches_before_it_do_not_count(
     gpu_fraction: float, who: str, stage: int, clipping: float
 ) -> None:
     """Also where updates are committed directly: before the last backward none has begun."""
-    model = make_model("mlp")
-    twin = Twin(model)
-    config = make_config(
-        gpu_fraction=gpu_fraction, bf16=False, accumulation=3, stage=stage, clipping=clipping
-    )
-    with built(model, config) as engine:
-        shadow = Shadow(engine)
+    config = {"gpu_fraction": gpu_fraction, "stage": stage, "clipping": clipping}
+    with followed(make_model("mlp"), accumulation=3, **config) as run:
         for step in range(5):
             dropped = step % 4  # 3: none
-            batches = [inputs(3 * step + micro) for micro in range(3)]
-            counted = batches[dropped + 1 :] if dropped < 2 else batches
-            expected = twin.gradients(engine, counted, 1 / 3)
-            for micro in range(3):
-                backward(engine, 3 * step + micro)
-                if micro == dropped and dropped < 2:
-                    _zero(engine, who)
-                if micro < 2:
-                    engine.step()
-                    if micro == dropped and step == 4:
-                        _zero(engine, who)  # nothing is left to drop
-            shadow.step()
-            _zero(engine, who)  # as most loops do
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            numbers = [3 * step + micro for micro in range(3)]
+            counted = numbers[dropped + 1 :] if dropped < 2 else numbers
+            with run.step(*counted, scale=1 / 3):
+                for micro, number in enumerate(numbers):
+                    backward(run.engine, number)
+                    if micro == dropped and dropped < 2:
+                        _zero(run.engine, who)
+                    if micro < 2:
+                        run.engine.step()
+                        if micro == dropped and step == 4:
+                            _zero(run.engine, who)  # nothing is left to drop
+            _zero(run.engine, who)  # as most loops do
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -89,38 +81,25 @@ def test_a_step_without_gradients_updates_nothing(
 
 def test_a_step_that_is_given_up(gpu_fraction: float, caplog: pytest.LogCaptureFixture) -> None:
     """Without step(): the next backward begins anew. It is said once."""
-    model = make_model("mlp")
-    twin = Twin(model)
-    with built(model, make_config(gpu_fraction=gpu_fraction, bf16=False)) as engine:
-        shadow = Shadow(engine)
-        with caplog.at_level(logging.WARNING, logger="hytrain"):
-            for step in range(4):
-                backward(engine, 60 + step)
-                engine.zero_grad()
-                expected = twin.gradients(engine, [inputs(step)])
-                backward(engine, step)
-                shadow.step()
-                twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+    with (
+        caplog.at_level(logging.WARNING, logger="hytrain"),
+        followed(make_model("mlp"), gpu_fraction=gpu_fraction) as run,
+    ):
+        for step in range(4):
+            backward(run.engine, 60 + step)
+            run.engine.zero_grad()
+            run.good_step(step)
     assert caplog.text.count("has dropped the gradients") == 1
 
 
 def test_after_an_exception(gpu_fraction: float) -> None:
     model = Faulty()
-    twin = Twin(model)
-    with built(model, make_config(gpu_fraction=gpu_fraction, bf16=False)) as engine:
-        shadow = Shadow(engine)
+    with followed(model, gpu_fraction=gpu_fraction) as run:
         for step in range(3):
-            model.fail_backward = 2
-            with pytest.raises(UserError):
-                backward(engine, 50)
-            model.fail_backward = None
-            engine.zero_grad()
-            expected = twin.gradients(engine, [inputs(step)])
-            backward(engine, step)
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            with model.failing(block=2):
+                backward(run.engine, 50)
+            run.engine.zero_grad()
+            run.good_step(step)
 
 
 def test_inside_of_a_backward(gpu_fraction: float) -> None:
@@ -136,38 +115,16 @@ def test_inside_of_a_backward(gpu_fraction: float) -> None:
                 found.append(str(error))
 
         model.blocks[0].up.weight.register_hook(hook)
-        for number in range(2):
-            backward(engine, number)
-            shadow.step()
+        make_steps(shadow, range(2))
         shadow.check()
     assert all("zero_grad() while a backward is running" in text for text in found)
     assert len(found) == 2
 
 
-def test_updates_that_are_committed_directly(gpu_fraction: float) -> None:
-    config = make_config(gpu_fraction=gpu_fraction, clipping=0.0)
-    config["bf16"]["check_grad_overflow"] = False
-    with built(make_model("mlp"), config) as engine:
-        shadow = Shadow(engine)
-        for number in range(3):
-            backward(engine, number)
-            if number:  # the first backward sends nothing before its step
-                with pytest.raises(ConfigError, match=r"zero_grad\(\) between backward and step"):
-                    engine.zero_grad()
-            shadow.step()
-        shadow.check()
-
-
 def test_gradients_that_nobody_dropped_stay(gpu_fraction: float) -> None:
     """The module's own zero_grad() reaches ``.grad`` only, which is always empty."""
-    model = make_model("mlp")
-    twin = Twin(model)
-    with built(model, make_config(gpu_fraction=gpu_fraction, bf16=False)) as engine:
-        shadow = Shadow(engine)
+    with followed(make_model("mlp"), gpu_fraction=gpu_fraction) as run:
         for step in range(3):
-            expected = twin.gradients(engine, [inputs(step)])
-            backward(engine, step)
-            engine.module.zero_grad()
-            shadow.step()
-            twin.assert_were_reduced(shadow, expected)
-        shadow.check()
+            with run.step(step):
+                backward(run.engine, step)
+                run.engine.module.zero_grad()
