@@ -51,6 +51,7 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
     """What the configuration says of the optimizer that is built."""
     internals: Any = engine
     model_dtype, accumulation_dtype = internals.get_data_types()
+    asked = internals._config.communication_data_type
     if internals.bfloat16_enabled():
         config: Any = internals._config
         check_overflow = bool(config.bfloat16_config.check_grad_overflow)
@@ -68,7 +69,8 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
         # DeepSpeed's own looks at it in stages 1 and 2 only.
         refuse_unused=stage < 3 and not internals.zero_ignore_unused_parameters(),
         host=host,
-        communication_dtype=_communication_dtype(internals._config),
+        # What the user has asked for: DeepSpeed's default is the training copy's dtype.
+        communication_dtype=asked if isinstance(asked, torch.dtype) else None,
         scaler=_scaler(internals),
         micro_batches=int(internals.gradient_accumulation_steps()),
     )
@@ -83,12 +85,6 @@ def _gather_settings(zero: Any) -> GatherSettings:
         persistence=int(zero.param_persistence_threshold),
         max_persistent=int(zero.model_persistence_threshold),
     )
-
-
-def _communication_dtype(config: Any) -> torch.dtype | None:
-    """What the user has asked for: DeepSpeed's default is the training copy's dtype."""
-    given = config.communication_data_type
-    return given if isinstance(given, torch.dtype) else None
 
 
 def _scaler(internals: Any) -> LossScaler | None:

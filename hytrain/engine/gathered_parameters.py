@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
-from hytrain.model.layer_state import LayerState
-from hytrain.model.layout import ParameterSlot
 from hytrain.optimizer.autograd_task import graph_task
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.zero3.layer_weights import LayerWeights
@@ -130,7 +128,9 @@ class GatheringParameters:
                 for part in layer.sharded:
                     part.storage.keep_gathered()
             if layer.trained is not None:
-                layer.trained.adopt_written(_slots_of(layer.trained, parameters))
+                written = {id(parameter) for parameter in parameters}
+                slots = layer.trained.layout.slots
+                layer.trained.adopt_written([x for x in slots if id(x.parameter) in written])
 
     def _release(self, layer: LayerWeights) -> None:
         if not self._claims[layer.index]:
@@ -145,9 +145,3 @@ class GatheringParameters:
         layers = (self._layer_of.get(id(p)) for p in parameters)
         found = {layer.index: layer for layer in layers if layer is not None}
         return [found[index] for index in sorted(found)]
-
-
-def _slots_of(state: LayerState, parameters: Sequence[torch.Tensor]) -> list[ParameterSlot]:
-    """The places of those of the parameters that the layer trains."""
-    wanted = {id(parameter) for parameter in parameters}
-    return [slot for slot in state.layout.slots if id(slot.parameter) in wanted]

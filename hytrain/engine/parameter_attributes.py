@@ -23,7 +23,6 @@ from hytrain.engine.deepspeed_internals import (
 from hytrain.engine.gathered_parameters import GatheringParameters
 from hytrain.engine.weak_references import WeakCall
 from hytrain.model.layer_state import LayerState
-from hytrain.model.layout import ParameterSlot
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.zero3.gatherer import Presence
 from hytrain.zero3.layer_weights import LayerWeights, ShardedWeights
@@ -140,29 +139,20 @@ class ParameterAttributes:
 
 def _owned_by_layer(layer: LayerWeights) -> dict[int, tuple[bool, torch.Tensor]]:
     """id of each of a layer's parameters -> whether it is sharded, and this rank's part."""
-    parts: list[tuple[LayerState | ShardedWeights, bool]] = [(p, True) for p in layer.sharded]
+    parts: list[LayerState | ShardedWeights] = [*layer.sharded]
     if layer.resident is not None:
-        parts.append((layer.resident, False))
+        parts.append(layer.resident)
     found: dict[int, tuple[bool, torch.Tensor]] = {}
-    for part, is_sharded in parts:
-        begin, end = _bounds(part)
+    for part in parts:
+        owner = part.storage if isinstance(part, ShardedWeights) else part
         for slot in part.layout.slots:
-            found[id(slot.parameter)] = is_sharded, _owned(part, slot, begin, end)
+            parameter = slot.parameter
+            low, high = max(owner.begin, slot.offset), min(owner.end, slot.offset + slot.numel)
+            shard = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            if low < high:
+                shard = part.storage.slice(low, high)
+            found[id(parameter)] = part is not layer.resident, shard
     return found
-
-
-def _bounds(part: LayerState | ShardedWeights) -> tuple[int, int]:
-    owner = part.storage if isinstance(part, ShardedWeights) else part
-    return owner.begin, owner.end
-
-
-def _owned(
-    part: LayerState | ShardedWeights, slot: ParameterSlot, begin: int, end: int
-) -> torch.Tensor:
-    low, high = max(begin, slot.offset), min(end, slot.offset + slot.numel)
-    if low < high:
-        return part.storage.slice(low, high)
-    return torch.empty(0, dtype=slot.parameter.dtype, device=slot.parameter.device)
 
 
 def _summary(parameter: nn.Parameter, *_arguments: Any, **_named: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparisons import assert_same_states
 from support.engines import built, make_config
 from torch import nn
 
@@ -61,11 +62,7 @@ FOUND: dict[str, Wrap] = {
 @pytest.mark.parametrize("kind", list(FOUND))
 def test_tensors_that_are_found(kind: str) -> None:
     expected = _trained(lambda tensor: tensor)
-    found = _trained(FOUND[kind])
-    assert found.keys() == expected.keys()
-    for name, state in expected.items():
-        for key, values in state.items():
-            assert torch.equal(found[name][key], values), (name, key)
+    assert_same_states(_trained(FOUND[kind]), expected)
 
 
 @pytest.mark.parametrize("wrap", [lambda tensor: (t for t in [tensor]), _Box, lambda t: iter([t])])

@@ -21,31 +21,6 @@ def _zero(engine: Any, who: str) -> None:
     (engine if who == "engine" else engine.optimizer).zero_grad()
 
 
-@pytest.mark.parametrize("clipping", [0.5, 0.0])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("who", ["engine", "optimizer"])
-def test_micro_batches_before_it_do_not_count(
-    gpu_fraction: float, who: str, stage: int, clipping: float
-) -> None:
-    """Also where updates are committed directly: before the last backward none has begun."""
-    config = {"gpu_fraction": gpu_fraction, "stage": stage, "clipping": clipping}
-    with followed(make_model("mlp"), accumulation=3, **config) as run:
-        for step in range(5):
-            dropped = step % 4  # 3: none
-            numbers = [3 * step + micro for micro in range(3)]
-            counted = numbers[dropped + 1 :] if dropped < 2 else numbers
-            with run.step(*counted, scale=1 / 3):
-                for micro, number in enumerate(numbers):
-                    backward(run.engine, number)
-                    if micro == dropped and dropped < 2:
-                        _zero(run.engine, who)
-                    if micro < 2:
-                        run.engine.step()
-                        if micro == dropped and step == 4:
-                            _zero(run.engine, who)  # nothing is left to drop
-            _zero(run.engine, who)  # as most loops do
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("who", ["engine", "optimizer"])
 def test_a_step_without_gradients_updates_nothing(
