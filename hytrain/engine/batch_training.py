@@ -30,12 +30,7 @@ class BatchTraining:
         config: HyTrainConfig,
         optimizer: Callable[[], HyTrainZeroOptimizer],
     ) -> None:
-        """
-        Args:
-            engine: it may still be under construction.
-            config: its "hytrain" section.
-            optimizer: the engine's, once it is built.
-        """
+        """The engine may still be under construction; ``optimizer`` gives its own, once built."""
         self._engine = engine
         self._optimizer = optimizer
         self._shares = config.batch_shares()

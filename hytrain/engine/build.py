@@ -22,13 +22,7 @@ from hytrain.zero3.plan import GatherSettings
 def engine_view(
     engine: DeepSpeedEngine, batches: BatchTraining, optimizer: Callable[[], HyTrainZeroOptimizer]
 ) -> EngineView:
-    """What the optimizer asks of the engine while it trains.
-
-    Args:
-        engine: it may still be under construction.
-        batches: the engine's steps over a global batch.
-        optimizer: the engine's, once it is built.
-    """
+    """What the optimizer asks of the engine while it trains; that may be under construction."""
     internals: Any = engine
     return EngineView(
         is_boundary=lambda: bool(internals.is_gradient_accumulation_boundary()),

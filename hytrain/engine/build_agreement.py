@@ -62,13 +62,6 @@ def require_one_job(
 ) -> None:
     """Compares this rank's build with that of the others; nothing has been touched before.
 
-    Args:
-        config: a DeepSpeed configuration.
-        section: its "hytrain" section.
-        model: unconverted.
-        optimizer: as given to ``initialize``.
-        mpu: likewise.
-
     Raises:
         ConfigError: they differ; with keys, values, ranks and hosts, the same on all ranks.
         RankFailedError: a rank has not come.

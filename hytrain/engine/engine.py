@@ -77,12 +77,7 @@ class HyTrainEngine(DeepSpeedEngine):
     _coalesces = False
 
     def __init__(self, section: HyTrainConfig, *args: Any, **kwargs: Any) -> None:
-        """
-        Args:
-            section: the configuration's "hytrain", with what its plan decides.
-            args: DeepSpeed's.
-            kwargs: DeepSpeed's.
-        """
+        """``section``: the configuration's "hytrain", with what its plan decides."""
         make_folder("hytrain.trace.dir", section.trace.dir)
         make_folder("hytrain.checkpoint.sigterm_dir", section.checkpoint.sigterm_dir)
         # nn.Module's __init__ has not run: plain attributes are safe, modules are not.

@@ -34,11 +34,6 @@ class GatheringParameters:
         weights: WeightPasses,
         kept: KeptState,
     ) -> None:
-        """
-        Args:
-            weights: gathers and releases layers.
-            kept: the optimizer's state.
-        """
         self._weights = weights
         self._kept = kept
         self._claims: Counter[int] = Counter()

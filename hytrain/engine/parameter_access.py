@@ -46,12 +46,6 @@ class StateAccess:
     def __init__(
         self, kept: KeptState, gradients: GradientAccess, parameters: Iterable[nn.Parameter]
     ) -> None:
-        """
-        Args:
-            kept: the optimizer's state.
-            gradients: of a step that is not final.
-            parameters: all of the model; of those that are not trained there is no state to tell.
-        """
         self._kept = kept
         self._gradients = gradients
         self._places: dict[int, ParameterPlace] = {}

@@ -51,12 +51,6 @@ class ParameterAttributes:
         weights: WeightPasses,
         kept: KeptState,
     ) -> None:
-        """
-        Args:
-            model: the parameters' owner.
-            weights: gathers and releases layers.
-            kept: the optimizer's state.
-        """
         self._weights = weights
         self._collectives = kept.collectives
         self._gathering = GatheringParameters(weights, kept)

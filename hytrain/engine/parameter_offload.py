@@ -42,11 +42,6 @@ class ParameterOffload:
     """An optimizer's ``parameter_offload`` in ZeRO-3."""
 
     def __init__(self, module: nn.Module, weights: WeightPasses) -> None:
-        """
-        Args:
-            module: the model.
-            weights: what its hooks tell.
-        """
         self.module = module
         """The model."""
         self.forward_hooks: list[_Handle] = []

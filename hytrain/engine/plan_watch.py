@@ -146,12 +146,6 @@ class PlanWatch:
     """Follows the steps of one engine."""
 
     def __init__(self, plan: PlanFile, collectives: ShardCollectives, device: torch.device) -> None:
-        """
-        Args:
-            plan: of the job.
-            collectives: its ranks.
-            device: this rank's.
-        """
         self._plan = plan
         self._collectives = collectives
         self._device = device

@@ -64,11 +64,6 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
     """
 
     def __init__(self, kept: KeptState, place: ParameterPlace) -> None:
-        """
-        Args:
-            kept: the optimizer's state.
-            place: where the parameter's is.
-        """
         self._kept = kept
         self._place = place
 
@@ -130,10 +125,6 @@ class OptimizerState(Mapping[nn.Parameter, Mapping[str, torch.Tensor]]):
     """Parameter -> its :class:`ParameterState`; an empty mapping for one that is not trained."""
 
     def __init__(self, kept: KeptState) -> None:
-        """
-        Args:
-            kept: the optimizer's state.
-        """
         self._states = {
             place.slot.parameter: ParameterState(kept, place)
             for place in list_parameters(kept.layers)

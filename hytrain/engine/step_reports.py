@@ -14,9 +14,7 @@ PREFIX = "Train/hytrain/"
 def report_step(engine: Any, optimizer: HyTrainZeroOptimizer) -> None:
     """Writes what is asked for ("tensorboard", "csv_monitor", ..., "wall_clock_breakdown").
 
-    Args:
-        engine: after a step, which may have been skipped.
-        optimizer: of the engine.
+    After a step, which may have been skipped.
     """
     is_first = int(engine.global_rank) == 0
     if is_first and engine.monitor.enabled:

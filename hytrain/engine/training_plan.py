@@ -47,11 +47,7 @@ _Found = tuple[str, Actual]
 
 
 def find_plan(name: str, config_file: Path | None) -> Path:
-    """The file that a configuration names.
-
-    Args:
-        name: ``"hytrain.plan"``.
-        config_file: the configuration's own file, where it is one.
+    """The file that a configuration names, looked for beside that one's own file as well.
 
     Raises:
         ConfigError: there is no such file.
@@ -81,13 +77,6 @@ def adopt_plan(
 
     A plan that counts on activations that are computed again turns checkpointing on in a model
     that has a switch for it; nothing else of the model is touched.
-
-    Args:
-        config: a DeepSpeed configuration with ``"hytrain.plan"``.
-        section: its "hytrain" section.
-        model: to be trained, unconverted.
-        device: this rank's.
-        config_file: where the configuration is from, if from a file.
 
     Raises:
         PlanError: the plan cannot be read, or is for another job: on all ranks alike.

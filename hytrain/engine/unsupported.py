@@ -16,10 +16,6 @@ from hytrain.errors import UnsupportedError
 def refuse_unsupported_model(model: torch.nn.Module, stage: int) -> None:
     """Refuses models that need another engine or another ZeRO stage.
 
-    Args:
-        model: what the user passed.
-        stage: the ZeRO stage of the configuration.
-
     Raises:
         UnsupportedError: a PipelineModule, DeepSpeed's MoE layers, a model that another ZeRO-3
             engine still uses, or, below ZeRO-3, parameters that were partitioned under
@@ -99,9 +95,6 @@ _TRIVIAL: tuple[Any, ...] = (None, False, 0, 1, -1, {}, [])
 
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Refuses what the configuration asks for and hytrain does not do, before anything is built.
-
-    Args:
-        config: the DeepSpeed configuration as the user wrote it.
 
     Raises:
         UnsupportedError: naming the key, what was seen, and what to change.

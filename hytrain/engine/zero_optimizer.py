@@ -62,18 +62,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         scaling: LossScaling,
         parameters: Iterable[torch.nn.Parameter],
     ) -> None:
-        """
-        Args:
-            hyper: the user's Adam or AdamW as steps read it.
-            pipeline: the update pipeline over this rank's layers.
-            collectives: the ranks that share the state.
-            settings: see :class:`StepSettings`.
-            engine: see :class:`EngineView`.
-            placement: measures steps and moves layers.
-            weights: makes the training copy ready for forward and backward.
-            scaling: of losses.
-            parameters: all of the model's.
-        """
         super().__init__()
         self.optimizer = hyper.optimizer
         self.pipeline = pipeline
