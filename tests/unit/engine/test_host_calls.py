@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from types import FrameType
@@ -71,12 +72,15 @@ def calls_of_a_step(blocks: int, parameters: int = 3) -> Counter[str]:
         assert len(engine.optimizer.layer_states) == blocks
         for _ in range(WARM):
             step(engine)
+        gc.collect()
+        gc.disable()  # or the end of an earlier engine, which is in cycles, would be among them
         sys.setprofile(count)
         try:
             for _ in range(STEPS):
                 step(engine)
         finally:
             sys.setprofile(None)
+            gc.enable()
         assert engine.optimizer.steps == [WARM + STEPS]
     # All that is done for a layer is counted, whichever thread it runs in.
     for each in ("UpdatePipeline.send", "LayerUpdate.apply", "PassGuide.enter_forward"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -80,12 +81,15 @@ def counted() -> Generator[Counter[str]]:
         if event == "call" and name.startswith(package) and not name.startswith(tools):
             found[frame.f_code.co_qualname] += 1
 
+    gc.collect()
+    gc.disable()  # or the end of an earlier engine, which is in cycles, would be among them
     # On a CPU backward runs on the thread that asks for it.
     sys.setprofile(count)
     try:
         yield found
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def of_training(blocks: int, fraction: float, matrices: int = 1) -> Counter[str]:
