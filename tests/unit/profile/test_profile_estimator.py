@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hytrain import _C
-from hytrain.placement.costs import LayerBytes, StepCosts
+from hytrain.cost.step import StepCosts
+from hytrain.placement.costs import LayerBytes
 from hytrain.placement.measure import (
     CONFIRMING,
     CostEstimator,
