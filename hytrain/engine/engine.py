@@ -160,7 +160,7 @@ class HyTrainEngine(DeepSpeedEngine):
     # -- construction, as DeepSpeed's asks for it ------------------------------------------------
 
     def deepspeed_io(self, *arguments: Any, **named: Any) -> Any:
-        """As DeepSpeed's: a loader over a data set; checkpoints have where it has got to."""
+        """Like DeepSpeed's: a loader over a data set, whose position checkpoints save."""
         return count_batches(super().deepspeed_io(*arguments, **named))
 
     def get_optimizer_configuration(
@@ -273,7 +273,7 @@ class HyTrainEngine(DeepSpeedEngine):
             raise torch.OutOfMemoryError(f"{error}\n{optimizer.free_gpu_memory()}") from error
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-        """As DeepSpeed's; several ranks are told of an exception, as they wait for this one.
+        """Like DeepSpeedEngine.backward; also publishes an exception to ranks that wait for this one.
 
         Raises:
             RankFailedError: another rank has failed; the message has its error.
@@ -291,7 +291,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 raise torch.OutOfMemoryError(f"{error}\n{done}") from error
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """As DeepSpeed's: the loss, scaled for a ``backward()`` of its own, also of a forward of
+        """Like DeepSpeed's: the loss, scaled for a ``backward()`` of its own, also of a forward of
         :attr:`module`."""
         with self.open_optimizer().scaling_alone():
             return super().scale(loss)
@@ -345,7 +345,7 @@ class HyTrainEngine(DeepSpeedEngine):
         self.wait_for_checkpoint()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As DeepSpeed's, between two steps: accumulation follows, and is counted from here.
+        """Like DeepSpeed's, between two steps: accumulation follows, and is counted from here.
 
         Raises:
             ConfigError: a step is under way, its micro-batches are dealt by a plan or by
@@ -392,7 +392,7 @@ class HyTrainEngine(DeepSpeedEngine):
     def coalesce_grad_reduction(self) -> Generator[None]:
         """A block whose backward passes make one step, which is taken behind it.
 
-        As DeepSpeed's: below ZeRO-3 gradients are reduced once, when the block has ended; until
+        Like DeepSpeed's: below ZeRO-3 gradients are reduced once, when the block has ended; until
         then a rank keeps the whole unreduced gradient. In ZeRO-3 each backward reduces, since
         weights are gathered and given up in it anyway. Either way step() applies the sum.
 
@@ -643,7 +643,7 @@ class HyTrainEngine(DeepSpeedEngine):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As DeepSpeed's, a collective; under ZeRO-3 the weights come together on rank 0.
+        """Like DeepSpeed's, a collective; under ZeRO-3 rank 0 gathers the weights.
 
         Returns:
             Whether a file was written: False under ZeRO-3 where
