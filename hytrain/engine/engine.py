@@ -273,7 +273,7 @@ class HyTrainEngine(DeepSpeedEngine):
             raise torch.OutOfMemoryError(f"{error}\n{optimizer.free_gpu_memory()}") from error
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-        """Like DeepSpeedEngine.backward; also publishes an exception to ranks that wait for this one.
+        """Like DeepSpeedEngine.backward; also publishes an exception to ranks that wait here.
 
         Raises:
             RankFailedError: another rank has failed; the message has its error.
