@@ -10,13 +10,8 @@ import torch
 from hytrain.config import HyTrainConfig
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
-from hytrain.layer_major.accumulation import (
-    AccumulatingEngine,
-    LayerMajor,
-    MicroBatchMajor,
-    make_accumulation,
-)
-from hytrain.layer_major.layer_passes import LayerPasses
+from hytrain.layer_major.accumulation import LayerMajor, MicroBatchMajor
+from hytrain.layer_major.activations import OffloadedActivations
 from hytrain.optimizer.global_batch import BatchEngine, NumValid, train_global_batch
 from hytrain.optimizer.unequal_batches import DealtSizes
 
@@ -36,6 +31,7 @@ class BatchTraining:
         self._shares = config.batch_shares()
         self._config = config
         self._dealt: DealtSizes | None = None
+        self._activations: OffloadedActivations | None = None
         self.accumulation: MicroBatchMajor | LayerMajor | None = None
         """How micro-batches are computed; None before the first step."""
         self.is_running = False
@@ -44,7 +40,7 @@ class BatchTraining:
     @property
     def host_bytes(self) -> int:
         """Host memory that activations have taken."""
-        return 0 if self.accumulation is None else self.accumulation.host_bytes
+        return 0 if self._activations is None else self._activations.host_bytes
 
     @property
     def samples(self) -> int | None:
@@ -71,11 +67,10 @@ class BatchTraining:
             with optimizer.collectives.reporting_failures(), passes.summing_over_ranks():
                 loss = train_global_batch(
                     cast(BatchEngine, engine),
+                    passes,
                     data_iter,
                     count,
                     num_valid,
-                    optimizer.collectives.all_reduce,
-                    optimizer.pipeline.streams.device,
                     self.accumulation,
                     most - count,
                 )
@@ -86,14 +81,13 @@ class BatchTraining:
         return loss
 
     def _make_accumulation(self) -> MicroBatchMajor | LayerMajor:
-        engine: Any = self._engine
-        optimizer = self._optimizer()
-        return make_accumulation(
-            self._config,
-            cast(AccumulatingEngine, engine),
-            engine.module,
-            LayerPasses(optimizer.passes, optimizer.free_gpu_memory),
-            optimizer.pipeline.streams.device,
+        engine, optimizer = cast(Any, self._engine), self._optimizer()
+        if self._config.accumulation == "micro_batch_major":
+            return MicroBatchMajor(engine, optimizer.passes, engine.module)
+        if self._config.activations == "offload":
+            self._activations = OffloadedActivations(optimizer.pipeline.streams.device)
+        return LayerMajor(
+            engine, optimizer.passes, engine.module, self._activations, optimizer.free_gpu_memory
         )
 
     def _most_micro_batches(self, own: int) -> int:
@@ -104,5 +98,5 @@ class BatchTraining:
 
     def close(self) -> None:
         """Gives the memory of activations back."""
-        if self.accumulation is not None:
-            self.accumulation.close()
+        if self._activations is not None:
+            self._activations.close()

@@ -484,17 +484,9 @@ class HyTrainEngine(DeepSpeedEngine):
         """DeepSpeed's autocast, for a forward of the module that does not come past the engine."""
         return autocast_if_enabled(self)
 
-    def join_micro_batch(self) -> None:
-        """Takes part in a micro-batch that other ranks have and this one has not; a collective."""
-        self.open_optimizer().passes.join_micro_batch()
-
     def give_up_forward(self) -> None:
         """A forward that has begun will not end."""
         self._forward_epilogue()
-
-    def abandon_step(self) -> None:
-        """Not all micro-batches of the step will come: nothing of those that came stays."""
-        self.open_optimizer().passes.abandon_step()
 
     def train_batch_size(self) -> int:
         """Samples of a step, all ranks together."""

@@ -4,52 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from hytrain.config import HyTrainConfig
 from hytrain.errors import HyTrainError, UnsupportedError
-from hytrain.layer_major.activation_offload import OffloadedActivations
-from hytrain.layer_major.activations import ActivationStore, KeptActivations
+from hytrain.layer_major.activations import OffloadedActivations
 from hytrain.layer_major.block_calls import BlockCalls
 from hytrain.layer_major.graph_cut import NotLayerMajor
 from hytrain.layer_major.layer_passes import LayerPasses
-from hytrain.layer_major.step import LayerMajorStep, Work
+from hytrain.layer_major.step import LayerMajorStep
 from hytrain.layer_major.validation import Validation
 from hytrain.model.model_switches import TrainingSwitches
 from hytrain.optimizer.global_batch import BatchEngine, MicroBatches, micro_batch_major
+from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.optimizer.randomness import MicroBatchRandomness
 
 logger = logging.getLogger(__name__)
 
 
-class AccumulatingEngine(BatchEngine, Protocol):
-    """An engine that computes forwards otherwise than by calling it."""
-
-    def watching_reads(self) -> AbstractContextManager[None]:
-        """Around the model's forward: where it is the first, its reads of weights are seen."""
-        ...
-
-    def autocasting(self) -> AbstractContextManager[None]:
-        """Around a forward that does not come past the engine: autocast where it is asked for."""
-        ...
-
-    def give_up_forward(self) -> None:
-        """A forward that has begun will not end."""
-        ...
-
-
 class MicroBatchMajor:
     """One micro-batch after another."""
 
-    host_bytes = 0
-    """Host memory that activations have taken."""
-
-    def __init__(self, engine: BatchEngine, model: nn.Module) -> None:
+    def __init__(self, engine: BatchEngine, passes: PassTracker, model: nn.Module) -> None:
         self._engine = engine
+        self._passes = passes
         self._switches = TrainingSwitches(model)
 
     def __call__(self, share: MicroBatches) -> torch.Tensor:
@@ -58,10 +39,7 @@ class MicroBatchMajor:
             self._switches.turned_off(),
             MicroBatchRandomness(len(share.batches), share.device) as randomness,
         ):
-            return micro_batch_major(self._engine, share, randomness)
-
-    def close(self) -> None:
-        """Nothing to give back."""
+            return micro_batch_major(self._engine, self._passes, share, randomness)
 
 
 class LayerMajor:
@@ -76,33 +54,32 @@ class LayerMajor:
 
     def __init__(
         self,
-        engine: AccumulatingEngine,
+        engine: BatchEngine,
+        passes: PassTracker,
         model: nn.Module,
-        passes: LayerPasses,
-        store: ActivationStore,
+        store: OffloadedActivations | None,
+        free_gpu_memory: Callable[[], str],
     ) -> None:
         """
         Args:
             engine: computes one micro-batch after another, where it comes to that.
-            model: the user's.
             passes: of the engine's optimizer.
-            store: keeps the blocks' inputs.
+            model: the user's.
+            store: keeps the blocks' inputs; None: they stay on the device.
+            free_gpu_memory: called where the device's memory is used up; says what was done.
         """
         self._engine = engine
-        self._model = model
         self._passes = passes
+        self._layers = LayerPasses(passes)
+        self._model = model
         self._store = store
-        self._calls = BlockCalls(self._passes.blocks, self._passes.names)
+        self._free_gpu_memory = free_gpu_memory
+        self._calls = BlockCalls(self._layers.blocks, self._layers.names)
         self._switches = TrainingSwitches(model)
-        self._switches_by_layer = TrainingSwitches(model, self._passes.blocks)
+        self._switches_by_layer = TrainingSwitches(model, self._layers.blocks)
         self.refusal: str | None = None
-        if not self._passes.blocks:
+        if not self._layers.blocks:
             self._refuse("no stack of blocks was found in it")
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that activations have taken."""
-        return self._store.host_bytes
 
     def __call__(self, share: MicroBatches) -> torch.Tensor:
         """See :data:`~hytrain.optimizer.global_batch.Accumulate`.
@@ -112,26 +89,26 @@ class LayerMajor:
                 to be when some of its layers had been sent, or other ranks compute it so (ZeRO-3).
         """
         # A rank without samples has no layers to go through, but others may need its shards.
-        by_layer = self.refusal is None and (bool(share.batches) or self._passes.needs_all)
+        by_layer = self.refusal is None and (bool(share.batches) or self._layers.needs_all)
         with (
             (self._switches_by_layer if by_layer else self._switches).turned_off(),
             MicroBatchRandomness(len(share.batches), share.device) as randomness,
         ):
             # Gradients that the user has left for this step are its first ones.
-            if not by_layer or not self._passes.can_begin:
-                return micro_batch_major(self._engine, share, randomness)
+            if not by_layer or not self._passes.is_between_steps:
+                return micro_batch_major(self._engine, self._passes, share, randomness)
             validation: Validation | None = None
-            if self._passes.is_first:
+            if self._layers.is_first:
                 validation = self._begin_validation(share, randomness)
             mean = share.mean()
-            run = self._passes.join
+            run = self._layers.join
             if share.batches:
                 run = self._step(share, mean, randomness, validation).run
             reason = self._try(run, validation)
             if reason is None:
                 return mean
             randomness.restart()
-            mean = micro_batch_major(self._engine, share, randomness)
+            mean = micro_batch_major(self._engine, self._passes, share, randomness)
             # It went well, so it was not the user's code that failed.
             self._refuse(reason)
             return mean
@@ -144,7 +121,7 @@ class LayerMajor:
         mean = share.mean()
         with torch.no_grad():
             for _ in range(share.absent):
-                self._passes.join_plain_forward()
+                self._passes.join_forward()
             for number in range(len(share.batches)):
                 randomness.choose(number)
                 with self._engine.watching_reads():
@@ -166,16 +143,11 @@ class LayerMajor:
         randomness: MicroBatchRandomness,
         validation: Validation | None,
     ) -> LayerMajorStep:
-        def work(number: int) -> Work:
-            return Work(
-                lambda: self._forward(share, number),
-                lambda output: share.weigh(number, output, mean),
-            )
-
         return LayerMajorStep(
             self._calls,
-            [work(number) for number in range(len(share.batches))],
-            self._passes,
+            [partial(self._forward, share, number) for number in range(len(share.batches))],
+            lambda number, output: share.weigh(number, output, mean),
+            self._layers,
             self._store,
             randomness,
             share.device,
@@ -188,34 +160,28 @@ class LayerMajor:
         try:
             run()
             if validation is not None:
-                self._passes.agree(validation.check)
+                self._layers.agree(validation.check)
             return None
-        except NotLayerMajor as error:
-            reason = str(error)
-        except torch.OutOfMemoryError as error:
-            self._give_up()
-            done = self._passes.free_gpu_memory()
-            raise torch.OutOfMemoryError(f"{error}\n{done}") from error
-        except HyTrainError:
-            self._give_up()
-            raise
-        except Exception as error:
-            if validation is None:
+        except BaseException as error:
+            is_refusal = isinstance(error, NotLayerMajor)
+            if not is_refusal and (validation is None or _is_final(error)):
                 self._give_up()
+                if isinstance(error, torch.OutOfMemoryError):
+                    done = self._free_gpu_memory()
+                    raise torch.OutOfMemoryError(f"{error}\n{done}") from error
                 raise
             # Whether it is the user's own error shows where the step is computed as usual.
-            reason = f"{type(error).__name__}: {error}"
-        except BaseException:
-            self._give_up()
-            raise
+            reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
         if validation is not None:
-            self._passes.fail()
+            self._layers.fail()
         self._give_up()
         if validation is None:
             self._refuse_late(reason)
         else:
             validation.undo()
-        self._passes.drop()
+        # Nothing of what was begun counts: the step's micro-batches are computed anew.
+        self._passes.timer.invalidate()
+        self._passes.discard_gradients()
         return reason
 
     def _refuse_late(self, reason: str) -> None:
@@ -224,9 +190,9 @@ class LayerMajor:
         Raises:
             UnsupportedError: it is not.
         """
-        if self._passes.has_sent:
+        if any(state.update.sent for state in self._passes.pipeline.layers):
             why = "Some layers of this step have been sent already"
-        elif self._passes.needs_all:
+        elif self._layers.needs_all:
             why = "With ZeRO-3 the other ranks are on their way through the layers"
         else:
             return
@@ -236,12 +202,8 @@ class LayerMajor:
         )
 
     def _give_up(self) -> None:
-        self._passes.leave()
+        self._layers.leave()
         self._engine.give_up_forward()
-
-    def close(self) -> None:
-        """Gives the memory of the activations back. May be called twice."""
-        self._store.close()
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
@@ -252,16 +214,7 @@ class LayerMajor:
         )
 
 
-def make_accumulation(
-    config: HyTrainConfig,
-    engine: AccumulatingEngine,
-    model: nn.Module,
-    passes: LayerPasses,
-    device: torch.device,
-) -> MicroBatchMajor | LayerMajor:
-    """What the configuration asks for."""
-    if config.accumulation == "micro_batch_major":
-        return MicroBatchMajor(engine, model)
-    offloads = config.activations == "offload"
-    store = OffloadedActivations(device) if offloads else KeptActivations()
-    return LayerMajor(engine, model, passes, store)
+def _is_final(error: BaseException) -> bool:
+    """Whether a step that is computed as usual would not do without the error."""
+    final = HyTrainError, torch.OutOfMemoryError
+    return isinstance(error, final) or not isinstance(error, Exception)

@@ -14,14 +14,9 @@ Call = Callable[..., Any]
 
 
 class BlockCalls:
-    """Knows the blocks, and how they are called outside a suspended forward."""
+    """Knows the blocks in forward order, and how they are called outside a suspended forward."""
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
-        """
-        Args:
-            blocks: in forward order.
-            names: of the blocks, for people.
-        """
         self.blocks = list(blocks)
         self.names = list(names)
         self._numbers = {id(block): number for number, block in enumerate(self.blocks)}

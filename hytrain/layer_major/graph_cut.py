@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -48,14 +48,6 @@ class Target:
         return gradient
 
 
-class GradientSink(Protocol):
-    """Who takes the gradients that come to a cut."""
-
-    def add(self, gradient: torch.Tensor) -> None:
-        """Takes one."""
-        ...
-
-
 class BlockOutput:
     """What the user's code gets as a block's output: a tensor that it may put hooks on.
 
@@ -66,10 +58,6 @@ class BlockOutput:
     """
 
     def __init__(self, target: Target) -> None:
-        """
-        Args:
-            target: where the gradient of the block's output goes.
-        """
         self.target = target
         self.direct = _Direct(self)
         self.times = 0
@@ -94,11 +82,6 @@ class BlockOutput:
         """No gradient comes any more; the node, which refers to this object, is let go."""
         self._edge = None
         self._pending = None
-
-    @property
-    def piece(self) -> int:
-        """Which must be run back before the gradient is complete."""
-        return self.target.piece
 
     @property
     def has_hooks(self) -> bool:
@@ -157,6 +140,10 @@ class InsideBlock:
     def add(self, gradient: torch.Tensor) -> None:
         """No gradient is expected: the block is computed again for its gradients."""
         raise AssertionError("a gradient went back through a block's first pass")
+
+
+GradientSink = Target | BlockOutput | _Direct | InsideBlock
+"""Who takes the gradients that come to a cut."""
 
 
 class _Cut(torch.autograd.Function):
@@ -218,7 +205,7 @@ class MicroBatchGraph:
         output = BlockOutput(target)
         given = cut(tensor, output)
         output.watch(given)
-        self._outputs.setdefault(output.piece, []).append(output)
+        self._outputs.setdefault(target.piece, []).append(output)
         return given
 
     def target(self, tensor: torch.Tensor) -> GradientSink:
@@ -268,7 +255,7 @@ class MicroBatchGraph:
                     "outputs (collected by a hook, or through an object)"
                 )
             if target is not None:
-                claim.piece = max(claim.piece, target.piece)
+                claim.piece = max(claim.piece, target.target.piece)
                 continue
             known = self._claims.get(node)
             if known is claim:

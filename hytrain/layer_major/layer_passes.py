@@ -13,14 +13,8 @@ from hytrain.optimizer.pass_tracker import PassTracker
 class LayerPasses:
     """Tells an optimizer where such a step has got to; the owner of a ``LayerMajorStep``."""
 
-    def __init__(self, passes: PassTracker, free_gpu_memory: Callable[[], str]) -> None:
-        """
-        Args:
-            passes: of the optimizer.
-            free_gpu_memory: called where the device's memory is used up; says what was done.
-        """
+    def __init__(self, passes: PassTracker) -> None:
         self._passes = passes
-        self.free_gpu_memory = free_gpu_memory
         # Under ZeRO-3 with those in which nothing is trained: each is gathered once a pass.
         layers = [layer for layer in passes.weights.layers if layer.block is not None]
         self.blocks = [layer.block for layer in layers if layer.block is not None]
@@ -66,19 +60,9 @@ class LayerPasses:
     # -- for who runs it -------------------------------------------------------------------------
 
     @property
-    def can_begin(self) -> bool:
-        """Nothing is kept for the next step, and none is under way."""
-        return self._passes.is_between_steps
-
-    @property
     def is_first(self) -> bool:
         """No step has been computed layer by layer."""
         return not self._passes.collector.knows(by_layer=True)
-
-    @property
-    def has_sent(self) -> bool:
-        """The update of some layers has begun."""
-        return any(state.update.sent for state in self._passes.pipeline.layers)
 
     @property
     def needs_all(self) -> bool:
@@ -100,10 +84,6 @@ class LayerPasses:
         if not done:
             raise NotLayerMajor("other ranks cannot compute it so")
         self._passes.end_backward()
-
-    def join_plain_forward(self) -> None:
-        """Takes part in a forward without gradients that other ranks make (ZeRO-3)."""
-        self._passes.join_forward()
 
     def agree(self, check: Callable[[], None]) -> None:
         """A check that all ranks must pass, where they cannot differ in their mode (ZeRO-3).
@@ -131,8 +111,3 @@ class LayerPasses:
     def leave(self) -> None:
         """What follows is one forward or backward at a time; what is open counts as aborted."""
         self._passes.open_step.leave_layers()
-
-    def drop(self) -> None:
-        """Nothing of what was begun counts: the step's micro-batches are computed anew."""
-        self._passes.timer.invalidate()
-        self._passes.discard_gradients()

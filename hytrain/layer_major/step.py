@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hytrain.layer_major.activations import ActivationStore, HeldTensor
+from hytrain.layer_major.activations import Kept, Offloaded, OffloadedActivations
 from hytrain.layer_major.block_calls import BlockCalls, Call
 from hytrain.layer_major.graph_cut import (
     GradientSink,
@@ -41,23 +41,10 @@ PREFETCHED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One micro-batch.
-
-    Attributes:
-        forward: the model's forward on it.
-        weigh: takes what the forward returned, gives the loss to run back.
-    """
-
-    forward: Callable[[], Any]
-    weigh: Callable[[Any], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class _Input:
     """A tensor among a block's arguments."""
 
-    held: HeldTensor
+    held: Kept | Offloaded
     target: GradientSink | None
 
 
@@ -75,7 +62,7 @@ class _SavedCall:
     random: State
     outputs: list[Target | None]
 
-    def held(self) -> list[HeldTensor]:
+    def held(self) -> list[Kept | Offloaded]:
         return [part.held for part in leaves(self.arguments, _Input)]
 
 
@@ -85,9 +72,10 @@ class LayerMajorStep:
     def __init__(
         self,
         calls: BlockCalls,
-        work: Sequence[Work],
+        forwards: Sequence[Callable[[], Any]],
+        weigh: Callable[[int, Any], torch.Tensor],
         owner: LayerPasses,
-        store: ActivationStore,
+        store: OffloadedActivations | None,
         randomness: MicroBatchRandomness,
         device: torch.device,
         validation: Validation | None = None,
@@ -95,26 +83,28 @@ class LayerMajorStep:
         """
         Args:
             calls: the model's blocks, in forward order.
-            work: the micro-batches, one at least.
+            forwards: the model's on each micro-batch, one at least.
+            weigh: takes a micro-batch's number and output, gives the loss to run back.
             owner: is told where the step has got to.
-            store: keeps the blocks' inputs.
+            store: keeps the blocks' inputs; None: they stay where they are.
             randomness: a stream for each micro-batch.
             device: of the model.
             validation: checks that what is computed again is what was computed first.
         """
         self._calls = calls
-        self._work = list(work)
+        self._weigh = weigh
         self._owner = owner
         self._store = store
         self._randomness = randomness
         self._validation = validation
         self._forwards = [
-            SuspendedForward(part.forward, device, f"micro-batch {number}")
-            for number, part in enumerate(work)
+            SuspendedForward(forward, device, f"micro-batch {number}")
+            for number, forward in enumerate(forwards)
         ]
-        self._graphs = [MicroBatchGraph() for _ in work]
+        self._numbers = range(len(forwards))
+        self._graphs = [MicroBatchGraph() for _ in forwards]
         self._saved: list[list[_SavedCall | None]] = []
-        self._seen = [_SeenTensors() for _ in work]
+        self._seen = [_SeenTensors() for _ in forwards]
         self._waiting: list[BlockCall] = []
         self._outputs: list[Any] = []
 
@@ -124,7 +114,8 @@ class LayerMajorStep:
         Raises:
             NotLayerMajor: the model cannot be computed layer by layer.
         """
-        self._store.begin_step()
+        if self._store is not None:
+            self._store.begin_step()
         with warning_filters_kept():
             try:
                 with self._calls.stopping() as blocks:
@@ -135,11 +126,11 @@ class LayerMajorStep:
     def _walk(self, blocks: Sequence[Call]) -> None:
         owner, last = self._owner, len(blocks) - 1
         owner.begin_layers()
-        self._start()
+        self._waiting = [self._advance(number, 0) for number in self._numbers]
         for index, block in enumerate(blocks):
             self._forward_through(index, block, index == last)
         self._finish(0)
-        owner.turn_back(len(self._work))
+        owner.turn_back(len(self._numbers))
         self._run_losses_back()
         for index in reversed(range(len(blocks))):
             self._back_through(index, blocks[index])
@@ -158,9 +149,6 @@ class LayerMajorStep:
 
     # -- forward -------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        self._waiting = [self._advance(number, 0) for number in range(len(self._work))]
-
     def _forward_through(self, index: int, block: Call, is_last: bool) -> None:
         """One block for all micro-batches; behind the last one none of them goes on.
 
@@ -168,13 +156,13 @@ class LayerMajorStep:
         """
         self._saved.append([])
         waiting, self._waiting = self._waiting, []
-        for number in range(len(self._work)):
+        for number in self._numbers:
             self._outputs.append(self._compute(block, number, waiting[number]))
         waiting.clear()
         if is_last:
             return
         outputs, self._outputs = self._outputs, []
-        for number in range(len(self._work)):
+        for number in self._numbers:
             output, outputs[number] = outputs[number], None
             self._waiting.append(self._advance(number, index + 1, output))
             del output
@@ -261,7 +249,8 @@ class LayerMajorStep:
                 # What was given to an earlier block is not on its way from one to the next.
                 is_new = target is not None and tensor not in seen
                 seen.add(tensor)
-                held = self._store.put(tensor, is_boundary=is_new)
+                store = self._store
+                held = Kept(tensor) if store is None else store.put(tensor, is_boundary=is_new)
                 inputs[id(tensor)] = _Input(held, target)
             return inputs[id(tensor)]
 
@@ -285,11 +274,11 @@ class LayerMajorStep:
 
         One micro-batch after another: the logits of one are alive at a time.
         """
-        for number, part in enumerate(self._work):
+        for number in self._numbers:
             if number:
                 self._finish(number)
             output, self._outputs[number] = self._outputs[number], None
-            loss = part.weigh(output)
+            loss = self._weigh(number, output)
             del output
             if self._validation is not None:
                 self._validation.loss(loss)
@@ -299,17 +288,21 @@ class LayerMajorStep:
 
     def _back_through(self, index: int, block: Call) -> None:
         """One block for all micro-batches, then what is between it and the block before it."""
-        number_of = len(self._work)
-        for number in range(number_of):
-            coming = range(number, number + 1 + PREFETCHED)
-            self._expect([(index - at // number_of, at % number_of) for at in coming])
+        for number in self._numbers:
+            self._prefetch(index, number)
             self._compute_again(block, index, number)
         for graph in self._graphs:
             graph.run_back(index - 1)
 
-    def _expect(self, items: Sequence[tuple[int, int]]) -> None:
-        calls = [self._saved[index][number] for index, number in items if index >= 0]
-        self._store.expect([held for call in calls if call is not None for held in call.held()])
+    def _prefetch(self, index: int, number: int) -> None:
+        """The inputs of this call of a block and of those after it are on their way back."""
+        if self._store is None:
+            return
+        for at in range(number, number + 1 + PREFETCHED):
+            behind, of = divmod(at, len(self._numbers))
+            call = self._saved[index - behind][of] if index >= behind else None
+            if call is not None:
+                self._store.expect(call.held())
 
     def _compute_again(self, block: Call, index: int, number: int) -> None:
         saved, self._saved[index][number] = self._saved[index][number], None

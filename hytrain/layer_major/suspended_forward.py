@@ -67,12 +67,6 @@ class SuspendedForward:
     _of_thread = threading.local()
 
     def __init__(self, forward: Callable[[], Any], device: torch.device, name: str) -> None:
-        """
-        Args:
-            forward: the model's forward on its arguments.
-            device: of the model.
-            name: of the thread, for debuggers.
-        """
         self._forward = forward
         self._device = device
         self._surroundings = Surroundings.here(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 Snapshot = list[tuple[Any, list[Any]]]
@@ -23,68 +23,48 @@ def map_leaves(tree: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
     """
     if isinstance(tree, kind):
         return change(tree)
-    if isinstance(tree, tuple):
-        items = cast("tuple[Any, ...]", tree)
-        changed = [map_leaves(item, kind, change) for item in items]
-        if _same(items, changed):
-            return items
-        make: Any = type(items)
-        return make(*changed) if "_fields" in vars(make) else make(changed)
-    if isinstance(tree, list):
-        items = cast("list[Any]", tree)
-        changed = [map_leaves(item, kind, change) for item in items]
-        return items if _same(items, changed) else changed
+    items = _contents(tree)
+    changed = [map_leaves(item, kind, change) for item in items]
+    return tree if _same(items, changed) else _with_contents(tree, changed)
+
+
+def _contents(tree: Any) -> list[Any]:
+    """What a container holds; nothing of anything else."""
+    if isinstance(tree, (tuple, list)):
+        return list(cast("Sequence[Any]", tree))
     if isinstance(tree, Mapping):
-        return _map_mapping(cast("Mapping[Any, Any]", tree), kind, change)
-    if _is_record(tree):
-        return _map_record(tree, kind, change)
-    return tree
+        return list(cast("Mapping[Any, Any]", tree).values())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    return []
 
 
-def _map_mapping(
-    tree: Mapping[Any, Any], kind: type[Any], change: Callable[[Any], Any]
-) -> Mapping[Any, Any]:
-    changed = {key: map_leaves(item, kind, change) for key, item in tree.items()}
-    if _same(tree.values(), changed.values()):
-        return tree
+def _with_contents(tree: Any, items: list[Any]) -> Any:
+    """A container like another one that holds other items."""
     make: Any = type(tree)
-    # The outputs of transformers are mappings and dataclasses at once, and made by name.
-    return make(**changed) if dataclasses.is_dataclass(tree) else make(changed)
-
-
-def _map_record(tree: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
-    values = _fields(tree)
-    changed = {name: map_leaves(item, kind, change) for name, item in values.items()}
-    if _same(values.values(), changed.values()):
-        return tree
+    if isinstance(tree, tuple):
+        return make(*items) if "_fields" in vars(make) else make(items)
+    if isinstance(tree, list):
+        return items
+    if isinstance(tree, Mapping):
+        named = dict(zip(cast("Mapping[Any, Any]", tree), items, strict=True))
+        # The outputs of transformers are mappings and dataclasses at once, and made by name.
+        return make(**named) if dataclasses.is_dataclass(tree) else make(named)
     made = copy.copy(tree)
-    for name, item in changed.items():
-        object.__setattr__(made, name, item)  # frozen ones too
+    for field, item in zip(dataclasses.fields(tree), items, strict=True):
+        object.__setattr__(made, field.name, item)  # frozen ones too
     return made
 
 
-def _is_record(tree: Any) -> bool:
-    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-
-
-def _same(before: Any, after: Any) -> bool:
-    return all(a is b for a, b in zip(before, after, strict=True))
+def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
 
 
 def leaves(tree: Any, kind: type[Any]) -> list[Any]:
     """Every instance of ``kind`` in the tree, in the order of :func:`map_leaves`."""
-    found: list[Any] = []
-
-    def keep(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
-    map_leaves(tree, kind, keep)
-    return found
+    if isinstance(tree, kind):
+        return [tree]
+    return [leaf for item in _contents(tree) for leaf in leaves(item, kind)]
 
 
 def snapshot(tree: Any) -> Snapshot:
@@ -94,27 +74,11 @@ def snapshot(tree: Any) -> Snapshot:
 
 def was_changed(taken: Snapshot) -> bool:
     """Whether one of the containers holds something else than when the snapshot was taken."""
-    for container, before in taken:
-        now = _contents(container)
-        if len(now) != len(before) or not _same(before, now):
-            return True
-    return False
-
-
-def _contents(container: Any) -> list[Any]:
-    if isinstance(container, Mapping):
-        return list(cast("Mapping[Any, Any]", container).values())
-    return list(container)
+    return any(not _same(before, _contents(container)) for container, before in taken)
 
 
 def _mutable(tree: Any) -> Iterator[Any]:
     if isinstance(tree, (list, Mapping)):
         yield tree
-        for item in _contents(tree):
-            yield from _mutable(item)
-    elif isinstance(tree, tuple):
-        for item in cast("tuple[Any, ...]", tree):
-            yield from _mutable(item)
-    elif _is_record(tree):
-        for item in _fields(tree).values():
-            yield from _mutable(item)
+    for item in _contents(tree):
+        yield from _mutable(item)

@@ -9,35 +9,28 @@ from dataclasses import dataclass
 
 import torch
 
-_Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-
-
-def _autocast(device: torch.device) -> tuple[_Autocast, bool]:
-    kinds = dict.fromkeys((device.type, "cpu"))
-    states = tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
-    )
-    return states, torch.is_autocast_cache_enabled()
-
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
     """The autocast contexts that a thread is in."""
 
     device: torch.device
-    states: _Autocast
+    states: tuple[tuple[str, bool, torch.dtype], ...]
     caches: bool
 
     @staticmethod
     def here(device: torch.device) -> Autocast:
         """Those of this thread."""
-        states, caches = _autocast(device)
-        return Autocast(device, states, caches)
+        states = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys((device.type, "cpu"))
+        )
+        return Autocast(device, states, torch.is_autocast_cache_enabled())
 
     @contextmanager
     def applied(self) -> Generator[None]:
         """This thread is in them, too."""
-        if (self.states, self.caches) == _autocast(self.device):
+        if self == Autocast.here(self.device):
             yield
             return
         with ExitStack() as stack:

@@ -21,9 +21,9 @@ class Validation:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
-        self._names = list(names)
+        self._names = names
         self._buffers = [list(block.buffers()) for block in blocks]
-        self._blocks = list(blocks)
+        self._blocks = blocks
         self._saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._versions: list[int] = []
         self._first: dict[tuple[int, int], torch.Tensor] = {}

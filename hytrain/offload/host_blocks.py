@@ -12,24 +12,37 @@ from hytrain.offload.pinning import Pinning
 _ALIGNMENT = 64
 _MOST_WASTE = 1.25
 """A kept block of more than so many times what is needed is given back instead."""
+_REMEDY = (
+    "offload less (the argument `include`), raise the limit of this process, or leave the state "
+    "where it is"
+)
 
 
 class HostBlock:
     """One mapping, cut into tensors that own it: it goes when the last of them does."""
 
-    def __init__(self, num_bytes: int, device: torch.device, *, pin: bool, purpose: str) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        *,
+        pin: bool,
+        purpose: str,
+        remedy: str = _REMEDY,
+    ) -> None:
         """
         Args:
             num_bytes: exact number of bytes, rounded up to whole pages (at least one).
             device: whose copies use the memory.
             pin: whether to register it with the driver.
             purpose: what it is for, in an error or a warning.
+            remedy: what the user can do where there is none.
 
         Raises:
             HostMemoryError: the mapping is refused.
         """
         self.num_bytes = -(-max(num_bytes, 1) // PAGE) * PAGE
-        with taking_host_memory(purpose, self.num_bytes, remedy=_REMEDY):
+        with taking_host_memory(purpose, self.num_bytes, remedy=remedy):
             mapping = map_anonymous(self.num_bytes)
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self._pinning = Pinning(self._memory.data_ptr(), self.num_bytes, device, purpose, pin=pin)
@@ -57,12 +70,6 @@ class HostBlock:
     def close(self) -> None:
         """Unpins it. No copy may be in flight. Tensors that are still referred to stay readable."""
         self._pinning.release()
-
-
-_REMEDY = (
-    "offload less (the argument `include`), raise the limit of this process, or leave the state "
-    "where it is"
-)
 
 
 def block_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -8,12 +8,14 @@ micro-batches than another, or none: gradients are reduced once a step, in the l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from hytrain.errors import UnsupportedError
+from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.optimizer.randomness import MicroBatchRandomness
 
 IGNORED_LABEL = -100
@@ -25,29 +27,13 @@ NumValid = Callable[[Any], "int | torch.Tensor"]
 class BatchEngine(Protocol):
     """What a step over a global batch needs of an engine."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-        ...
-
-    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool) -> Any:
-        """The model's backward."""
-        ...
-
-    def step(self) -> None:
-        """The update."""
-        ...
-
-    def join_micro_batch(self) -> None:
-        """Takes part in a micro-batch that other ranks have and this one has not."""
-        ...
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Whether the next backward is the step's last; None: as counted."""
-        ...
-
-    def abandon_step(self) -> None:
-        """Not all micro-batches of the step will come: nothing of those that came stays."""
-        ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool) -> Any: ...
+    def step(self) -> None: ...
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None: ...
+    def watching_reads(self) -> AbstractContextManager[None]: ...
+    def autocasting(self) -> AbstractContextManager[None]: ...
+    def give_up_forward(self) -> None: ...
 
 
 def valid_labels(batch: Any) -> torch.Tensor:
@@ -130,13 +116,16 @@ Accumulate = Callable[[MicroBatches], torch.Tensor]
 
 
 def micro_batch_major(
-    engine: BatchEngine, share: MicroBatches, randomness: MicroBatchRandomness
+    engine: BatchEngine,
+    passes: PassTracker,
+    share: MicroBatches,
+    randomness: MicroBatchRandomness,
 ) -> torch.Tensor:
     """Forward and backward of one micro-batch after another; see :data:`Accumulate`."""
     mean = share.mean()
     for left in reversed(range(share.absent)):
         engine.set_gradient_accumulation_boundary(not share.batches and left == 0)
-        engine.join_micro_batch()
+        passes.join_micro_batch()
     for number in range(len(share.batches)):
         engine.set_gradient_accumulation_boundary(number + 1 == len(share.batches))
         randomness.choose(number)
@@ -149,23 +138,21 @@ def micro_batch_major(
 
 def train_global_batch(
     engine: BatchEngine,
+    passes: PassTracker,
     micro_batches: Iterator[Any],
     count: int,
     num_valid: NumValid,
-    sum_over_ranks: Callable[[torch.Tensor], None],
-    device: torch.device,
     accumulate: Accumulate,
     absent: int = 0,
 ) -> torch.Tensor:
     """Forward, backward and update.
 
     Args:
-        engine: whose optimizer sums gradients over ranks while this runs.
+        engine: makes the step.
+        passes: of its optimizer, which sums gradients over ranks while this runs.
         micro_batches: gives this rank's next ``count``.
         count: this rank's micro-batches in a step; may be 0.
         num_valid: terms of a micro-batch's mean loss.
-        sum_over_ranks: sums a tensor over the ranks, in place.
-        device: of losses.
         accumulate: how the micro-batches are computed.
         absent: micro-batches that other ranks have more, where that matters (ZeRO-3).
 
@@ -178,6 +165,7 @@ def train_global_batch(
         UnsupportedError: loss or number of valid tokens cannot be told.
         Exception: the model's; the step has left nothing behind.
     """
+    device, sum_over_ranks = passes.pipeline.streams.device, passes.collectives.all_reduce
     batches = [next(micro_batches) for _ in range(count)]
     counts = [torch.as_tensor(num_valid(batch), device=device).double() for batch in batches]
     total = torch.stack(counts).sum() if counts else torch.zeros((), device=device).double()
@@ -189,7 +177,7 @@ def train_global_batch(
             mean = accumulate(MicroBatches(batches, weights, device, absent))
         except BaseException:
             # Or the gradients of the first micro-batches would be the next step's as well.
-            engine.abandon_step()
+            passes.abandon_step()
             raise
         engine.set_gradient_accumulation_boundary(True)
         engine.step()

@@ -14,7 +14,7 @@ def _step(slots: HostSlots, sizes: list[int]) -> None:
     slots.begin_step()
     taken = [slots.take(size * PAGE) for size in sizes]
     for slot in taken:
-        slot.like(torch.empty(PAGE, dtype=torch.uint8)).fill_(1)
+        slot.cut([torch.empty(PAGE, dtype=torch.uint8)])[0].fill_(1)
         slots.give_back(slot)
 
 
@@ -32,9 +32,9 @@ def test_memory_of_a_larger_batch_is_given_back() -> None:
 def test_batches_that_alternate_keep_it() -> None:
     slots = HostSlots(torch.device("cpu"))
     _step(slots, [100, 100])
-    first = {slot._arena.address for slot in slots._free}
+    first = {slot._memory.data_ptr() for slot in slots._free}
     for number in range(4 * KEPT_STEPS):
         _step(slots, [100, 100] if number % 5 == 0 else [10, 10])
         assert slots.num_bytes == 200 * PAGE
-    assert {slot._arena.address for slot in slots._free} == first
+    assert {slot._memory.data_ptr() for slot in slots._free} == first
     slots.close()

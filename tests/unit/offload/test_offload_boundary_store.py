@@ -9,8 +9,7 @@ import torch
 from support.engines import environment
 
 from hytrain.errors import HyTrainError
-from hytrain.layer_major.activation_offload import LEAVING, Offloaded, OffloadedActivations
-from hytrain.layer_major.activations import Kept, KeptActivations
+from hytrain.layer_major.activations import LEAVING, Kept, Offloaded, OffloadedActivations
 from hytrain.layer_major.copy_streams import ThreadCopyStream
 from hytrain.layer_major.graph_cut import NotLayerMajor
 from hytrain.testing.faults import DELAYS_VARIABLE
@@ -53,7 +52,7 @@ def test_strides_are_kept(store: OffloadedActivations) -> None:
 
 def test_the_devices_memory_goes(store: OffloadedActivations) -> None:
     held = [store.put(torch.randn(1000), is_boundary=True) for _ in range(8)]
-    here = [part for part in held if isinstance(part, Offloaded) and part._here is not None]
+    here = [part for part in held if isinstance(part, Offloaded) and part.is_here]
     assert len(here) == LEAVING
     assert here == held[-LEAVING:]
 
@@ -118,7 +117,7 @@ def test_what_is_no_boundary_stays(store: OffloadedActivations) -> None:
 
 def test_kept_activations_notice_writes() -> None:
     tensor = torch.randn(3)
-    held = KeptActivations().put(tensor, is_boundary=True)
+    held = Kept(tensor)
     tensor.mul_(2.0)
     with pytest.raises(NotLayerMajor, match="in place"):
         held.take()
