@@ -27,7 +27,7 @@ from hytrain.offload.streams import Streams
 from hytrain.offload.threads import ThreadChoice, place_threads
 from hytrain.offload.update_groups import LIMITS, GroupLimits
 from hytrain.optimizer.engine_view import EngineView, StepSettings
-from hytrain.optimizer.hyper import HyperParameters, HyperReader, check_optimizer
+from hytrain.optimizer.hyper import HyperParameters, check_optimizer
 from hytrain.optimizer.layer_guards import unguarded_layers
 from hytrain.optimizer.loss_scaling import LossScaler, LossScaling
 from hytrain.optimizer.model_cut import cut_model
@@ -98,10 +98,10 @@ def build_optimizer(
         MemoryBudgetError: where k is solved, no placement fits in memory.
     """
     give_shapes(model)
-    reader = HyperReader(check_optimizer(basic_optimizer))
+    hyper = HyperParameters(basic_optimizer, decoupled=check_optimizer(basic_optimizer))
     groups = basic_optimizer.param_groups
     require_one_optimizer(model, basic_optimizer, collectives.group)
-    reader.read(groups, [1] * len(groups))  # bad hyper-parameters: before anything is touched
+    hyper.read()  # bad hyper-parameters: before anything is touched
     group_of = {
         id(parameter): index
         for index, group in enumerate(groups)
@@ -133,8 +133,7 @@ def build_optimizer(
             return _build_on(
                 weights,
                 model,
-                basic_optimizer,
-                reader,
+                hyper,
                 config,
                 settings,
                 collectives,
@@ -149,8 +148,7 @@ def build_optimizer(
 def _build_on(
     weights: BuiltWeights,
     model: nn.Module,
-    basic_optimizer: torch.optim.Optimizer,
-    reader: HyperReader,
+    hyper: HyperParameters,
     config: HyTrainConfig,
     settings: BuildSettings,
     collectives: ShardCollectives,
@@ -198,7 +196,7 @@ def _build_on(
             home=weights.home,
         )
         optimizer = HyTrainZeroOptimizer(
-            HyperParameters(basic_optimizer, reader),
+            hyper,
             pipeline,
             collectives,
             _step_settings(weights, config, settings, collectives.world_size),

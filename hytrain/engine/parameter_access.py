@@ -202,8 +202,8 @@ class StateAccess:
         self.set_fp32_grad_for_param(value, param)
 
     def _take_gradients_back(self, what: str) -> None:
-        self._gradients.withdraw_updates(what)
-        if not self._gradients.exist:
+        self._gradients.passes.withdraw_updates(what)
+        if not self._gradients.passes.open_step.has_gradients:
             raise ConfigError(
                 f"{what}, but there is none: gradients are there between a backward and step() "
                 "only; call it before step(), or register a hook on the parameter"
@@ -217,7 +217,7 @@ class StateAccess:
         piece = self._piece(place)
         if piece is None:
             return torch.empty(0, device=self._kept.device)
-        return self._part(place, piece, shard).float().mul_(self._gradients.unscale)
+        return self._part(place, piece, shard).float().mul_(self._gradients.passes.reducer.unscale)
 
     def _write_gradient(self, place: ParameterPlace, flat: torch.Tensor) -> None:
         self._take_gradients_back("writing a gradient")
@@ -225,7 +225,7 @@ class StateAccess:
         piece = self._piece(place)
         if piece is not None:
             mine = flat[piece.begin : piece.end].to(shard.device, torch.float32)
-            self._part(place, piece, shard).copy_(mine / self._gradients.unscale)
+            self._part(place, piece, shard).copy_(mine / self._gradients.passes.reducer.unscale)
 
     @staticmethod
     def _part(place: ParameterPlace, piece: Piece, shard: torch.Tensor) -> torch.Tensor:

@@ -76,11 +76,11 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             pipeline, collectives, hyper, settings, engine, placement, weights, self, scaling
         )
         self.gradients = GradientAccess(self.passes)
-        self.kept = KeptState(self.passes, hyper, self.gradients.withdraw_updates)
+        self.kept = KeptState(self.passes, hyper)
         self.before_close: list[Callable[[], None]] = []
         """Called when the state is about to go, while everything is still there; last one first."""
         self._hyper = hyper
-        self.offloaded = OffloadedStates(self.kept, self.passes, self.gradients, parameters)
+        self.offloaded = OffloadedStates(self.kept, self.passes, parameters)
         self.before_close.append(self.offloaded.close)
 
     # -- the passes, as DeepSpeed's engine tells of them -----------------------------------------

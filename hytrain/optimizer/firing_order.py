@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class FiringRecord:
-    """What the first backward taught, the same on all ranks: layers' order, who may go early."""
+    """What backwards have taught.
+
+    Attributes:
+        order: of the layers, the same on all ranks, by the first backward.
+        early: which of them may go before the end of a backward; likewise.
+        expected: by mode, layer by layer or not, of those that were seen: for each layer and
+            parameter, how often its hook fires for one micro-batch.
+    """
 
     order: list[int]
     early: list[bool]
-
-
-Firings = list[list[int]]
-"""For each layer and parameter, how often its hook fires for one micro-batch."""
+    expected: dict[bool, list[list[int]]] = field(default_factory=dict)
 
 
 ON_SEVERAL_RANKS = (

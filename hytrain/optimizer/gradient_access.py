@@ -6,7 +6,6 @@ import logging
 
 import torch
 
-from hytrain.errors import ConfigError
 from hytrain.model.layer_state import LayerState
 from hytrain.optimizer.pass_tracker import PassTracker
 
@@ -17,55 +16,16 @@ class GradientAccess:
     """What can be done to gradients between backward and step."""
 
     def __init__(self, passes: PassTracker) -> None:
-        self._passes = passes
+        self.passes = passes
         self._pipeline = passes.pipeline
         self._collector = passes.collector
         self._has_warned_of_drop = False
 
-    @property
-    def unscale(self) -> float:
-        """See :attr:`GradientReducer.unscale`."""
-        return self._passes.reducer.unscale
-
-    @property
-    def exist(self) -> bool:
-        """Whether a backward has begun since the last step, and what it left was not discarded."""
-        return self._passes.open_step.has_gradients
-
-    def withdraw_updates(self, what: str) -> None:
-        """Withdraws updates that have begun: weights and state are those of the last step.
-
-        Not a collective, but all ranks have sent the same layers.
-
-        Args:
-            what: wants that; for the message.
-
-        Raises:
-            ConfigError: a backward is running, or updates are committed directly.
-        """
-        self._passes.check_open()
-        self._passes.clean_up_aborted()
-        if self._passes.open_step.in_backward or self._passes.open_step.by_layer:
-            raise ConfigError(f"{what} while a backward is running: call it before or after")
-        if not any(state.update.sent for state in self._pipeline.layers):
-            return
-        # On every rank, also where no layer is updated by the CPU: the others raise this.
-        if self._pipeline.norm.settings.direct:
-            raise ConfigError(
-                f"{what} between backward and step: without clipping and overflow check updates "
-                "are committed during backward; call it after step(), or set "
-                '"gradient_clipping" or "check_grad_overflow"'
-            )
-        self._passes.timer.invalidate()
-        self._passes.reducer.withdraw_all()
-
-    # -- gradients -------------------------------------------------------------------------------
-
     def read_gradient(self, state: LayerState) -> torch.Tensor:
         """A copy of this rank's shard of a layer's gradient, as step() would apply it.
 
-        A collective, after :meth:`withdraw_updates`. Summed over micro-batches and ranks, not
-        averaged over ranks, not clipped.
+        A collective, after :meth:`PassTracker.withdraw_updates`. Summed over micro-batches and
+        ranks, not averaged over ranks, not clipped.
         """
         gradient = self._collector.layers[state.index]
         shard = gradient.reduced_shard if gradient.grad_reduced else self._reduce(state)
@@ -77,7 +37,7 @@ class GradientAccess:
     def own_gradient(self, state: LayerState) -> torch.Tensor:
         """This rank's shard of a layer's gradient, to be written into; see :meth:`read_gradient`.
 
-        A collective, after :meth:`withdraw_updates`.
+        A collective, after :meth:`PassTracker.withdraw_updates`.
         """
         gradient = self._collector.layers[state.index]
         if not gradient.grad_reduced:
@@ -93,7 +53,7 @@ class GradientAccess:
         gradient = self._collector.layers[state.index]
         unreduced_grad = gradient.whole(self._pipeline.streams.device)
         with self._pipeline.reducing():
-            shard = self._passes.reducer.reduce(state, unreduced_grad)
+            shard = self.passes.reducer.reduce(state, unreduced_grad)
             if gradient.reduced_shard is not None:
                 self._pipeline.add(shard, gradient.reduced_shard)
         return shard
@@ -113,21 +73,21 @@ class GradientAccess:
             for layer in self._collector.layers:
                 for slot in layer.layout.slots:
                     slot.parameter.grad = None
-        if self.exist:  # not after every step
+        if self.passes.open_step.has_gradients:  # not after every step
             self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        self.withdraw_updates("zero_grad()")
-        if not self.exist:
+        self.passes.withdraw_updates("zero_grad()")
+        if not self.passes.open_step.has_gradients:
             return  # they were an aborted backward's
-        self._passes.collectives.meet("zero_grad() with gradients of a step")
+        self.passes.collectives.meet("zero_grad() with gradients of a step")
         # Where updates are committed directly the rest of a step's last backward would be, too.
-        if not (self._passes.open_step.begun and self._pipeline.norm.settings.direct):
-            self._passes.end_micro_batch()
-        self._passes.timer.invalidate()
-        self._passes.discard_gradients()
-        self._passes.open_step.drop()
-        if not self._has_warned_of_drop and self._passes.collectives.rank == 0:
+        if not (self.passes.open_step.begun and self._pipeline.norm.settings.direct):
+            self.passes.end_micro_batch()
+        self.passes.timer.invalidate()
+        self.passes.discard_gradients()
+        self.passes.open_step.drop()
+        if not self._has_warned_of_drop and self.passes.collectives.rank == 0:
             logger.warning(
                 "zero_grad() between backward and step has dropped the gradients of this step's "
                 "micro-batches so far (said once); DeepSpeed's ZeRO keeps them in most stages"

@@ -29,15 +29,11 @@ from typing import Protocol
 
 import torch
 
+from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import GradientOrderError
 from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.optimizer.autograd_task import is_limited, will_run
-from hytrain.optimizer.firing_order import (
-    ON_SEVERAL_RANKS,
-    WHERE_COMMITTED,
-    FiringRecord,
-    Firings,
-)
+from hytrain.optimizer.firing_order import ON_SEVERAL_RANKS, WHERE_COMMITTED, FiringRecord
 from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
 from hytrain.optimizer.layer_hooks import Hook, LayerHooks, with_gradient
 from hytrain.optimizer.step_state import StepPhase, StepState
@@ -54,36 +50,13 @@ launches. In larger layers those cost little, and gradients that wait are twice 
 
 
 class GradientSink(Protocol):
-    """Who takes layers' gradients, and speaks for this rank to the others."""
+    """Who takes layers' gradients: :class:`~hytrain.optimizer.reduction.GradientReducer`."""
 
-    def consume(self, gradient: LayerGradient) -> None:
-        """Takes ``unreduced_grad`` of a layer whose gradient of this backward is complete.
-
-        ``unreduced_grad`` is None where parts are in ``reduced_shard`` and no rank has more.
-        """
-        ...
-
-    def consume_part(self, gradient: LayerGradient) -> None:
-        """Reduces ``unreduced_grad`` into ``reduced_shard``: more of it may come."""
-        ...
-
+    def consume(self, gradient: LayerGradient) -> None: ...
+    def consume_part(self, gradient: LayerGradient) -> None: ...
+    def withdraw_gradient(self, gradient: LayerGradient) -> None: ...
     @property
-    def lacks_room(self) -> bool:
-        """Whether gradients that stay to the end of backward take memory that it needs."""
-        ...
-
-    def withdraw_gradient(self, gradient: LayerGradient) -> None:
-        """Takes a gradient of this backward back into ``reduced_shard``: more of it has come."""
-        ...
-
-    def agree_on_order(
-        self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
-    ) -> tuple[list[int], list[bool]] | None:
-        """Makes the layers' order and early flags the same on all ranks; a collective.
-
-        None where no rank has seen a gradient.
-        """
-        ...
+    def lacks_room(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -91,20 +64,15 @@ class _Arrivals:
     """What of the current backward's gradients has come.
 
     Attributes:
-        early: layers are consumed as they become final, not all by ``complete``.
-        by_layer: it is several micro-batches' (as many as ``micro_batches``), layer by layer.
+        firings_before: gradients that had come before it, on this rank.
         assume_single_use: parameters' first gradients are taken for their last.
-        clock: gradients so far, on this rank.
         next: position in the record's order.
         has_parts: parts of gradients have been reduced.
         has_grown: a layer was taken back: more came than expected.
     """
 
-    early: bool = False
-    by_layer: bool = False
-    micro_batches: int = 1
+    firings_before: int = 0
     assume_single_use: bool = False
-    clock: int = 0
     next: int = 0
     has_parts: bool = False
     has_grown: bool = False
@@ -113,7 +81,10 @@ class _Arrivals:
 class GradientCollector:
     """Hooks on every trained parameter; calls back once a layer's gradient is final.
 
-    The sink is called in one order on all ranks, each layer once a backward.
+    The sink is called in one order on all ranks, each layer once a backward; without
+    ``collectives`` there is one. Where ``direct``, updates are committed as gradients come, and
+    cannot be withdrawn. ``begin_backward`` is called at the first gradient of a backward that was
+    not announced.
     """
 
     def __init__(
@@ -124,26 +95,18 @@ class GradientCollector:
         sink: GradientSink,
         begin_backward: Callable[[], None],
         *,
-        num_ranks: int,
+        collectives: ShardCollectives | None,
         direct: bool,
     ) -> None:
-        """
-        Args:
-            gradients: of the layers in forward order, none of which has come.
-            device: where gradients are.
-            step: where the passes have got to.
-            sink: see :class:`GradientSink`.
-            begin_backward: called at the first gradient of a backward that was not announced.
-            num_ranks: ranks that gradients are reduced over.
-            direct: updates are committed as gradients come, and cannot be withdrawn.
-        """
-        is_shared = num_ranks > 1
         self.layers = gradients
         self._step = step
         self._sink = sink
         self._begin_backward = begin_backward
+        self._collectives = collectives
+        # With other ranks, all of them learn at the same time.
+        self._is_shared = collectives is not None and collectives.world_size > 1
         self._direct = direct
-        self._can_withdraw = not is_shared and not direct
+        self._can_withdraw = not self._is_shared and not direct
         """The first backward may consume layers too early: it can take them back.
 
         With other ranks, these would have to take the same ones back.
@@ -157,19 +120,17 @@ class GradientCollector:
                 # Elsewhere the reduced gradient's squares are wanted.
                 layer.copier = GradientCopier(places, device)
         self._device = device
-        self._is_shared = is_shared  # with other ranks: all of them learn at the same time
         most = max((layer.layout.size for layer in gradients), default=0)
-        self._zeros = Zeros(most, device, is_reduced=is_shared)
-        self._natural = FiringRecord(list(range(len(gradients))), [False] * len(gradients))
-        """In place of a record that there is none of: nothing has come."""
+        self._zeros = Zeros(most, device, is_reduced=self._is_shared)
         self.record: FiringRecord | None = None
-        self._expected: dict[bool, Firings] = {}  # by mode: layer by layer or not
+        """None: nothing has come yet, or what was learned did not hold."""
         self._reduce_schedule: GatherSchedule | None = None
         self._now = _Arrivals()
-        self._firings = 0
+        self.num_firings = 0
+        """Grows with every gradient that autograd has given to a hook."""
         self._hooks = [LayerHooks(layer, self._hook) for layer in self.layers]
         self._parameters = [p for hooks in self._hooks for p in hooks.parameters]
-        self._may_use_single_hooks = not is_shared
+        self._may_use_single_hooks = not self._is_shared
         """Layers may get one hook each, when the next backward has ended.
 
         With other ranks layers are consumed as the schedule that all follow has it, whichever of
@@ -177,14 +138,9 @@ class GradientCollector:
         """
 
     @property
-    def num_firings(self) -> int:
-        """Grows with every gradient that autograd has given to a hook."""
-        return self._firings
-
-    @property
     def has_fired(self) -> bool:
         """Whether autograd has given a hook a gradient of this backward."""
-        return self._now.clock > 0
+        return self.num_firings > self._now.firings_before
 
     def set_reduce_schedule(self, schedule: GatherSchedule) -> None:
         """Layers are consumed when it says so; else as soon as they are complete, in order."""
@@ -220,7 +176,7 @@ class GradientCollector:
 
         The first one may consume gradients too early.
         """
-        return self.record is not None and by_layer in self._expected
+        return self.record is not None and by_layer in self.record.expected
 
     def may_be_early(self, *, by_layer: bool) -> bool:
         """Whether the next backward of this kind may consume layers that it must take back."""
@@ -245,13 +201,13 @@ class GradientCollector:
 
     def begin(self) -> None:
         """A backward has begun (:meth:`StepState.begin_backward`)."""
-        backward = self._step.backward
-        early, by_layer = backward.reduces, backward.micro_batches is not None
+        backward, record = self._step.backward, self.record
+        early, by_layer = backward.reduces, backward.by_layer
         if by_layer:
             self._drop_single_hooks()  # their parameters have a gradient for each micro-batch
-        now = self._now = _Arrivals(early, by_layer, max(1, backward.micro_batches or 1))
-        expected = self._expected.get(by_layer)
-        is_first = early and expected is None and (by_layer or self.record is None)
+        now = self._now = _Arrivals(self.num_firings)
+        expected = None if record is None else record.expected.get(by_layer)
+        is_first = early and expected is None and (by_layer or record is None)
         # Several ranks have to agree: see reduce_so_far().
         must_send = is_first and not self._is_shared and self.lacks_room
         now.assume_single_use = (is_first and self._can_withdraw) or must_send
@@ -264,9 +220,9 @@ class GradientCollector:
             layer.remaining = -1
             if not early:
                 continue
-            if self.record is not None and expected is not None and self.record.early[index]:
+            if record is not None and expected is not None and record.early[index]:
                 if all(expected[index]):
-                    layer.remaining = sum(expected[index]) * now.micro_batches
+                    layer.remaining = sum(expected[index]) * backward.micro_batches
             elif now.assume_single_use and not by_layer:
                 layer.remaining = len(layer.fired)
 
@@ -319,9 +275,7 @@ class GradientCollector:
             parameter.grad = None
             layer.fired[index] += 1
             layer.last_index = index
-            collector._firings += 1
-            now = collector._now
-            layer.last_firing = now.clock = now.clock + 1
+            layer.last_firing = collector.num_firings = collector.num_firings + 1
             if collector._reduce_schedule is not None:
                 layer.uses_before = collector._reduce_schedule.uses_made
             if collector.record is None and layer.fired[index] > 1:
@@ -358,9 +312,7 @@ class GradientCollector:
                 return
             layer.take_all(whole)
             layer.fired = [1] * count
-            collector._firings += count
-            now = collector._now
-            layer.last_firing = now.clock = now.clock + count
+            layer.last_firing = collector.num_firings = collector.num_firings + count
             layer.remaining -= count
             if layer.remaining == 0:
                 collector._finish(layer)
@@ -383,15 +335,13 @@ class GradientCollector:
 
     def _take_some(self, layer: LayerGradient, gradients: Sequence[torch.Tensor | None]) -> None:
         """Gradients that autograd has kept of a layer; others may come."""
-        now = self._now
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             with torch.no_grad():
                 layer.take(index, gradient, self._device)
             layer.fired[index] += 1
-            self._firings += 1
-            layer.last_firing = now.clock = now.clock + 1
+            layer.last_firing = self.num_firings = self.num_firings + 1
             layer.remaining -= 1
             if layer.remaining == 0:
                 self._finish(layer)
@@ -435,13 +385,14 @@ class GradientCollector:
     def _take_more(self, layer: LayerGradient, index: int) -> None:
         """A parameter gets a gradient after its layer was taken for complete."""
         if layer.grad_reduced and not self._can_withdraw:
-            expected = self._expected.get(self._now.by_layer)
-            usual = 0 if expected is None else expected[layer.layout.index][index]
+            backward, usual = self._step.backward, 0
+            if self.record is not None and backward.by_layer in self.record.expected:
+                of_one = self.record.expected[backward.by_layer][layer.layout.index][index]
+                usual = of_one * backward.micro_batches
             self._refuse_more(
                 layer,
                 f"parameter '{layer.layout.slots[index].name}' received gradient number "
-                f"{layer.fired[index] + 1} of this backward, and the usual number is "
-                f"{usual * self._now.micro_batches}",
+                f"{layer.fired[index] + 1} of this backward, and the usual number is {usual}",
             )
         self._withdraw(layer)
 
@@ -469,8 +420,7 @@ class GradientCollector:
         self._withdraw(layer)
 
     def _refuse_more(self, layer: LayerGradient, seen: str) -> None:
-        is_first = self._now.by_layer not in self._expected
-        if is_first:
+        if not self.knows(by_layer=self._step.backward.by_layer):
             seen += (
                 ": each of its parameters had got one in this first backward, and the GPU's memory "
                 "does not hold all gradients to the end of it. With a smaller micro-batch or "
@@ -480,7 +430,6 @@ class GradientCollector:
         elif not self._is_shared:  # the other ranks would not join in the agreement on an order
             # What was learned does not hold for this model any more: learn again.
             self.record = None
-            self._expected.clear()
             for hooks in self._hooks:
                 hooks.drop_single_hook()
         raise GradientOrderError(
@@ -527,8 +476,10 @@ class GradientCollector:
 
         A first step layer by layer is a trial, which committed updates would not let begin anew.
         """
-        is_trial = self._now.by_layer and self._direct
-        return self._step.in_backward and self._now.early and not is_trial and self._sink.lacks_room
+        backward = self._step.backward
+        is_trial = backward.by_layer and self._direct
+        is_early = self._step.in_backward and backward.reduces
+        return is_early and not is_trial and self._sink.lacks_room
 
     def has_all(self, index: int) -> bool:
         """Whether each of a layer's parameters has got a gradient of this backward."""
@@ -541,7 +492,7 @@ class GradientCollector:
         stays in ``reduced_shard``, and what comes later is added.
         """
         layer = self.layers[index]
-        if not self._step.in_backward or not self._now.early or layer.grad_reduced:
+        if not self._step.in_backward or not self._step.backward.reduces or layer.grad_reduced:
             return
         if is_all:
             self._close(layer)
@@ -591,11 +542,11 @@ class GradientCollector:
         if not self._step.is_open:
             return
         self._step.complete()
-        now = self._now
-        is_new = now.by_layer not in self._expected
-        if self._is_shared or now.clock:  # else nothing came, and nothing is learned
-            self._learn(is_new=is_new)
-        if self._may_use_single_hooks and not is_new and now.clock and not now.by_layer:
+        by_layer = self._step.backward.by_layer
+        is_new = not self.knows(by_layer=by_layer)
+        if self._is_shared or self.has_fired:  # else nothing came, and nothing is learned
+            self._learn(by_layer, is_new=is_new)
+        if self._may_use_single_hooks and not is_new and self.has_fired and not by_layer:
             self._use_single_hooks()
         if consume:
             self._consume_rest()
@@ -603,10 +554,12 @@ class GradientCollector:
     def _consume_rest(self) -> None:
         if self._reduce_schedule is not None:
             self._reduce_schedule.finish()
-        record = self.record or self._natural
+        order, record = list(range(len(self.layers))), self.record
+        if record is not None:
+            early = [i for i in record.order if record.early[i]]
+            order = [*early, *(i for i in record.order if not record.early[i])]
         whole = self._wholly_reduced()
-        first = [i for i in record.order if record.early[i]]
-        for index in [*first, *(i for i in record.order if not record.early[i])]:
+        for index in order:
             layer = self.layers[index]
             if index in whole and not layer.grad_reduced:
                 layer.grad_reduced = True
@@ -625,45 +578,44 @@ class GradientCollector:
         found = self._reduce_schedule.largest([int(flag) for flag in missing])
         return {index for index, flag in enumerate(found) if not flag}
 
-    def _learn(self, *, is_new: bool) -> None:
+    def _learn(self, by_layer: bool, *, is_new: bool) -> None:
         """What a backward teaches; a collective if it is the first of its mode."""
+        if self.record is None:
+            self.record = self._agree_on_order()
+        record, schedule = self.record, self._reduce_schedule
+        if record is None:
+            return  # no rank has seen a gradient
         if is_new or self._now.has_grown:
             fired = [self._for_each(layer.fired) for layer in self.layers]
-            before = self._expected.get(self._now.by_layer, fired)
-            self._expected[self._now.by_layer] = [
+            before = record.expected.get(by_layer, fired)
+            record.expected[by_layer] = [
                 [max(pair) for pair in zip(old, new, strict=True)]
                 for old, new in zip(before, fired, strict=True)
             ]
-        if self.record is None:
-            self._learn_order()
-        if self._reduce_schedule is not None and (is_new or self._reduce_schedule.wants_reduces):
-            self._learn_reduces(self._reduce_schedule, is_new=is_new)
-        if self.record is None:
-            del self._expected[self._now.by_layer]  # no rank has seen a gradient
-
-    def _learn_order(self) -> None:
-        order = sorted(range(len(self.layers)), key=lambda i: self.layers[i].last_firing)
-        early = [all(count > 0 for count in layer.fired) for layer in self.layers]
-        has_seen = any(layer.last_firing for layer in self.layers)
-        agreed = self._sink.agree_on_order(order, early, has_seen=has_seen)
-        self.record = None if agreed is None else FiringRecord(*agreed)
-
-    def _learn_reduces(self, schedule: GatherSchedule, *, is_new: bool) -> None:
-        record = self.record
-        if record is None:
+        if schedule is None or not (is_new or schedule.wants_reduces):
             return
         if is_new:
             # A rank without a batch now may have one in this step still.
-            by_layer = self._now.by_layer
-            expected = self._expected[by_layer]
+            expected = record.expected[by_layer]
             counts = iter(schedule.largest([count for fired in expected for count in fired]))
-            self._expected[by_layer] = [[next(counts) for _ in fired] for fired in expected]
+            record.expected[by_layer] = [[next(counts) for _ in fired] for fired in expected]
         uses_before = [layer.uses_before for layer in self.layers]
         schedule.learn_reduces(record.order, record.early, uses_before)
 
+    def _agree_on_order(self) -> FiringRecord | None:
+        """A collective; None where no rank has seen a gradient."""
+        order = sorted(range(len(self.layers)), key=lambda i: self.layers[i].last_firing)
+        early = [all(count > 0 for count in layer.fired) for layer in self.layers]
+        if self._collectives is None:
+            return FiringRecord(order, early)
+        agreed = self._collectives.agree_on_order(
+            order, early, self._device, has_seen=self.has_fired
+        )
+        return None if agreed is None else FiringRecord(*agreed)
+
     def _for_each(self, fired: list[int]) -> list[int]:
         """What one micro-batch fired; 0, as for a parameter that is not used, where they differ."""
-        times = self._now.micro_batches
+        times = self._step.backward.micro_batches
         return [0 if count % times else count // times for count in fired]
 
     def discard(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
@@ -56,22 +56,33 @@ def _refuse_options(index: int, group: Mapping[str, Any]) -> None:
             )
 
 
-class BuiltGroups:
-    """Which parameters each group had when the engine was built: state is laid out by that."""
+class HyperParameters:
+    """The user's parameter groups, as every step reads them, and the steps that they have made."""
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._parameters = [list(group["params"]) for group in groups]
-
-    def check_number(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """There are as many groups as there were.
-
-        Raises:
-            UnsupportedError: some were added or removed.
+    def __init__(self, optimizer: torch.optim.Optimizer, *, decoupled: bool) -> None:
         """
-        if len(groups) != len(self._parameters):
-            self._refuse(f"the optimizer has {len(groups)} parameter groups")
+        Args:
+            optimizer: the user's; its ``param_groups`` are read every step.
+            decoupled: see :func:`check_optimizer`.
+        """
+        self.optimizer = optimizer
+        self.steps = [0] * len(optimizer.param_groups)
+        """Steps that each parameter group has made; skipped ones do not count."""
+        self._decoupled = decoupled
+        # Of the groups as the engine was built: state is laid out by that.
+        self._built = [list(group["params"]) for group in optimizer.param_groups]
 
-    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The user's own list: schedulers write there."""
+        return self.optimizer.param_groups
+
+    @groups.setter
+    def groups(self, groups: list[dict[str, Any]]) -> None:
+        self._check(groups)
+        self.optimizer.param_groups = groups
+
+    def check(self) -> None:
         """Every group still has its parameters; groups that were copied with them are as good.
 
         Once a step: identities are compared, microseconds where there are a thousand parameters.
@@ -80,45 +91,41 @@ class BuiltGroups:
             UnsupportedError: groups were added, removed or put in another order, or one has other
                 parameters.
         """
-        self.check_number(groups)
-        for index, (group, built) in enumerate(zip(groups, self._parameters, strict=True)):
+        self._check(self.groups)
+
+    def _check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._check_number(groups)
+        for index, (group, built) in enumerate(zip(groups, self._built, strict=True)):
             now = group["params"]
             if len(now) != len(built) or not all(map(operator.is_, now, built)):
                 self._refuse(f"parameter group {index} has other parameters than it had")
 
+    def _check_number(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        if len(groups) != len(self._built):
+            self._refuse(f"the optimizer has {len(groups)} parameter groups")
+
     def _refuse(self, seen: str) -> NoReturn:
         raise UnsupportedError(
-            f"{seen}, but the engine was built with {len(self._parameters)} groups of "
-            f"{', '.join(str(len(built)) for built in self._parameters)} parameters, and its "
+            f"{seen}, but the engine was built with {len(self._built)} groups of "
+            f"{', '.join(str(len(built)) for built in self._built)} parameters, and its "
             "layers' state is laid out by them. Between steps only hyper-parameters may change "
             "(lr, betas, eps, weight_decay): put the groups back as they were, or build a new "
             "engine with hytrain.initialize, whose model_parameters or optimizer has all "
             "parameters that will ever be trained"
         )
 
-
-@dataclass(frozen=True, slots=True)
-class HyperReader:
-    """Turns parameter groups into :class:`AdamHyper`, one a group."""
-
-    decoupled: bool
-
-    def read(
-        self, groups: Sequence[Mapping[str, Any]], steps: Sequence[int]
-    ) -> tuple[AdamHyper, ...]:
-        """The hyper-parameters as they are now.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            steps: the number of the step that each group is about to make, from 1.
+    def read(self) -> tuple[AdamHyper, ...]:
+        """The hyper-parameters as they are now, of the step that comes, one a group.
 
         Raises:
             KernelArgumentError: a value is outside its range.
-            UnsupportedError: a group sets an option that the kernels do not have.
+            UnsupportedError: a group sets an option that the kernels do not have, or there are
+                more groups or fewer.
         """
+        self._check_number(self.groups)
         return tuple(
-            self._read_group(index, group, step)
-            for index, (group, step) in enumerate(zip(groups, steps, strict=True))
+            self._read_group(index, group, step + 1)
+            for index, (group, step) in enumerate(zip(self.groups, self.steps, strict=True))
         )
 
     def _read_group(self, index: int, group: Mapping[str, Any], step: int) -> AdamHyper:
@@ -132,44 +139,9 @@ class HyperReader:
             weight_decay=float(group["weight_decay"]),
             step=step,
             # torch.optim.Adam can decouple as well, by an option of the group.
-            decoupled_decay=bool(group.get("decoupled_weight_decay", self.decoupled)),
+            decoupled_decay=bool(group.get("decoupled_weight_decay", self._decoupled)),
             bias_correction=bool(group.get("bias_correction", True)),
         )
-
-
-class HyperParameters:
-    """The user's parameter groups, as every step reads them, and the steps that they have made."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, reader: HyperReader) -> None:
-        """
-        Args:
-            optimizer: the user's; its ``param_groups`` are read every step.
-            reader: see :class:`HyperReader`.
-        """
-        self.optimizer = optimizer
-        self.steps = [0] * len(optimizer.param_groups)
-        """Steps that each parameter group has made; skipped ones do not count."""
-        self._reader = reader
-        self._built = BuiltGroups(optimizer.param_groups)
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The user's own list: schedulers write there."""
-        return self.optimizer.param_groups
-
-    @groups.setter
-    def groups(self, groups: list[dict[str, Any]]) -> None:
-        self._built.check(groups)
-        self.optimizer.param_groups = groups
-
-    def check(self) -> None:
-        """See :meth:`BuiltGroups.check`."""
-        self._built.check(self.groups)
-
-    def read(self) -> tuple[AdamHyper, ...]:
-        """The hyper-parameters of the step that comes; see :meth:`HyperReader.read`."""
-        self._built.check_number(self.groups)
-        return self._reader.read(self.groups, [step + 1 for step in self.steps])
 
     def words(self) -> dict[str, str]:
         """What :meth:`read` finds, by the words for it: for comparing ranks."""

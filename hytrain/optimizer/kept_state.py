@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 
 import torch
 
@@ -20,20 +19,8 @@ logger = logging.getLogger(__name__)
 class KeptState:
     """What of an optimizer outlives a step; what checkpoints read and write."""
 
-    def __init__(
-        self,
-        passes: PassTracker,
-        hyper: HyperParameters,
-        settle: Callable[[str], None],
-    ) -> None:
-        """
-        Args:
-            passes: between the steps.
-            hyper: parameter groups and step counts.
-            settle: takes back updates that have begun, for what is named.
-        """
+    def __init__(self, passes: PassTracker, hyper: HyperParameters) -> None:
         self._passes = passes
-        self._settle = settle
         self._process = os.getpid()
         self.hyper = hyper
         self.pipeline = passes.pipeline
@@ -97,7 +84,8 @@ class KeptState:
 
     def forget_gradients(self) -> None:
         """Before state is replaced: nothing of the step so far stays, and nothing is pending."""
-        self._before_change()
+        for layer in self.layers:
+            layer.before_change()
         if self.pipeline.norm.settings.direct:
             # Updates are committed as they arrive; what they wrote is about to be replaced.
             self.pipeline.cpu.wait_all()
@@ -130,10 +118,6 @@ class KeptState:
         pipeline.wait_all()
         pipeline.streams.synchronize()
 
-    def _before_change(self) -> None:
-        for layer in self.layers:
-            layer.before_change()
-
     def settle(self, what: str) -> None:
         """Master weights and moments of this rank become those of the last step.
 
@@ -145,9 +129,10 @@ class KeptState:
         Raises:
             ConfigError: a backward is running, or updates are committed directly.
         """
-        self._settle(what)
+        self._passes.withdraw_updates(what)
         self._passes.adopt_writes()
-        self._before_change()
+        for layer in self.layers:
+            layer.before_change()
         # A new copy that is still on its way would overwrite what is written now.
         self.pipeline.cpu.wait_copies()
         self.pipeline.cpu.commit_pending()

@@ -89,12 +89,14 @@ class LayerGradient:
         self.written = [False] * len(self.layout.slots)
         self.fired = [0] * len(self.layout.slots)
 
-    def allocate(self, device: torch.device) -> None:
-        """Allocates this rank's own gradient."""
-        self.unreduced_grad = torch.empty(self.layout.size, dtype=self.dtype, device=device)
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """Allocates this rank's own gradient, and returns it."""
+        memory = torch.empty(self.layout.size, dtype=self.dtype, device=device)
+        self.unreduced_grad = memory
         self.parts = []
         self.written = [False] * len(self.layout.slots)
         self.copied_whole = True
+        return memory
 
     def _part(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """A parameter's part of ``unreduced_grad``, in the gradient's shape."""
@@ -135,47 +137,39 @@ class LayerGradient:
             self.flush()
         if torch.is_grad_enabled():  # create_graph
             gradients = [gradient.detach() for gradient in gradients]
-        if self.unreduced_grad is None and self._may_join(gradients):
-            self._join(gradients)
-            return
-        self.waiting = dict(enumerate(gradients))
-        self.flush()
-
-    def _join(self, gradients: Sequence[torch.Tensor]) -> None:
-        """They become ``unreduced_grad``, which there was none of."""
-        if self.copier is None:
-            self.unreduced_grad = joined(gradients)
-            self.parts = []
-            self.copied_whole = False
-        else:
-            self.allocate(gradients[0].device)
-            assert self.unreduced_grad is not None
-            self.copier.copy_all(gradients, self.unreduced_grad)
-        self.written = [True] * len(gradients)
+        self._write(range(len(gradients)), gradients)
 
     def flush(self) -> None:
         """Writes what waits, in the stream that made it: before ``unreduced_grad`` is used."""
         if not self.waiting:
             return
         waiting, self.waiting = self.waiting, {}
-        self.copied_whole = False
+        indices = sorted(waiting)
+        self._write(indices, [waiting[index] for index in indices])
+
+    def _write(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Takes some parameters' gradients over, in as few launches as can be."""
         if self.unreduced_grad is None:
-            if len(waiting) == len(self.layout.slots):
-                gradients = [waiting[index] for index in range(len(waiting))]
-                if self._may_join(gradients):
-                    self._join(gradients)
-                    return
-            self.allocate(next(iter(waiting.values())).device)
-            self.copied_whole = False
-        first = [index for index in waiting if not self.written[index]]
-        more = [index for index in waiting if self.written[index]]
-        for index in first:
+            if len(gradients) == len(self.layout.slots) and self._may_join(gradients):
+                if self.copier is None:
+                    self.unreduced_grad = joined(gradients)
+                    self.parts = []
+                    self.copied_whole = False
+                else:
+                    self.copier.copy_all(gradients, self.allocate(gradients[0].device))
+                self.written = [True] * len(gradients)
+                return
+            self.allocate(gradients[0].device)
+        self.copied_whole = False
+        parts = [self._part(i, gradient) for i, gradient in zip(indices, gradients, strict=True)]
+        first = [number for number, index in enumerate(indices) if not self.written[index]]
+        more = [number for number, index in enumerate(indices) if self.written[index]]
+        for index in indices:
             self.written[index] = True
-        parts = {index: self._part(index, gradient) for index, gradient in waiting.items()}
         if first:
-            copy_together([parts[i] for i in first], [waiting[i] for i in first])
+            copy_together([parts[i] for i in first], [gradients[i] for i in first])
         if more:
-            add_together([parts[i] for i in more], [waiting[i] for i in more])
+            add_together([parts[i] for i in more], [gradients[i] for i in more])
 
     def _may_join(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Whether all parameters' gradients are taken over in one go."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,14 +26,6 @@ from hytrain.model.discovery import is_container
 from hytrain.model.weight_reads import SavedWeights, WatchedParameters, storage_handle
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.zero3.layer_weights import LayerWeights
-from hytrain.zero3.schedule import ForwardMark
-
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
-
-def _outside_of_graphs(function: _Function) -> _Function:
-    """torch.compile leaves the function alone, whose type the checker would lose otherwise."""
-    return cast(_Function, torch.compiler.disable(function))
 
 
 class _Hook:
@@ -45,12 +37,14 @@ class _Hook:
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
-    @_outside_of_graphs
     def __call__(self, *arguments: object, **named: object) -> None:
         self._function(*arguments, **named)
 
     def __deepcopy__(self, memo: object) -> _Hook:
         return _Hook(_nothing)
+
+
+_Hook.__call__ = cast(Any, torch.compiler).disable(_Hook.__call__)
 
 
 def _nothing(*_arguments: object, **_named: object) -> None:
@@ -62,24 +56,25 @@ class LayerGuards:
 
     def __init__(self, model: nn.Module, owner: PassGuide) -> None:
         self._owner = owner
-        layers = {layer.index: layer for layer in owner.layers}
-        self._resident = {x.index: x.resident for x in owner.layers if x.resident is not None}
-        self._guarded = modules_of_layers(model, owner.layers)
+        weights = owner.weights
+        layers = {layer.index: layer for layer in weights.layers}
+        self._resident = {x.index: x.resident for x in weights.layers if x.resident is not None}
+        self._guarded = modules_of_layers(model, weights.layers)
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
         self._saved: SavedWeights | None = None
         self._needed = WeakIdKeyDictionary()
         """Output of modules -> the layers of each of these modules, the outermost one first."""
-        owner.when_held(self._layer_held)
-        self._watched = [w for place in range(len(owner.layers)) for w in self._watch(place)]
+        weights.when_held = self._layer_held
+        self._watched = [w for place in range(len(layers)) for w in self._watch(place)]
         # Those are there in the whole of every pass (unguarded_layers).
-        borrowed = _borrowed(model, owner.layers) if owner.gathers else {}
+        borrowed = _borrowed(model, weights.layers) if weights.is_sharded else {}
         for module, indices in self._guarded.items():
             used = [layers[index] for index in sorted(indices - borrowed.get(module, set()))]
             if module is model or not used:
                 continue
             module.register_forward_pre_hook(_Hook(self._guard(module, used)))
-            if owner.gathers:
+            if weights.is_sharded:
                 leave = self._leave(module, used)
                 module.register_forward_hook(_Hook(leave), with_kwargs=True)
         model.register_forward_pre_hook(_Hook(self._begin), prepend=True)
@@ -105,13 +100,13 @@ class LayerGuards:
             return
         saved = {
             storage_handle(flat): part.storage.reads
-            for layer in self._owner.layers
+            for layer in self._owner.weights.layers
             for part in layer.sharded
             for _low, _high, flat in part.storage.runs
             if part.storage.reads is not None
         }
         with SavedWeights(saved) as self._saved:
-            if self._owner.has_held:
+            if self._owner.weights.has_held:
                 self._layer_held()
             try:
                 yield
@@ -180,7 +175,7 @@ class LayerGuards:
     def _begin(self, model: nn.Module, _inputs: tuple[object, ...]) -> None:
         self._owner.begin_forward()
         self._seen = {model}
-        if self._owner.gathers:
+        if self._owner.weights.is_sharded:
             return  # then all ranks must wait at the same places
         unguarded: set[int] = set()
         for module, indices in self._guarded.items():
@@ -189,12 +184,12 @@ class LayerGuards:
         for index in sorted(unguarded & self._resident.keys()):
             state = self._resident[index]
             if state.update.sent or not state.update.waited:
-                self._owner.before_use(state)
+                self._owner.passes.before_use(state)
 
     def _end(self, _model: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
         self._seen_before = self._seen
         if torch.is_grad_enabled():
-            hook = partial(self._backward_begins, self._owner.mark_forward())
+            hook = partial(self._owner.backward_begins, self._owner.mark_forward())
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     before_backward(tensor, hook)
@@ -206,16 +201,16 @@ class LayerGuards:
         A parameter that autograd's nodes refer to is nothing that Python can collect: were the
         engine reachable from it, neither would ever be freed.
         """
-        layer, owner = self._owner.layers[place], weakref.ref(self._owner)
+        layer, owner = self._owner.weights.layers[place], weakref.ref(self._owner)
 
         def read_trained(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
             del name, may_refuse, was_read
             if (guide := owner()) is not None:
-                guide.read_trained(guide.layers[place])
+                guide.read_trained(guide.weights.layers[place])
 
         def read_sharded(name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
             if may_refuse and (guide := owner()) is not None:
-                guide.read_sharded(guide.layers[place], name, was_read=was_read)
+                guide.read_sharded(guide.weights.layers[place], name, was_read=was_read)
 
         state = layer.resident
         if state is not None:
@@ -233,9 +228,6 @@ class LayerGuards:
         """A user's function reads weights in this pass, perhaps to save them for its backward."""
         if self._saved is not None:
             self._saved.stop()
-
-    def _backward_begins(self, mark: ForwardMark, _gradient: object) -> None:
-        self._owner.backward_begins(mark)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -23,14 +23,9 @@ class LayerHooks:
     """The hooks of one layer."""
 
     def __init__(self, layer: LayerGradient, each: Callable[[LayerGradient, int], Hook]) -> None:
-        """
-        Args:
-            layer: whose parameters.
-            each: makes the hook of one of them, from its index.
-        """
         self._each = each
         self.layer = layer
-        self._parameters = [slot.parameter for slot in layer.layout.slots]
+        self.parameters = [slot.parameter for slot in layer.layout.slots]
         self.accumulators: list[Node] = []
         """Of its parameters, in their order; they live as long as they are here."""
         self._handles: list[RemovableHandle] = []
@@ -38,7 +33,7 @@ class LayerHooks:
         """One hook takes all."""
         # What autograd adds up by itself must be what the layer would have added up, in its dtype.
         self._may_use_single_hook = layer.together and all(
-            parameter.dtype == layer.dtype for parameter in self._parameters
+            parameter.dtype == layer.dtype for parameter in self.parameters
         )
         self.hook_each()
 
@@ -78,19 +73,14 @@ class LayerHooks:
         """The gradients that autograd has kept, by parameter; it keeps them no longer."""
         # Without it reads of weights would be looked for, at microseconds a parameter.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            gradients = [parameter.grad for parameter in self._parameters]
-            for parameter in self._parameters:
+            gradients = [parameter.grad for parameter in self.parameters]
+            for parameter in self.parameters:
                 parameter.grad = None
         return gradients
 
     def left(self) -> list[int]:
         """Parameters whose gradients autograd keeps: no hook has taken them."""
-        return with_gradient(self._parameters)
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """Of the layer."""
-        return self._parameters
+        return with_gradient(self.parameters)
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

@@ -17,7 +17,6 @@ from torch import nn
 from hytrain.errors import ConfigError
 from hytrain.model.layer_state import LayerState, StatePart
 from hytrain.offload.host_blocks import HostBlocks, is_dense
-from hytrain.optimizer.gradient_access import GradientAccess
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.optimizer.layer_gradient import LayerGradient
 from hytrain.optimizer.pass_tracker import PassTracker
@@ -54,19 +53,10 @@ class OffloadedStates:
         self,
         kept: KeptState,
         passes: PassTracker,
-        gradients: GradientAccess,
         parameters: Iterable[nn.Parameter],
     ) -> None:
-        """
-        Args:
-            kept: the state.
-            passes: refuse to begin while anything is away.
-            gradients: of the open step.
-            parameters: all of the model's.
-        """
         self._kept = kept
         self._passes = passes
-        self._gradients = gradients
         self._parameters = list(parameters)
         self._device = kept.device
         self._blocks = HostBlocks(self._device, "states that leave the device (offload_states)")
@@ -132,7 +122,7 @@ class OffloadedStates:
                 "offload_states() where gathered weights are in use: call it behind the block of "
                 "gathered_parameters() or deepspeed.zero.GatheredParameters"
             )
-        self._gradients.withdraw_updates("offload_states()")
+        self._passes.withdraw_updates("offload_states()")
         self._passes.timer.invalidate()
         for layer in pipeline.layers:
             layer.before_change()

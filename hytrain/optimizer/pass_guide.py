@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from hytrain.errors import UnsupportedError
-from hytrain.model.layer_state import LayerState
 from hytrain.model.weight_reads import IN_BACKWARD
 from hytrain.optimizer.autograd_task import graph_task, keeps_graph
 from hytrain.optimizer.kept_state import KeptState
@@ -26,23 +25,13 @@ class PassGuide:
     """Told of every use of weights by :class:`~hytrain.optimizer.layer_guards.LayerGuards`."""
 
     def __init__(self, passes: PassTracker, kept: KeptState) -> None:
-        self._passes = passes
+        self.passes = passes
+        self.weights = passes.weights
         self._kept = kept
-        self._weights = passes.weights
-
-    @property
-    def layers(self) -> Sequence[LayerWeights]:
-        """All weights in forward order."""
-        return self._weights.layers
-
-    @property
-    def gathers(self) -> bool:
-        """Whether layers have to be gathered for their uses (ZeRO-3)."""
-        return self._weights.is_sharded
 
     def begin_forward(self) -> None:
         """The model's forward begins, and is about to enter its modules."""
-        passes, schedule = self._passes, self._weights.active
+        passes, schedule = self.passes, self.weights.active
         if schedule is not None and torch._C._are_functorch_transforms_active():  # pyright: ignore
             raise UnsupportedError(
                 "the model is called in a transform of torch.func (grad, vjp, vmap, ...): under "
@@ -52,8 +41,8 @@ class PassGuide:
         passes.begin_forward()
         if schedule is not None and not passes.open_step.by_layer and not passes.is_in_graph:
             # What is there still, of a backward or of a forward that raised, is no module's now.
-            self._weights.forbid_reads()
-            self._weights.settle()  # which may close layers that an unannounced backward left
+            self.weights.forbid_reads()
+            self.weights.settle()  # which may close layers that an unannounced backward left
             for state in passes.pipeline.layers:
                 # What is gathered ahead must not be what a later step would make it.
                 if state.update.sent:
@@ -62,7 +51,7 @@ class PassGuide:
 
     def end_forward(self) -> None:
         """The model's forward is over."""
-        passes, schedule = self._passes, self._weights.active
+        passes, schedule = self.passes, self.weights.active
         if schedule is not None and not passes.open_step.by_layer and not passes.is_in_graph:
             schedule.end()
         # Whatever was not used is made ready now: every rank gathers every layer, in one order,
@@ -72,16 +61,12 @@ class PassGuide:
                 passes.before_use(state)
         passes.end_forward()
 
-    def before_use(self, state: LayerState) -> None:
-        """Trained weights are about to be read."""
-        self._passes.before_use(state)
-
     def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
         """A module that uses the layers' weights begins its forward, perhaps to recompute it."""
-        passes = self._passes
+        passes = self.passes
         if graph_task() != -1 and not passes.is_in_graph:
             passes.notice_recomputation()
-        if self._weights.is_sharded:
+        if self.weights.is_sharded:
             self._enter_sharded(layers)
         else:
             for layer in layers:
@@ -97,10 +82,10 @@ class PassGuide:
             passes.timer.enter(first.index)
 
     def _enter_sharded(self, layers: Sequence[LayerWeights]) -> None:
-        passes, schedule = self._passes, self._weights.active
+        passes, schedule = self.passes, self.weights.active
         for layer in layers:
             state = layer.trained
-            if self._weights.is_suspended:
+            if self.weights.is_suspended:
                 self._check_gathered(layer)
             if state is not None and state.update.sent:
                 passes.before_use(state)  # withdraws
@@ -118,7 +103,7 @@ class PassGuide:
                 part.allow_reads()
 
     def _check_gathered(self, layer: LayerWeights) -> None:
-        if layer.sharded and not self._weights.gatherer.is_live(layer):
+        if layer.sharded and not self.weights.gatherer.is_live(layer):
             raise UnsupportedError(
                 f"weights of layer '{layer.name}' are used after the hooks that gather them were "
                 "removed (optimizer.parameter_offload.forward_hooks): call the model inside `with "
@@ -128,7 +113,7 @@ class PassGuide:
 
     def leave_forward(self, layers: Sequence[LayerWeights]) -> None:
         """The module's computation is queued."""
-        schedule = self._weights.active
+        schedule = self.weights.active
         for layer in layers:
             for part in layer.sharded:
                 part.disallow_reads()
@@ -139,50 +124,41 @@ class PassGuide:
 
     def mark_forward(self) -> ForwardMark:
         """For the outputs of the forward that ends: backward tells of it."""
-        schedule = self._weights.active
+        schedule = self.weights.active
         return ForwardMark() if schedule is None else schedule.mark_forward()
 
-    def backward_begins(self, mark: ForwardMark) -> None:
+    def backward_begins(self, mark: ForwardMark, _gradient: object) -> None:
         """Autograd has come to the model's output.
 
         A forward that went past the engine was not announced. A layer that is held must be
         there before the first use that no hook tells of; and in a part of the model that runs a
         graph of its own (reentrant checkpointing) that graph's end would be taken for the end.
         """
-        if not self._passes.is_in_graph:
-            self._passes.begin_unannounced()
-        if self._weights.active is not None:
-            self._weights.active.reach(mark, keeps_graph=keeps_graph())
+        if not self.passes.is_in_graph:
+            self.passes.begin_unannounced()
+        if self.weights.active is not None:
+            self.weights.active.reach(mark, keeps_graph=keeps_graph())
 
     def needed_in_backward(self, layers: Sequence[LayerWeights]) -> None:
         """Autograd has come to a module that uses the layers' weights."""
-        schedule = self._weights.active
+        schedule = self.weights.active
         if schedule is None:
             return
-        if not self._passes.is_in_graph:
-            self._passes.begin_unannounced()
+        if not self.passes.is_in_graph:
+            self.passes.begin_unannounced()
         if torch.is_grad_enabled():
             # create_graph: the graph of this backward saves weights, and no module tells when it is
             # run back. Without memory they would be read all the same.
-            self._weights.hold_all()
+            self.weights.hold_all()
         for layer in layers:
             schedule.use(layer.index)
             for part in layer.sharded:  # until it is given up
                 part.allow_reads()
 
     @property
-    def has_held(self) -> bool:
-        """Whether a read outside of modules has made a layer stay through all passes (ZeRO-3)."""
-        return self._weights.has_held
-
-    def when_held(self, function: Callable[[], None]) -> None:
-        """Calls it at each such read."""
-        self._weights.when_held = function
-
-    @property
     def records_forward(self) -> bool:
         """Whether the next forward is the first of its kind (ZeRO-3)."""
-        schedule = self._weights.active
+        schedule = self.weights.active
         kind = "train" if torch.is_grad_enabled() else "eval"
         return schedule is not None and not schedule.knows(kind)
 
@@ -196,13 +172,13 @@ class PassGuide:
                 back.
             ConfigError: between backward and step, where updates are committed directly.
         """
-        passes, schedule = self._passes, self._weights.active
+        passes, schedule = self.passes, self.weights.active
         state = layer.resident
         assert state is not None
         if schedule is not None and schedule.is_open:
             schedule.hold(layer.index)
         else:
-            self._weights.gatherer.start_held()  # all ranks have begun these before
+            self.weights.gatherer.start_held()  # all ranks have begun these before
             passes.before_use(state)
 
     def read_sharded(self, layer: LayerWeights, name: str, *, was_read: bool) -> None:
@@ -215,7 +191,7 @@ class PassGuide:
             UnsupportedError: it is no forward, and they are not gathered; or an extension has
                 read them, unnoticed, when they were not there.
         """
-        schedule, is_live = self._weights.active, self._weights.gatherer.is_live(layer)
+        schedule, is_live = self.weights.active, self.weights.gatherer.is_live(layer)
         if was_read and not is_live:
             raise UnsupportedError(
                 f"weights of layer '{layer.name}' were read outside of the module that owns them, "
@@ -223,7 +199,7 @@ class PassGuide:
                 "there then. Call that module's own forward, or give the extension weight.view_as("
                 "weight), which is noticed"
             )
-        if self._passes.is_in_graph:
+        if self.passes.is_in_graph:
             if is_live:
                 return
             if name == IN_BACKWARD:
@@ -247,7 +223,7 @@ class PassGuide:
                 f"weights of layer '{layer.name}' are read ({name}) outside of the model's "
                 f"forward. {_ONLY_SHARDS}"
             )
-        self._weights.hold(layer)
+        self.weights.hold(layer)
 
     def read_weights(self) -> None:
         """All weights are about to be read: the newest ones.
@@ -255,6 +231,6 @@ class PassGuide:
         Raises:
             UnsupportedError: they are not on this rank (ZeRO-3).
         """
-        if not self._weights.are_readable:
+        if not self.weights.are_readable:
             raise UnsupportedError(_ONLY_SHARDS)
         self._kept.synchronize()

@@ -19,6 +19,7 @@ from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import (
     AbortedBackwardError,
     AbortedStepError,
+    ConfigError,
     EngineClosedError,
     StatesOffloadedError,
 )
@@ -46,13 +47,8 @@ class BackwardMarks(Protocol):
     """DeepSpeed's own marks of a backward that runs, on its optimizer."""
 
     @property
-    def is_backward_marked(self) -> bool:
-        """Whether DeepSpeed takes a backward for running."""
-        ...
-
-    def clear_backward_marks(self) -> None:
-        """DeepSpeed would take an aborted backward's marks for the next one's."""
-        ...
+    def is_backward_marked(self) -> bool: ...
+    def clear_backward_marks(self) -> None: ...
 
 
 class PassTracker:
@@ -70,18 +66,6 @@ class PassTracker:
         marks: BackwardMarks,
         scaling: LossScaling,
     ) -> None:
-        """
-        Args:
-            pipeline: the update pipeline over this rank's layers.
-            collectives: the ranks that share the state.
-            hyper: the user's parameter groups, and the steps that they have made.
-            settings: see :class:`StepSettings`.
-            engine: see :class:`EngineView`.
-            placement: measures steps and moves layers.
-            weights: makes the training copy ready for forward and backward.
-            marks: see :class:`BackwardMarks`.
-            scaling: of losses.
-        """
         self.scaling = scaling
         self.pipeline = pipeline
         self.collectives = collectives
@@ -110,7 +94,7 @@ class PassTracker:
             self.open_step,
             self.reducer,
             self.begin_unannounced,
-            num_ranks=collectives.world_size,
+            collectives=collectives,
             direct=pipeline.norm.settings.direct,
         )
         if collectives.world_size > 1:
@@ -220,30 +204,28 @@ class PassTracker:
         if self.open_step.in_backward:
             return  # announced twice: by engine.backward and by the output's hook
         with span("begin_backward"):
-            self._begin_backward(by_layer, follows=follows)
-
-    def _begin_backward(self, by_layer: int | None, *, follows: bool) -> None:
-        self.end_micro_batch()
-        self.reducer.withdraw_all()
-        # Layers that no forward has waited for: without this wait a gradient could be replaced, and
-        # its memory reused, before the worker has copied it. And other ranks gather them now.
-        self.pipeline.wait_all()
-        is_shared = self.collectives.world_size > 1
-        is_boundary = self._engine.is_boundary()
-        reduces = self._engine.is_reducing() and (
-            is_boundary or (self.settings.reduce_every_backward and is_shared)
-        )
-        if reduces and is_boundary:
-            self.begin_update(by_layer=by_layer is not None)
-            self._placement.begin_backward()
-        if reduces:
-            self.meet_in_backward()
-        self.open_step.begin_backward(reduces=reduces, micro_batches=by_layer)
-        self.collector.begin()
-        if self.trace is not None:
-            self.trace.begin_backward(1 if by_layer is None else max(1, by_layer))
-        if self.weights.active is not None and not follows and by_layer is None:
-            self.weights.active.begin("backward")
+            self.end_micro_batch()
+            self.reducer.withdraw_all()
+            # Layers that no forward has waited for: without this wait a gradient could be replaced,
+            # and its memory reused, before the worker has copied it. And other ranks gather them
+            # now.
+            self.pipeline.wait_all()
+            is_boundary = self._engine.is_boundary()
+            reduces = self._engine.is_reducing() and (
+                is_boundary
+                or (self.settings.reduce_every_backward and self.collectives.world_size > 1)
+            )
+            if reduces and is_boundary:
+                self.begin_update(by_layer=by_layer is not None)
+                self._placement.begin_backward()
+            if reduces:
+                self.meet_in_backward()
+            self.open_step.begin_backward(reduces=reduces, micro_batches=by_layer)
+            self.collector.begin()
+            if self.trace is not None:
+                self.trace.begin_backward(self.open_step.backward.micro_batches)
+            if self.weights.active is not None and not follows and by_layer is None:
+                self.weights.active.begin("backward")
 
     def meet_in_backward(self) -> None:
         """The ranks say that they are about to reduce, where each backward does; a collective."""
@@ -478,14 +460,37 @@ class PassTracker:
         self.weights.forget()
         self._marks.clear_backward_marks()
 
+    def withdraw_updates(self, what: str) -> None:
+        """Withdraws updates that have begun: weights and state are those of the last step.
+
+        Not a collective, but all ranks have sent the same layers.
+
+        Args:
+            what: wants that; for the message.
+
+        Raises:
+            ConfigError: a backward is running, or updates are committed directly.
+        """
+        self.check_open()
+        self.clean_up_aborted()
+        if self.open_step.in_backward or self.open_step.by_layer:
+            raise ConfigError(f"{what} while a backward is running: call it before or after")
+        if not any(state.update.sent for state in self.pipeline.layers):
+            return
+        # On every rank, also where no layer is updated by the CPU: the others raise this.
+        if self.pipeline.norm.settings.direct:
+            raise ConfigError(
+                f"{what} between backward and step: without clipping and overflow check updates "
+                "are committed during backward; call it after step(), or set "
+                '"gradient_clipping" or "check_grad_overflow"'
+            )
+        self.timer.invalidate()
+        self.reducer.withdraw_all()
+
     # -- states that are off the device ----------------------------------------------------------
 
     def refuse_away(self) -> None:
-        """Everything is on the device.
-
-        Raises:
-            StatesOffloadedError: it is not.
-        """
+        """Raises StatesOffloadedError unless everything is on the device."""
         if self.away:
             raise StatesOffloadedError(
                 "the engine was used while its states are off the device (engine.offload_states: "

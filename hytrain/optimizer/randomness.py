@@ -20,11 +20,6 @@ class MicroBatchRandomness:
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        """
-        Args:
-            count: micro-batches.
-            device: of the model.
-        """
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])

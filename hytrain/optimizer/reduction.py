@@ -31,16 +31,6 @@ class GradientReducer:
         scaling: LossScaling,
         step: StepState,
     ) -> None:
-        """
-        Args:
-            gradients: of the pipeline's layers, in their order.
-            pipeline: the update pipeline over this rank's layers.
-            collectives: the ranks that share the state.
-            settings: see :class:`StepSettings`.
-            placement: measures when gradients come.
-            scaling: of losses.
-            step: where the passes have got to.
-        """
         self._gradients = gradients
         self._pipeline = pipeline
         self._collectives = collectives
@@ -96,13 +86,6 @@ class GradientReducer:
         if state.update.sent:
             self._placement.timer.invalidate()
             self.withdraw(state)
-
-    def agree_on_order(
-        self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
-    ) -> tuple[list[int], list[bool]] | None:
-        """See :meth:`ShardCollectives.agree_on_order`."""
-        device = self._pipeline.streams.device
-        return self._collectives.agree_on_order(order, early, device, has_seen=has_seen)
 
     # -- reduction -------------------------------------------------------------------------------
 

@@ -52,13 +52,15 @@ class Backward:
 
     Attributes:
         reduces: it passes layers on as they become final.
-        micro_batches: those that go back through the layers together; None: it is one's.
+        by_layer: several micro-batches go back through the layers together.
+        micro_batches: how many, 1 at least.
         graph_task: of autograd, -1 where it is not known.
         is_announced: it was begun by engine.backward(), so it is a micro-batch's.
     """
 
     reduces: bool = False
-    micro_batches: int | None = None
+    by_layer: bool = False
+    micro_batches: int = 1
     graph_task: int = -1
     is_announced: bool = False
 
@@ -117,9 +119,9 @@ class StepState:
     # -- backward --------------------------------------------------------------------------------
 
     def begin_backward(self, *, reduces: bool, micro_batches: int | None = None) -> None:
-        """A backward of the step begins; see :class:`Backward`."""
+        """A backward of the step begins: one micro-batch's, or of so many layer by layer."""
         self._enter(StepPhase.BACKWARD)
-        self.backward = Backward(reduces, micro_batches)
+        self.backward = Backward(reduces, micro_batches is not None, max(1, micro_batches or 1))
         self.was_reduced |= reduces
 
     def announce(self) -> None:

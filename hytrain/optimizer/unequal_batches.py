@@ -94,11 +94,6 @@ class DealtSizes:
     """
 
     def __init__(self, shares: BatchShares, rank: int) -> None:
-        """
-        Args:
-            shares: who computes how much.
-            rank: this rank.
-        """
         self.sizes = shares.micro_batches(rank)
         self._rank = rank
         self._is_told = False

@@ -39,12 +39,6 @@ class _Drop:
     def withdraw_gradient(self, gradient: LayerGradient) -> None:
         """More of it comes; what came before is gone, and so will this be."""
 
-    def agree_on_order(
-        self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
-    ) -> tuple[list[int], list[bool]]:
-        """There is one rank."""
-        return list(order), list(early)
-
 
 class GradientSink:
     """Hooks on the parameters of all layers, until :meth:`close`; drops what is complete."""
@@ -70,7 +64,7 @@ class GradientSink:
             self._step,
             _Drop(),
             begin_pass,
-            num_ranks=1,
+            collectives=None,
             direct=False,
         )
 
