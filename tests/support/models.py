@@ -156,7 +156,10 @@ class Mlp(nn.Module):
 
     def body(self, inputs: torch.Tensor) -> torch.Tensor:
         """All but the head."""
-        x = self.embed(inputs.to(self.embed.weight.dtype))
+        return self.through(self.embed(inputs.to(self.embed.weight.dtype)))
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        """The blocks."""
         for block in self.blocks:
             x = block(x)
         return x

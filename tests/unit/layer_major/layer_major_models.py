@@ -11,6 +11,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
+class WithBlocks(Mlp):
+    """With blocks of another kind."""
+
+    block: type[Block] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+
+
 class Dropped(Mlp):
     """Dropout before, in and behind the blocks."""
 
@@ -21,11 +31,8 @@ class Dropped(Mlp):
         self.before = nn.Dropout(0.2)
         self.behind = nn.Dropout(0.2)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.before(self.embed(inputs))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.behind(x)).pow(2).mean()
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        return self.behind(super().through(self.before(x)))
 
 
 @dataclass
@@ -48,12 +55,13 @@ class TalkingBlock(Block):
         return Message(x, message.extras, (x.mean(), *message.trace)), note + "."
 
 
-class Talking(Mlp):
+class Talking(WithBlocks):
     """Blocks with dataclasses, mappings and lists; a loss from what all of them return."""
+
+    block = TalkingBlock
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(TalkingBlock() for _ in range(4))
         self.scale = nn.Parameter(torch.ones(HIDDEN))
         self.side = nn.Linear(HIDDEN, HIDDEN)
 
@@ -74,8 +82,7 @@ class Between(Mlp):
         super().__init__()
         self.mix = nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         first = None
         for index, block in enumerate(self.blocks):
             x = block(x)
@@ -86,7 +93,7 @@ class Between(Mlp):
             if index == 2:
                 x += 0.25  # what the block has returned
                 x = x + first
-        return self.head(x + first).pow(2).mean()
+        return x + first
 
 
 class InPlaceBlock(Block):
@@ -98,30 +105,25 @@ class InPlaceBlock(Block):
         return y
 
 
-class InPlace(Mlp):
+class InPlace(WithBlocks):
     """Writes in place in the blocks, and to what they return."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(InPlaceBlock() for _ in range(4))
+    block = InPlaceBlock
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
             x *= 0.5
-        return self.head(x).pow(2).mean()
+        return x
 
 
 class Autocast(Mlp):
     """Half of the forward is under autocast."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            for block in self.blocks:
-                x = block(x)
-        return self.head(x.float()).pow(2).mean()
+            x = super().through(x)
+        return x.float()
 
 
 class Aside(Mlp):
@@ -135,108 +137,89 @@ class Aside(Mlp):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self._kept = []
-        x = self.embed(inputs)
-        for block in self.blocks:
-            x = block(x)
-        penalty = torch.stack([kept.pow(2).mean() for kept in self._kept]).sum()
-        return self.head(x).pow(2).mean() + 0.1 * penalty
+        loss = super().forward(inputs)
+        return loss + 0.1 * torch.stack([kept.pow(2).mean() for kept in self._kept]).sum()
 
 
 class Twice(Mlp):
     """Calls its second block twice."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         for index, block in enumerate(self.blocks):
             x = block(block(x)) if index == 1 else block(x)
-        return self.head(x).pow(2).mean()
+        return x
 
 
 class TwiceAtTheEnd(Mlp):
     """Calls its last block twice."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.blocks[-1](x)).pow(2).mean()
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[-1](super().through(x))
 
 
 class Backwards(Mlp):
     """Calls its blocks from the last to the first."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         for block in reversed(self.blocks):
             x = block(x)
-        return self.head(x).pow(2).mean()
+        return x
 
 
 class LayerDrop(Mlp):
     """Leaves blocks out, by chance."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             if torch.rand(()) < 0.7:
                 x = block(x)
-        return self.head(x).pow(2).mean()
+        return x
 
 
 class Reentrant(Mlp):
     """Checkpoints its blocks from outside, the old way."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=True)
-        return self.head(x).pow(2).mean()
+        return x
 
 
 class NonReentrant(Mlp):
     """Checkpoints its blocks from outside, with something of its own in the segment."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = checkpoint(lambda y, b=block: torch.tanh(b(y)) * 2.0, x, use_reentrant=False)
-        return self.head(x).pow(2).mean()
+        return x
 
 
 class WritingBlock(Block):
-    """Writes to its input."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += 0.125
         return super().forward(x)
 
 
-class Writing(Mlp):
+class Writing(WithBlocks):
     """Blocks that write to their inputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(WritingBlock() for _ in range(4))
+    block = WritingBlock
 
 
 class CountingBlock(Block):
     """What it returns depends on how often it was called."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return super().forward(x) * (1.0 + 0.1 * self.calls)
 
 
-class Counting(Mlp):
+class Counting(WithBlocks):
     """Reset by each forward: micro-batch by micro-batch, every block is called once in one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(CountingBlock() for _ in range(4))
+    block = CountingBlock
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -245,8 +228,6 @@ class Counting(Mlp):
 
 
 class RunningBlock(Block):
-    """Has running statistics."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(HIDDEN)
@@ -255,47 +236,37 @@ class RunningBlock(Block):
         return super().forward(self.norm(x))
 
 
-class Running(Mlp):
-    """Blocks whose forward changes their buffers."""
+class Running(WithBlocks):
+    """Blocks whose forward changes their buffers, running statistics."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(RunningBlock() for _ in range(4))
+    block = RunningBlock
 
 
 class AppendingBlock(Block):
-    """Leaves what it computes in a list that it is given."""
-
     def forward(self, x: torch.Tensor, found: list[torch.Tensor]) -> torch.Tensor:
         y = super().forward(x)
         found.append(y.detach().abs().mean())
         return y
 
 
-class Appending(Mlp):
-    """Blocks that change what they are given."""
+class Appending(WithBlocks):
+    """Blocks that leave what they compute in a list that they are given."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(AppendingBlock() for _ in range(4))
+    block = AppendingBlock
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         found: list[torch.Tensor] = []
         for block in self.blocks:
             x = block(x, found)
-        return self.head(x).pow(2).mean() * torch.stack(found).mean()
+        return x * torch.stack(found).mean()
 
 
 class Shared(Mlp):
     """Uses what was computed before the blocks again behind them."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        before = torch.tanh(self.embed(inputs))
-        x = before
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x + before).pow(2).mean()
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        before = torch.tanh(x)
+        return super().through(before) + before
 
 
 class Plain(nn.Module):
@@ -310,18 +281,14 @@ class Plain(nn.Module):
 
 
 class RecallingBlock(Block):
-    """Reads what the model's forward has left on it."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.left
 
 
-class Remembering(Mlp):
-    """Leaves a number of this forward with its blocks."""
+class Remembering(WithBlocks):
+    """Leaves a number of this forward with its blocks, which read it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(RecallingBlock() for _ in range(4))
+    block = RecallingBlock
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import layer_major_models as models
@@ -43,6 +45,17 @@ def four_rows(number: int) -> dict[str, torch.Tensor]:
     return {"inputs": torch.randn(4, 32, generator=generator)}
 
 
+def two(first: int) -> Any:
+    """Micro-batches of a step."""
+    return iter([mlp_batch(first), mlp_batch(first + 1)])
+
+
+def small(accumulation: str = "layer_major", **options: Any) -> dict[str, Any]:
+    """A configuration of two micro-batches."""
+    section = {"accumulation": accumulation}
+    return make_config(accumulation=2, bf16=False, hytrain=section, **options)
+
+
 @pytest.mark.parametrize("make", REASONS, ids=lambda make: make.__name__)
 def test_falls_back_and_says_why(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="hytrain"):
@@ -61,8 +74,7 @@ def test_a_cache_is_turned_off_for_the_step_and_on_again() -> None:
     model.model.layers[0].register_forward_pre_hook(
         lambda _m, _a, kwargs: caches.append(kwargs.get("past_key_values")), with_kwargs=True
     )
-    config = make_config(accumulation=2, bf16=False, hytrain={"accumulation": "layer_major"})
-    with built(model, config) as engine:
+    with built(model, small()) as engine:
         assert model.config.use_cache
         engine.train_batch(iter([make_batch("llama", 0), make_batch("llama", 1)]))
         assert engine.batch_training.accumulation.refusal is None
@@ -85,8 +97,7 @@ def test_blocks_that_checkpoint_themselves_are_computed_twice_and_not_three_time
     model = make_model("llama")
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    config = make_config(accumulation=2, bf16=False, hytrain={"accumulation": "layer_major"})
-    with built(model, config) as engine:
+    with built(model, small()) as engine:
         for step in range(2):
             calls.clear()
             engine.train_batch(iter([make_batch("llama", 2 * step + i) for i in range(2)]))
@@ -102,15 +113,11 @@ class Changing(Mlp):
         super().__init__()
         self.habit = ""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         for index, block in enumerate(self.blocks):
-            if self.habit == "skip" and index == 2:
-                continue
-            x = block(x)
-        if self.habit == "again":
-            x = self.blocks[0](x)
-        return self.head(x).pow(2).mean()
+            if self.habit != "skip" or index != 2:
+                x = block(x)
+        return self.blocks[0](x) if self.habit == "again" else x
 
 
 class SpoilingBlock(Block):
@@ -127,28 +134,32 @@ class SpoilingBlock(Block):
         return y
 
 
+def both_end_alike(steps: Callable[[Any], list[float]]) -> Any:
+    """A training of two micro-batches both ways; what the one layer by layer was refused for."""
+    ends: list[Any] = []
+    for accumulation in ("layer_major", "micro_batch_major"):
+        torch.manual_seed(0)
+        with built(Changing(), small(accumulation, clipping=0.5)) as engine:
+            losses = steps(engine)
+            refusal = vars(engine.batch_training.accumulation).get("refusal")
+            state = {name: x["fp32"] for name, x in engine.fp32_state_dict().items()}
+            ends.append((losses, state, refusal))
+    (ours, mine, refusal), (theirs, expected, _) = ends
+    assert ours == theirs
+    assert all(torch.equal(mine[name], tensor) for name, tensor in expected.items())
+    return refusal
+
+
 @pytest.mark.parametrize("habit", ["skip", "again"])
 def test_a_model_that_changes_later_falls_back_then(habit: str) -> None:
-    def steps(accumulation: str) -> tuple[list[float], dict[str, Any], Any]:
-        torch.manual_seed(0)
-        model = Changing()
-        section = {"accumulation": accumulation}
-        config = make_config(accumulation=2, bf16=False, clipping=0.5, hytrain=section)
-        with built(model, config) as engine:
-            losses = []
-            for step in range(4):
-                model.habit = habit if step >= 2 else ""
-                batches = iter([mlp_batch(2 * step), mlp_batch(2 * step + 1)])
-                losses.append(float(engine.train_batch(batches, rows)))
-            refusal = vars(engine.batch_training.accumulation).get("refusal")
-            return losses, engine.fp32_state_dict(), refusal
+    def steps(engine: Any) -> list[float]:
+        losses: list[float] = []
+        for step in range(4):
+            engine.module.habit = habit if step >= 2 else ""
+            losses.append(float(engine.train_batch(two(2 * step), rows)))
+        return losses
 
-    losses, state, refusal = steps("layer_major")
-    assert refusal is not None
-    expected_losses, expected, _ = steps("micro_batch_major")
-    assert losses == expected_losses
-    for name, tensors in expected.items():
-        assert torch.equal(state[name]["fp32"], tensors["fp32"]), name
+    assert both_end_alike(steps) is not None
 
 
 @pytest.mark.parametrize("gpu_fraction", [0.0, 1.0])
@@ -157,22 +168,18 @@ def test_an_error_in_the_second_pass_leaves_the_last_step(gpu_fraction: float) -
     torch.manual_seed(0)
     model = Changing()
     model.blocks[2] = SpoilingBlock()
-    section = {"accumulation": "layer_major"}
-    config = make_config(
-        gpu_fraction=gpu_fraction, accumulation=2, bf16=False, clipping=0.5, hytrain=section
-    )
-    with built(model, config) as engine:
+    with built(model, small(gpu_fraction=gpu_fraction, clipping=0.5)) as engine:
         shadow = Shadow(engine)
         for step in range(2):
-            engine.train_batch(iter([mlp_batch(step), mlp_batch(step + 5)]), rows)
+            engine.train_batch(two(step), rows)
         before = engine.fp32_state_dict()
         model.blocks[2].spoils = True
         with pytest.raises(RuntimeError, match="spoiled"):
-            engine.train_batch(iter([mlp_batch(3), mlp_batch(4)]), rows)
+            engine.train_batch(two(3), rows)
         model.blocks[2].spoils = False
         for name, tensors in engine.fp32_state_dict().items():
             assert torch.equal(tensors["fp32"], before[name]["fp32"]), name
-        engine.train_batch(iter([mlp_batch(3), mlp_batch(4)]), rows)
+        engine.train_batch(two(3), rows)
         assert engine.batch_training.accumulation.refusal is None
         assert len(shadow.gradients) == len(shadow.states)
 
@@ -186,15 +193,17 @@ def test_the_users_error_is_raised_and_blames_nobody(where: str) -> None:
     class Failing(Mlp):
         fails = ""
 
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            x = self.embed(inputs)
+        def through(self, x: torch.Tensor) -> torch.Tensor:
             if self.fails == "before":
                 raise UserError(where)
-            for block in self.blocks:
-                x = block(x)
+            x = super().through(x)
             if self.fails == "behind":
                 raise UserError(where)
-            return self.head(x).pow(2).mean() if self.fails != "loss" else x
+            return x
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(inputs)
+            return loss.expand(2) if self.fails == "loss" else loss
 
     torch.manual_seed(0)
     model = Failing()
@@ -204,45 +213,32 @@ def test_the_users_error_is_raised_and_blames_nobody(where: str) -> None:
             raise UserError(where)
 
     model.blocks[1].up.register_forward_pre_hook(fail)
-    config = make_config(accumulation=2, bf16=False, hytrain={"accumulation": "layer_major"})
     error = UnsupportedError if where == "loss" else UserError
-    with built(model, config) as engine:
+    with built(model, small()) as engine:
         for fails in (True, False, True, False):
             model.fails = where if fails else ""
-            batches = iter([mlp_batch(0), mlp_batch(1)])
-            if fails:
-                with pytest.raises(error):
-                    engine.train_batch(batches, rows)
-            else:
-                engine.train_batch(batches, rows)
+            with pytest.raises(error) if fails else nullcontext():
+                engine.train_batch(two(0), rows)
         assert engine.batch_training.accumulation.refusal is None
         assert engine.global_steps == 2
 
 
 def test_gradients_left_by_the_user_are_the_steps_first() -> None:
-    def steps(accumulation: str) -> Any:
-        torch.manual_seed(0)
-        model = Mlp()
-        section = {"accumulation": accumulation}
-        config = make_config(accumulation=2, bf16=False, clipping=0.5, hytrain=section)
-        with built(model, config) as engine:
-            engine.train_batch(iter([mlp_batch(0), mlp_batch(1)]), rows)
-            engine.set_gradient_accumulation_boundary(False)
-            engine.backward(engine(**mlp_batch(2)))
-            engine.set_gradient_accumulation_boundary(None)
-            engine.train_batch(iter([mlp_batch(3), mlp_batch(4)]), rows)
-            engine.train_batch(iter([mlp_batch(5), mlp_batch(6)]), rows)
-            return engine.fp32_state_dict()
+    def steps(engine: Any) -> list[float]:
+        losses = [engine.train_batch(two(0), rows)]
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(engine(**mlp_batch(2)))
+        engine.set_gradient_accumulation_boundary(None)
+        losses += [engine.train_batch(two(first), rows) for first in (3, 5)]
+        return [float(loss) for loss in losses]
 
-    one, other = steps("layer_major"), steps("micro_batch_major")
-    assert all(torch.equal(one[name]["fp32"], other[name]["fp32"]) for name in other)
+    assert both_end_alike(steps) is None
 
 
 def test_steps_by_hand_between_steps_of_train_batch() -> None:
     """Both modes learn their own numbers of firings (a tied weight's differ)."""
     model = make_model("gpt2")
-    config = make_config(accumulation=2, bf16=False, hytrain={"accumulation": "layer_major"})
-    with built(model, config) as engine:
+    with built(model, small()) as engine:
         early: list[int] = []
         for step in range(6):
             if step % 2:

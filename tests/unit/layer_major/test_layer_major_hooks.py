@@ -34,11 +34,10 @@ class Hooked(Mlp):
             x.register_hook(self._limit)
         return x
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.embed(inputs)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = self.after(block(x))
-        return self.head(x).pow(2).mean()
+        return x
 
 
 class TwoHooks(Hooked):
@@ -86,11 +85,11 @@ class Kept(Hooked):
 class Skipping(Hooked):
     """The first block's hooked output is used again further up."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = first = self.after(self.blocks[0](self.embed(inputs)))
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.after(self.blocks[0](x))
         for block in self.blocks[1:-1]:
             x = block(x)
-        return self.head(self.blocks[-1](x + first)).pow(2).mean()
+        return self.blocks[-1](x + first)
 
 
 class Supervised(Hooked):
