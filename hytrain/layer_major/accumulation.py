@@ -48,6 +48,9 @@ class LayerMajor:
     A model's first step is validated: it overwrites no weights before all its checks have passed.
     Whether a rank computes layer by layer is its own affair: layers are reduced in the same order.
 
+    Without a ``store`` the blocks' inputs stay on the device. ``free_gpu_memory`` is called where
+    the device's memory is used up, and says what was done.
+
     Attributes:
         refusal: why the model is computed one micro-batch after another; None while it is not.
     """
@@ -60,14 +63,6 @@ class LayerMajor:
         store: OffloadedActivations | None,
         free_gpu_memory: Callable[[], str],
     ) -> None:
-        """
-        Args:
-            engine: computes one micro-batch after another, where it comes to that.
-            passes: of the engine's optimizer.
-            model: the user's.
-            store: keeps the blocks' inputs; None: they stay on the device.
-            free_gpu_memory: called where the device's memory is used up; says what was done.
-        """
         self._engine = engine
         self._passes = passes
         self._layers = LayerPasses(passes)

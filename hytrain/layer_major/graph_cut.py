@@ -9,7 +9,7 @@ all of it; where they would not, the model is not computed layer by layer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +19,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 BEFORE_ALL = -1
 """The piece in front of the first block; piece l stands behind block l."""
+
+
+Add = Callable[[torch.Tensor], None]
+"""Takes a gradient that comes to a cut."""
 
 
 class NotLayerMajor(Exception):
@@ -52,14 +56,13 @@ class BlockOutput:
     """What the user's code gets as a block's output: a tensor that it may put hooks on.
 
     Gradients come here through the tensor's own node, where its hooks have run. Those that later
-    blocks send back know nothing of the node: :attr:`direct` takes them, and where there are hooks
-    they go through the node when all of them are there. Hooks on the node itself
+    blocks send back know nothing of the node: :meth:`add_direct` takes them, and where there are
+    hooks they go through the node when all of them are there. Hooks on the node itself
     (``tensor.grad_fn.register_hook``) cannot be seen from here and miss them.
     """
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.direct = _Direct(self)
         self.times = 0
         """How often gradients came through the node."""
         self._pending: torch.Tensor | None = None
@@ -126,60 +129,43 @@ def _no_hook(_gradient: torch.Tensor) -> None:
     """Sees nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Direct:
-    output: BlockOutput
-
-    def add(self, gradient: torch.Tensor) -> None:
-        self.output.add_direct(gradient)
-
-
-class InsideBlock:
-    """In place of a target where no gradient may arrive: the inputs of a block's first pass."""
-
-    def add(self, gradient: torch.Tensor) -> None:
-        """No gradient is expected: the block is computed again for its gradients."""
-        raise AssertionError("a gradient went back through a block's first pass")
-
-
-GradientSink = Target | BlockOutput | _Direct | InsideBlock
-"""Who takes the gradients that come to a cut."""
+def inside_block(_gradient: torch.Tensor) -> None:
+    """For the inputs of a block's first pass: it is computed again for its gradients."""
+    raise AssertionError("a gradient went back through a block's first pass")
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        _token, data, target = inputs
+        _token, data, add, output = inputs
         ctx.set_materialize_grads(False)
-        ctx.target = target
+        ctx.add, ctx.output = add, output
         # The same memory and version counter; not the input itself, of which autograd would make
         # a view that nothing may be written to.
         return data.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None, None]:
         if gradients[0] is not None:
-            ctx.target.add(gradients[0])
-        return None, None, None
+            ctx.add(gradients[0])
+        return None, None, None, None
 
 
-def cut(data: torch.Tensor, target: GradientSink) -> torch.Tensor:
-    """The tensor without its graph; its gradient goes to the target.
+def cut(data: torch.Tensor, add: Add, output: BlockOutput | None = None) -> torch.Tensor:
+    """The tensor without its graph; ``add`` takes its gradient. It is a block's output, if given.
 
     It is no leaf: the user's code may write to it in place.
     """
     token = torch.empty((), device=data.device, requires_grad=True)
     # Autograd would walk on into the graph of what it is given, with gradients of None.
-    return cast(torch.Tensor, _Cut.apply(token, data.detach(), target))
+    return cast(torch.Tensor, _Cut.apply(token, data.detach(), add, output))
 
 
-def target_of(node: Node) -> BlockOutput | InsideBlock | None:
-    """The target of a cut that the user's code sees; None for any other node."""
-    if isinstance(node, BackwardCFunction):
-        found = vars(node).get("target")
-        if isinstance(found, (BlockOutput, InsideBlock)):
-            return found
-    return None
+def _cut_at(node: Node | None) -> tuple[Add | None, BlockOutput | None]:
+    """Who takes the gradient that comes to a cut, and the block's output that it is behind."""
+    found = vars(node) if isinstance(node, BackwardCFunction) else {}  # perhaps the user's own
+    output = found.get("output")
+    return found.get("add"), output if isinstance(output, BlockOutput) else None
 
 
 @dataclass(slots=True)
@@ -203,26 +189,27 @@ class MicroBatchGraph:
     def output(self, tensor: torch.Tensor, target: Target) -> torch.Tensor:
         """What the user's code gets for a block's output: cut off, its gradient for the target."""
         output = BlockOutput(target)
-        given = cut(tensor, output)
+        given = cut(tensor, output.add, output)
         output.watch(given)
         self._outputs.setdefault(target.piece, []).append(output)
         return given
 
-    def target(self, tensor: torch.Tensor) -> GradientSink:
-        """Where the gradient of a tensor that was given to a block must go.
+    def target(self, tensor: torch.Tensor) -> Add:
+        """Takes the gradient of a tensor that was given to a block.
 
         Raises:
             NotLayerMajor: its graph cannot be cut.
         """
-        node = tensor.grad_fn
-        found = None if node is None else target_of(node)
-        if found is not None:
-            return found.direct if isinstance(found, BlockOutput) else found
+        add, output = _cut_at(tensor.grad_fn)
+        if output is not None:
+            return output.add_direct
+        if add is inside_block:
+            return inside_block
         edge = get_gradient_edge(tensor)
         key = edge.node, edge.output_nr
         if key not in self._targets:
             self._targets[key] = Target(self.claim(edge.node), edge)
-        return self._targets[key]
+        return self._targets[key].add
 
     def claim_loss(self, root: Node) -> None:
         """The nodes behind the loss are run back at once; nothing is claimed after it.
@@ -248,14 +235,14 @@ class MicroBatchGraph:
         stack = [root]
         while stack:
             node = stack.pop()
-            target = target_of(node)
-            if isinstance(target, InsideBlock):
+            add, output = _cut_at(node)
+            if add is inside_block:
                 raise NotLayerMajor(
                     "a tensor that a block computes is used outside of it but is not among its "
                     "outputs (collected by a hook, or through an object)"
                 )
-            if target is not None:
-                claim.piece = max(claim.piece, target.target.piece)
+            if output is not None:
+                claim.piece = max(claim.piece, output.target.piece)
                 continue
             known = self._claims.get(node)
             if known is claim:
@@ -306,12 +293,7 @@ class MicroBatchGraph:
 
 
 def run_back(outputs: Sequence[torch.Tensor], targets: Sequence[Target]) -> None:
-    """The gradients that came to a block's outputs go through the block.
-
-    Args:
-        outputs: of the block's second pass, with its graph.
-        targets: of the same tensors of its first pass.
-    """
+    """Gradients that came to the outputs of a block's first pass go through its second pass."""
     pairs = [(out, target.take()) for out, target in zip(outputs, targets, strict=True)]
     due = [(out, gradient) for out, gradient in pairs if gradient is not None and out.requires_grad]
     if due:

@@ -21,12 +21,12 @@ import torch
 from hytrain.layer_major.activations import Kept, Offloaded, OffloadedActivations
 from hytrain.layer_major.block_calls import BlockCalls, Call
 from hytrain.layer_major.graph_cut import (
-    GradientSink,
-    InsideBlock,
+    Add,
     MicroBatchGraph,
     NotLayerMajor,
     Target,
     cut,
+    inside_block,
     run_back,
 )
 from hytrain.layer_major.layer_passes import LayerPasses
@@ -45,7 +45,7 @@ class _Input:
     """A tensor among a block's arguments."""
 
     held: Kept | Offloaded
-    target: GradientSink | None
+    target: Add | None
 
 
 @dataclass(slots=True)
@@ -67,7 +67,11 @@ class _SavedCall:
 
 
 class LayerMajorStep:
-    """One step's micro-batches on their way through the layers."""
+    """One step's micro-batches on their way through the layers.
+
+    ``weigh`` takes a micro-batch's number and output, and gives the loss to run back. Without a
+    ``store`` the blocks' inputs stay where they are.
+    """
 
     def __init__(
         self,
@@ -80,17 +84,6 @@ class LayerMajorStep:
         device: torch.device,
         validation: Validation | None = None,
     ) -> None:
-        """
-        Args:
-            calls: the model's blocks, in forward order.
-            forwards: the model's on each micro-batch, one at least.
-            weigh: takes a micro-batch's number and output, gives the loss to run back.
-            owner: is told where the step has got to.
-            store: keeps the blocks' inputs; None: they stay where they are.
-            randomness: a stream for each micro-batch.
-            device: of the model.
-            validation: checks that what is computed again is what was computed first.
-        """
         self._calls = calls
         self._weigh = weigh
         self._owner = owner
@@ -241,7 +234,7 @@ class LayerMajorStep:
         def keep(tensor: torch.Tensor) -> _Input:
             if id(tensor) not in inputs:  # given twice
                 target = graph.target(tensor) if tensor.requires_grad else None
-                if isinstance(target, InsideBlock):
+                if target is inside_block:
                     raise NotLayerMajor(
                         f"'{self._calls.names[call.index]}' is given a tensor of another block's "
                         "that is not among that block's outputs"
@@ -334,7 +327,7 @@ class LayerMajorStep:
 
 
 def _cut_inside(tensor: torch.Tensor) -> torch.Tensor:
-    return cut(tensor, InsideBlock()) if tensor.requires_grad else tensor
+    return cut(tensor, inside_block) if tensor.requires_grad else tensor
 
 
 class _SeenTensors:

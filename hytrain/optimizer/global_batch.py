@@ -147,14 +147,8 @@ def train_global_batch(
 ) -> torch.Tensor:
     """Forward, backward and update.
 
-    Args:
-        engine: makes the step.
-        passes: of its optimizer, which sums gradients over ranks while this runs.
-        micro_batches: gives this rank's next ``count``.
-        count: this rank's micro-batches in a step; may be 0.
-        num_valid: terms of a micro-batch's mean loss.
-        accumulate: how the micro-batches are computed.
-        absent: micro-batches that other ranks have more, where that matters (ZeRO-3).
+    The optimizer sums gradients over ranks while this runs. The rank has the next ``count`` of
+    ``micro_batches``, which may be 0; others have ``absent`` more, where that matters (ZeRO-3).
 
     Returns:
         The global batch's mean loss, fp32, on the device; the same on all ranks. NaN where no token

@@ -172,10 +172,7 @@ class GradientCollector:
     # -- one backward --------------------------------------------------------------------------
 
     def knows(self, *, by_layer: bool) -> bool:
-        """Whether a backward of this mode has taught how often each parameter fires.
-
-        The first one may consume gradients too early.
-        """
+        """Whether a backward of this mode has taught how often each parameter fires."""
         return self.record is not None and by_layer in self.record.expected
 
     def may_be_early(self, *, by_layer: bool) -> bool:
@@ -531,11 +528,9 @@ class GradientCollector:
                 layer.flush()
 
     def complete(self, *, consume: bool) -> None:
-        """The backward is over: what it left incomplete is taken as it is.
+        """The backward is over: what it left incomplete is taken as it is, and the rest consumed.
 
-        Args:
-            consume: whether to consume the rest now (a step, or reduction each micro-batch), or
-                to leave it in ``unreduced_grad`` for the next micro-batch to add to.
+        Or it stays in ``unreduced_grad``, for the next micro-batch to add to.
         """
         self.take_left()
         self.end_graph()

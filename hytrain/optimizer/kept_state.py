@@ -123,11 +123,8 @@ class KeptState:
 
         Not a collective: other ranks' updates are not waited for.
 
-        Args:
-            what: wants that; for the message.
-
         Raises:
-            ConfigError: a backward is running, or updates are committed directly.
+            ConfigError: see :meth:`PassTracker.withdraw_updates`.
         """
         self._passes.withdraw_updates(what)
         self._passes.adopt_writes()

@@ -19,13 +19,8 @@ class Zeros:
     """
 
     def __init__(self, most: int, device: torch.device, *, is_reduced: bool) -> None:
-        """
-        Args:
-            most: elements of the largest layer.
-            device: where gradients are.
-            is_reduced: what is taken is only read (several ranks: it is reduced into another
-                tensor), so that all layers may have the same; otherwise each has its own.
-        """
+        """With several ranks (``is_reduced``) what is taken is only read: all layers may have the
+        same zeros, of the largest layer's (``most``) elements; otherwise each has its own."""
         self._most = most
         self._device = device
         self._is_reduced = is_reduced
@@ -179,12 +174,7 @@ class LayerGradient:
         return [gradient.dtype for gradient in gradients].count(dtype) == len(gradients)
 
     def move(self, unreduced_grad: torch.Tensor | None, reduced_shard: torch.Tensor | None) -> None:
-        """What there is of the gradient is in other memory from now on; see :meth:`flush`.
-
-        Args:
-            unreduced_grad: in place of ``unreduced_grad``, with the same elements, on any device.
-            reduced_shard: in place of ``reduced_shard``.
-        """
+        """What there is of the gradient is in other memory from now on; see :meth:`flush`."""
         self.unreduced_grad, self.reduced_shard = unreduced_grad, reduced_shard
         self.parts = []
 

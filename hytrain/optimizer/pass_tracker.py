@@ -310,11 +310,7 @@ class PassTracker:
         return is_running and graph_task() != -1
 
     def begin_forward(self, *, enters_model: bool = True) -> None:
-        """The model's forward begins: an aborted backward is cleaned up.
-
-        Args:
-            enters_model: False: the model's own hook is still to tell of it.
-        """
+        """The model's forward begins, or its own hook is still to tell of it."""
         self.check_open()
         if self.open_step.by_layer:
             return  # one of several, which count as one
@@ -464,9 +460,6 @@ class PassTracker:
         """Withdraws updates that have begun: weights and state are those of the last step.
 
         Not a collective, but all ranks have sent the same layers.
-
-        Args:
-            what: wants that; for the message.
 
         Raises:
             ConfigError: a backward is running, or updates are committed directly.

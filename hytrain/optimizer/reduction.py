@@ -101,12 +101,8 @@ class GradientReducer:
     def reduce(self, state: LayerState, unreduced_grad: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a layer's gradient; within :meth:`UpdatePipeline.reducing`.
 
-        Args:
-            state: the layer.
-            unreduced_grad: of the whole layer; ownership passes to this call.
-
-        Returns:
-            The sum over ranks, of the same dtype; the mean where the settings divide first.
+        The sum over ranks, of the same dtype; the mean where the settings divide first. Ownership
+        of ``unreduced_grad`` passes to this call.
         """
         if self._collectives.world_size == 1:
             return unreduced_grad
