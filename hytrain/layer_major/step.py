@@ -196,7 +196,11 @@ class LayerMajorStep:
             with call.autocast.applied():
                 return call.context.run(block, *call.args, **call.kwargs)
         saved = self._save(number, call)
-        passed = map_leaves((call.args, call.kwargs), torch.Tensor, _cut_inside)
+        passed = map_leaves(
+            (call.args, call.kwargs),
+            torch.Tensor,
+            lambda tensor: cut(tensor, inside_block) if tensor.requires_grad else tensor,
+        )
         before = snapshot(passed)
         if self._validation is not None:
             self._validation.before_block(call.index)
@@ -324,10 +328,6 @@ class LayerMajorStep:
         targets = [(out, t) for out, t in zip(found, saved.outputs, strict=True) if t is not None]
         del args, kwargs, output, found
         run_back([out for out, _ in targets], [target for _, target in targets])
-
-
-def _cut_inside(tensor: torch.Tensor) -> torch.Tensor:
-    return cut(tensor, inside_block) if tensor.requires_grad else tensor
 
 
 class _SeenTensors:

@@ -121,10 +121,12 @@ class GradientCollector:
                 layer.copier = GradientCopier(places, device)
         self._device = device
         most = max((layer.layout.size for layer in gradients), default=0)
-        self._zeros = Zeros(most, device, is_reduced=self._is_shared)
+        self.zeros = Zeros(most, device, is_reduced=self._is_shared)
+        """For gradients of layers that got none."""
         self.record: FiringRecord | None = None
         """None: nothing has come yet, or what was learned did not hold."""
-        self._reduce_schedule: GatherSchedule | None = None
+        self.reduce_schedule: GatherSchedule | None = None
+        """Layers are consumed when it says so; else as soon as they are complete, in order."""
         self._now = _Arrivals()
         self.num_firings = 0
         """Grows with every gradient that autograd has given to a hook."""
@@ -141,10 +143,6 @@ class GradientCollector:
     def has_fired(self) -> bool:
         """Whether autograd has given a hook a gradient of this backward."""
         return self.num_firings > self._now.firings_before
-
-    def set_reduce_schedule(self, schedule: GatherSchedule) -> None:
-        """Layers are consumed when it says so; else as soon as they are complete, in order."""
-        self._reduce_schedule = schedule
 
     def remove_hooks(self) -> None:
         """Detaches from the model."""
@@ -273,8 +271,8 @@ class GradientCollector:
             layer.fired[index] += 1
             layer.last_index = index
             layer.last_firing = collector.num_firings = collector.num_firings + 1
-            if collector._reduce_schedule is not None:
-                layer.uses_before = collector._reduce_schedule.uses_made
+            if collector.reduce_schedule is not None:
+                layer.uses_before = collector.reduce_schedule.uses_made
             if collector.record is None and layer.fired[index] > 1:
                 layer.remaining = -1  # once more than once: not before the end of this backward
             layer.remaining -= 1
@@ -436,8 +434,8 @@ class GradientCollector:
 
     def _advance(self) -> None:
         """Consumes, in the agreed order, what is final."""
-        if self._reduce_schedule is not None:
-            self._reduce_schedule.gradient_final()
+        if self.reduce_schedule is not None:
+            self.reduce_schedule.gradient_final()
             return
         record = self.record
         assert record is not None
@@ -495,17 +493,13 @@ class GradientCollector:
             self._close(layer)
             return
         self._now.has_parts = True
-        layer.fill(self._zeros)
+        layer.fill(self.zeros)
         self._sink.consume_part(layer)
 
     def _close(self, layer: LayerGradient) -> None:
-        layer.fill(self._zeros)
+        layer.fill(self.zeros)
         layer.grad_reduced = True
         self._sink.consume(layer)  # PassTracker.consume: reduces, then UpdatePipeline.send
-
-    def forget_zeros(self) -> None:
-        """Gives back the zeros that stand for gradients of layers that got none."""
-        self._zeros.forget()
 
     def unused(self) -> list[str]:
         """Names of trained parameters that got no gradient in the last backward on this rank."""
@@ -547,8 +541,8 @@ class GradientCollector:
             self._consume_rest()
 
     def _consume_rest(self) -> None:
-        if self._reduce_schedule is not None:
-            self._reduce_schedule.finish()
+        if self.reduce_schedule is not None:
+            self.reduce_schedule.finish()
         order, record = list(range(len(self.layers))), self.record
         if record is not None:
             early = [i for i in record.order if record.early[i]]
@@ -561,23 +555,23 @@ class GradientCollector:
                 self._sink.consume(layer)
             elif not layer.grad_reduced:
                 self._close(layer)
-        self._zeros.forget()
+        self.zeros.forget()
 
     def _wholly_reduced(self) -> set[int]:
         """Layers of which no rank has anything that has not been reduced; may be a collective."""
-        if not self._now.has_parts or self._reduce_schedule is None:
+        if not self._now.has_parts or self.reduce_schedule is None:
             return set()
         missing = [
             layer.unreduced_grad is not None or layer.reduced_shard is None for layer in self.layers
         ]
-        found = self._reduce_schedule.largest([int(flag) for flag in missing])
+        found = self.reduce_schedule.largest([int(flag) for flag in missing])
         return {index for index, flag in enumerate(found) if not flag}
 
     def _learn(self, by_layer: bool, *, is_new: bool) -> None:
         """What a backward teaches; a collective if it is the first of its mode."""
         if self.record is None:
             self.record = self._agree_on_order()
-        record, schedule = self.record, self._reduce_schedule
+        record, schedule = self.record, self.reduce_schedule
         if record is None:
             return  # no rank has seen a gradient
         if is_new or self._now.has_grown:
@@ -615,7 +609,7 @@ class GradientCollector:
 
     def discard(self) -> None:
         """Forgets every gradient that has not been consumed."""
-        self._zeros.forget()
+        self.zeros.forget()
         for hooks in self._hooks:
             if hooks.left():
                 hooks.take()  # an aborted backward's: autograd would add the next one's to them

@@ -95,7 +95,8 @@ class LayerGuards:
     @contextmanager
     def watching(self) -> Generator[None]:
         """Around a forward: where it is recorded, weights that autograd saves are seen as well."""
-        if not self._owner.records_forward or not torch.is_grad_enabled():
+        schedule = self._owner.weights.active
+        if schedule is None or schedule.knows("train") or not torch.is_grad_enabled():
             yield
             return
         saved = {

@@ -92,9 +92,11 @@ class OffloadedStates:
         self._move(coming, pin=pin, non_blocking=non_blocking)
         self._split_what_stays()
         if StateKind.contiguous_grad_buffer in coming:
-            self._passes.collector.forget_zeros()
+            self._passes.collector.zeros.forget()
         self._kept.weights.moved()
-        self._give_memory_back()
+        # No gc.collect(), which takes a second with a large heap: nothing of ours is in a cycle.
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _move(self, coming: frozenset[StateKind], *, pin: bool, non_blocking: bool) -> None:
         holders = self._find(coming)
@@ -215,11 +217,6 @@ class OffloadedStates:
                 holder.put([copy.clone() for copy in holder.tensors])
         self._away.clear()
         self._blocks.close()
-
-    def _give_memory_back(self) -> None:
-        # No gc.collect(), which takes a second with a large heap: nothing of ours is in a cycle.
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 _KIND_OF: dict[StatePart, StateKind] = {

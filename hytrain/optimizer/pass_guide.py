@@ -155,13 +155,6 @@ class PassGuide:
             for part in layer.sharded:  # until it is given up
                 part.allow_reads()
 
-    @property
-    def records_forward(self) -> bool:
-        """Whether the next forward is the first of its kind (ZeRO-3)."""
-        schedule = self.weights.active
-        kind = "train" if torch.is_grad_enabled() else "eval"
-        return schedule is not None and not schedule.knows(kind)
-
     def read_trained(self, layer: LayerWeights) -> None:
         """The user's code is about to read trained weights that are whole on every rank.
 

@@ -98,7 +98,7 @@ class PassTracker:
             direct=pipeline.norm.settings.direct,
         )
         if collectives.world_size > 1:
-            weights.share_reduces(self.collector, self.collector.set_reduce_schedule)
+            self.collector.reduce_schedule = weights.share_reduces(self.collector)
 
     # -- a step over a global batch --------------------------------------------------------------
 
@@ -175,11 +175,6 @@ class PassTracker:
         self.open_step.begin_inputs()
         if self.weights.active is not None:
             self.weights.active.begin("inputs")
-
-    def _end_for_inputs(self) -> None:
-        self.open_step.end_inputs()
-        if self.weights.active is not None:
-            self.weights.active.end()
 
     def notice_recomputation(self) -> None:
         """A forward within a backward that nothing has announced: checkpointing recomputes.
@@ -273,7 +268,9 @@ class PassTracker:
         collective in which it would wait for them: the user's own, or a read of state.
         """
         if self.open_step.for_inputs:
-            self._end_for_inputs()
+            self.open_step.end_inputs()
+            if self.weights.active is not None:
+                self.weights.active.end()
             return
         self.end_backward()
         # Where nothing has fired, more gradients of this micro-batch may come.

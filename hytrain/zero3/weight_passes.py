@@ -64,18 +64,11 @@ class WeightPasses:
         """Gathers layers as passes use them; None where no layer is gathered so."""
         return None if self.is_suspended else self.schedule
 
-    def share_reduces(
-        self, reducer: Reducer, set_schedule: Callable[[GatherSchedule], None]
-    ) -> None:
-        """Reductions of gradients take their places among the gathers.
-
-        Args:
-            reducer: who reduces.
-            set_schedule: called with what says when.
-        """
+    def share_reduces(self, reducer: Reducer) -> GatherSchedule | None:
+        """Reductions of gradients take their places among the gathers; returns what says when."""
         if self.schedule is not None:
             self.schedule.set_reducer(reducer)
-            set_schedule(self.schedule)
+        return self.schedule
 
     def forbid_reads(self) -> None:
         """A pass begins: whatever is there, only modules of its layer may read it unnoticed."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_major_models import WithBlocks
 from layer_major_runs import mlp_batch, rows
 from support.engines import built, make_config
 from support.models import Block, Mlp, make_batch, make_model
@@ -95,11 +96,8 @@ class SlowBlock(Block):
         return super().forward(x)
 
 
-class Slow(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        for index in range(4):
-            self.blocks[index] = SlowBlock()
+class Slow(WithBlocks):
+    block = SlowBlock
 
 
 def test_measured_times_are_of_all_micro_batches_and_recomputation() -> None:
