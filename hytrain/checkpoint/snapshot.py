@@ -26,7 +26,7 @@ from hytrain.errors import HostMemoryError
 from hytrain.hardware.gpu_memory import spare_gpu_bytes
 from hytrain.kernels.host_memory import host_zeros
 from hytrain.model.layer_state import LayerState
-from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.testing import faults
 
 logger = logging.getLogger(__name__)

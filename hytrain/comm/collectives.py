@@ -23,9 +23,9 @@ from torch.distributed import distributed_c10d
 from hytrain.comm.agreement import differences
 from hytrain.comm.failure_messages import is_connection_error
 from hytrain.comm.failure_watch import SAME_NUMBER, RankWatch
+from hytrain.comm.local_processes import are_of_one_host, this_process
 from hytrain.comm.peers import Listener, Peers, address_for_ranks
 from hytrain.comm.process_exit import Ending
-from hytrain.comm.processes import are_of_one_host, this_process
 from hytrain.comm.stream_gate import GateStream, StreamGate, open_gate
 from hytrain.errors import ConfigError, OutOfStepError, RankFailedError
 from hytrain.trace.recorder import Recorder

@@ -6,7 +6,7 @@ timeout, half an hour by default. Nothing on the way of a step waits for it.
 - What a rank says is on the process group's store (rank_status.py): an exception that ends a rank's
   process, or leaves one of its steps in the middle, with its text. The others raise it.
 - A process that is gone without a word was killed or has crashed. The kernel tells of those on this
-  host (processes.py), connections of those on others (peers.py).
+  host (local_processes.py), connections of those on others (peers.py).
 - Each rank counts its collectives and remembers what the last ones were. A rank that waits for
   long asks all to publish theirs. Two that have different ones at one number can never meet.
 - A rank that waits for others which only have not come yet says so, and where they stand: they may
@@ -36,9 +36,9 @@ from hytrain.comm import process_exit
 from hytrain.comm.call_sites import place_of
 from hytrain.comm.daemon_executor import DaemonExecutor, Ended
 from hytrain.comm.failure_messages import Kind, Word, Words, is_connection_error
+from hytrain.comm.local_processes import Process, watched_by
 from hytrain.comm.peers import Peers
 from hytrain.comm.process_exit import Ending
-from hytrain.comm.processes import Process, watched_by
 from hytrain.comm.rank_status import History, News, StatusStore
 from hytrain.errors import OutOfStepError, RankFailedError
 from hytrain.testing import faults

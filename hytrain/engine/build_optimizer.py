@@ -22,10 +22,10 @@ from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.model.layer_state import LayerState
 from hytrain.model.moment_format import MomentFormat
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
-from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.streams import Streams
 from hytrain.offload.threads import ThreadChoice, place_threads
 from hytrain.offload.update_groups import LIMITS, GroupLimits
+from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.engine_view import EngineView, StepSettings
 from hytrain.optimizer.hyper import HyperParameters, check_optimizer
 from hytrain.optimizer.layer_guards import unguarded_layers

@@ -11,7 +11,7 @@ from hytrain import _C
 from hytrain.errors import HyTrainError
 from hytrain.formats.trace_file import Peaks
 from hytrain.kernels.moments import native_moments
-from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.update_pipeline import UpdatePipeline
 
 _SWEPT_BYTES = 4 << 30
 """Of the state that is read and written to measure memory: more than any cache."""

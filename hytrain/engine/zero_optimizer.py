@@ -23,7 +23,7 @@ from hytrain.engine.state_view import OptimizerState
 from hytrain.errors import ConfigError, UnsupportedError, UnusedParametersError
 from hytrain.kernels.clipping import Outcome
 from hytrain.model.layer_state import LayerState
-from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.engine_view import EngineView, StepSettings
 from hytrain.optimizer.gradient_access import GradientAccess
 from hytrain.optimizer.gradients import GradientCollector

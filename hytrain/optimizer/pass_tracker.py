@@ -26,7 +26,7 @@ from hytrain.errors import (
 from hytrain.model.layer_state import LayerState
 from hytrain.model.storage import ResidentStorage
 from hytrain.model.weight_writes import WeightWrites
-from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.autograd_task import call_at_end, graph_task
 from hytrain.optimizer.engine_view import EngineView, StepSettings
 from hytrain.optimizer.gradients import GradientCollector

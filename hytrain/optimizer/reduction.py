@@ -8,7 +8,7 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.model.layer_state import LayerState
-from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.engine_view import StepSettings
 from hytrain.optimizer.layer_gradient import LayerGradient
 from hytrain.optimizer.loss_scaling import LossScaling

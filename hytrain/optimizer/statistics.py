@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hytrain import _C
 from hytrain.errors import HyTrainError
 from hytrain.kernels.clipping import Outcome
-from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.update_pipeline import UpdatePipeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from hytrain.errors import ConfigError, MemoryBudgetError
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import GROUP, host_memory_pools
 from hytrain.offload.cpu_updater import CpuSettings, pinned_bytes, staging_bytes
-from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.threads import ThreadChoice
+from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.placement.calibration import gpu_seconds_per_parameter
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.manager import PlacementManager

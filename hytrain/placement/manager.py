@@ -11,8 +11,8 @@ from hytrain.cost.step import StepCosts
 from hytrain.errors import ConfigError
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import Outcome
-from hytrain.offload.pipeline import UpdatePipeline
 from hytrain.offload.threads import ThreadChoice
+from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
 from hytrain.placement.costs import MemoryLimits
 from hytrain.placement.measure import CONFIRMING, MANY_STEPS, CostEstimator

@@ -21,7 +21,7 @@ from hytrain.cost.step import StepCosts
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
 from hytrain.placement.backoff import Backoff
-from hytrain.placement.choose import (
+from hytrain.placement.choose_gpu_layers import (
     LITTLE_GAIN,
     Solution,
     solve,

@@ -16,7 +16,7 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.model.layer_state import LayerState
-from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.zero3.layer_weights import LayerWeights, ShardedWeights
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.offload.arena import Arena
-from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.zero3.context import Reducer
 from hytrain.zero3.gatherer import LayerGatherer
 from hytrain.zero3.layer_weights import LayerWeights, ShardedWeights

@@ -107,11 +107,11 @@ def rank_main(command: dict[str, Any]) -> None:
     import torch
     from deepspeed.ops import __compatible_ops__ as compatible_ops
 
-    from hytrain.comm import peers, processes
+    from hytrain.comm import local_processes, peers
 
     if "host" in command:
         # Told to be on a host of its own: nobody looks at its process.
-        processes.machine_identity = lambda: str(command["host"])
+        local_processes.machine_identity = lambda: str(command["host"])
     if command["without_peers"]:
         peers.Link.turn = lambda *_: None  # type: ignore[method-assign]
     torch.set_num_threads(1)

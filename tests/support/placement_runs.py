@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hytrain.cost.step import LayerCosts, StepCosts
-from hytrain.placement.choose import solve
+from hytrain.placement.choose_gpu_layers import solve
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import bounds
 from hytrain.placement.records import Decision

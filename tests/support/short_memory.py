@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hytrain.model.layer_state import LayerState
-from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.autograd_task import graph_task
 from hytrain.optimizer.reduction import GradientReducer
 

@@ -29,7 +29,7 @@ from hytrain.tools.profiler.profile_report import profile_table
 from hytrain.tools.trace.analysis import analyse
 from hytrain.tools.trace.compare import compare, compare_text
 from hytrain.tools.trace.load import load
-from hytrain.tools.trace.words import report
+from hytrain.tools.trace.report_text import report
 from hytrain.tools.uneven.cases import UnevenCase
 from hytrain.tools.uneven.problem import UnevenGpu, UnevenProblem
 from hytrain.tools.uneven.report import cases_table, solve_cases

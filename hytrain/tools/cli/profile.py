@@ -115,10 +115,10 @@ def _measure(arguments: argparse.Namespace) -> int:
     import torch
 
     from hytrain.kernels.host_memory import taking_host_memory
-    from hytrain.tools.profiler.launch import joined, limit_memory, local_device
     from hytrain.tools.profiler.measured_model import read_subject
     from hytrain.tools.profiler.profile_options import ProfileOptions
     from hytrain.tools.profiler.profile_report import profile_table
+    from hytrain.tools.profiler.profiled_ranks import joined, limit_memory, local_device
     from hytrain.tools.profiler.progress import Progress
     from hytrain.tools.profiler.ranks import Ranks
     from hytrain.tools.profiler.run import profile_ranks

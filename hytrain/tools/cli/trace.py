@@ -37,7 +37,7 @@ def _report(arguments: argparse.Namespace) -> int:
     # Imported where they are used: `hytrain --help` should not wait for numpy.
     from hytrain.tools.trace.analysis import analyse, as_json
     from hytrain.tools.trace.load import load
-    from hytrain.tools.trace.words import report, sentences
+    from hytrain.tools.trace.report_text import report, sentences
 
     check_outputs({"--html": arguments.html}, [("FILE", path) for path in arguments.files])
     analysis = analyse(load(arguments.files))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hytrain.formats.profile_file import CopyRates
-from hytrain.tools.profiler.launching import repeating
+from hytrain.tools.profiler.launch_slowdown import repeating
 from hytrain.tools.profiler.ranks import Ranks
 
 _COPY_BYTES = 64 * 2**20

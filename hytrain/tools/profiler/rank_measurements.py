@@ -21,7 +21,7 @@ from hytrain.placement.calibration import (
 )
 from hytrain.tools.profiler import rates
 from hytrain.tools.profiler.copies import TrainingLoad, copy_rates
-from hytrain.tools.profiler.launching import measure_slowdown
+from hytrain.tools.profiler.launch_slowdown import measure_slowdown
 from hytrain.tools.profiler.layer_profile import LayerProfile, LayerProfiling
 from hytrain.tools.profiler.measured_model import MeasuredModel
 from hytrain.tools.profiler.profile_options import ProfileOptions

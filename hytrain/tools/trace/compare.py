@@ -9,7 +9,7 @@ from typing import Final
 from hytrain.formats.text_table import align
 from hytrain.tools.trace import accounts
 from hytrain.tools.trace.analysis import Analysis
-from hytrain.tools.trace.words import percent
+from hytrain.tools.trace.report_text import percent
 
 _WORTH: Final = 0.005
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace.hytrain_spans import nanoseconds, number_of, whole_of
 from hytrain.tools.trace.intervals import Intervals, of_pairs
-from hytrain.tools.trace.ours import nanoseconds, number_of, whole_of
 from hytrain.tools.trace.spans import NONE, Span, Step
 
 _ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset")

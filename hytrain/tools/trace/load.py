@@ -14,7 +14,7 @@ import numpy as np
 from hytrain.errors import TraceError
 from hytrain.formats import trace_file as names
 from hytrain.formats.trace_file import TraceFile, read_trace
-from hytrain.tools.trace import kineto, ours
+from hytrain.tools.trace import hytrain_spans, kineto
 from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.intervals import of_pairs, union
 from hytrain.tools.trace.kineto import KinetoEvents
@@ -60,7 +60,7 @@ def _gather(trace: TraceFile) -> tuple[dict[str, list[Span]], list[Step], Kineto
     """Our spans by what they occupy, our steps, and what Kineto has."""
     header, foreign = trace.header, KinetoEvents()
     rows, steps = dict[str, list[Span]](), list[Step]()
-    offset = ours.nanoseconds(header.clock_offset_us) if header else _foreign_offset(trace)
+    offset = hytrain_spans.nanoseconds(header.clock_offset_us) if header else _foreign_offset(trace)
     lanes: dict[tuple[Any, Any], int] = {}
     for event in trace.events:
         category = event.get("cat")
@@ -70,12 +70,12 @@ def _gather(trace: TraceFile) -> tuple[dict[str, list[Span]], list[Step], Kineto
             continue  # another process, or another rank in a file that joins several
         lane = lanes.setdefault((event.get("pid"), event.get("tid")), len(lanes))
         if category == names.CATEGORY[names.STEPS]:
-            if (step := ours.step_of(event, offset)) is not None:
+            if (step := hytrain_spans.step_of(event, offset)) is not None:
                 steps.append(step)
         elif category in kineto.CATEGORIES:
             foreign.add(event, lane, offset)
-        elif category in ours.CATEGORIES or category.lower() == _VIZTRACER:
-            resource, span = ours.span_of(event, lane, offset)
+        elif category in hytrain_spans.CATEGORIES or category.lower() == _VIZTRACER:
+            resource, span = hytrain_spans.span_of(event, lane, offset)
             rows.setdefault(resource, []).append(span)
     return rows, steps, foreign
 
@@ -99,7 +99,7 @@ def _rank_trace(trace: TraceFile, number: int) -> RankTrace:
     # What both have is the same: our spans know their layer. Without marks all of it is one step.
     rows = foreign.rows([(s.begin, s.end) for s in marks] or [(0, 2**62)]) | own
     own_compute = own.get(kinds.COMPUTE, [])
-    are_kernels = bool(foreign.gpu) or not all(map(ours.is_layer_pass, own_compute))
+    are_kernels = bool(foreign.gpu) or not all(map(hytrain_spans.is_layer_pass, own_compute))
     if not rows.get(kinds.COMPUTE):
         rows[kinds.COMPUTE] = _host_compute(trace.path, rows)
         unknown.append(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hytrain.comm.processes import WatchedProcess, are_of_one_host, this_process, watched_by
+from hytrain.comm.local_processes import WatchedProcess, are_of_one_host, this_process, watched_by
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,7 +14,7 @@ from training import train_and_compare
 from hytrain.model.layer_state import LayerState
 from hytrain.offload import gradient_room
 from hytrain.offload.cpu_updater import CpuUpdater
-from hytrain.offload.pipeline import UpdatePipeline
+from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.placement.manager import PlacementManager
 
 

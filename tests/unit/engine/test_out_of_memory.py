@@ -12,7 +12,7 @@ from support.shadow import Shadow
 from training import backward, followed, inputs, make_steps
 
 from hytrain.errors import AbortedBackwardError
-from hytrain.offload import pipeline
+from hytrain.offload import update_pipeline
 
 SOLVE: Any = "solve"
 
@@ -144,7 +144,7 @@ def test_after_a_backward_the_step_can_be_repeated(
                 is_last = micro == accumulation - 1
                 if is_last:
                     with monkeypatch.context() as patch:
-                        patch.setattr(pipeline, "torch", NoMemory)
+                        patch.setattr(update_pipeline, "torch", NoMemory)
                         text = fail_in_backward(engine, model, 90, r"Tried to allocate 3.00 GiB")
                 else:
                     backward(engine, 80 + micro)
@@ -195,7 +195,7 @@ def test_a_gradient_for_which_there_is_no_memory_is_not_taken_back(
                 # Begun, so that they cannot be cancelled.
                 run.engine.optimizer.pipeline.cpu.wait_all()
                 with monkeypatch.context() as patch:
-                    patch.setattr(pipeline, "torch", NoMemory)
+                    patch.setattr(update_pipeline, "torch", NoMemory)
                     with pytest.raises(torch.OutOfMemoryError):
                         backward(run.engine, 2 * number + 1)
                 backward(run.engine, 2 * number + 1)

@@ -14,7 +14,7 @@ import torch
 from hytrain.config import SolverConfig
 from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.placement.backoff import FIRST_PAUSE
-from hytrain.placement.choose import solve
+from hytrain.placement.choose_gpu_layers import solve
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import Bounds
 from hytrain.placement.move import PlacementController

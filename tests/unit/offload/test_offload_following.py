@@ -23,7 +23,7 @@ from hytrain.hardware.host_share import HostShare
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement import manager as placement
 from hytrain.placement import memory_probe
-from hytrain.placement.choose import solve
+from hytrain.placement.choose_gpu_layers import solve
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates

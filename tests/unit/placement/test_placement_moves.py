@@ -11,7 +11,7 @@ from placement_cases import TIMES, measured_model
 from hytrain.cost.prediction import Candidate
 from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.errors import PlacementError
-from hytrain.placement.choose import LITTLE_GAIN, Solution, solve, worth_moving
+from hytrain.placement.choose_gpu_layers import LITTLE_GAIN, Solution, solve, worth_moving
 from hytrain.placement.memory import Bounds
 
 

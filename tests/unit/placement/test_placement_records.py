@@ -12,7 +12,7 @@ from placement_cases import any_seconds, measured_model, random_costs
 
 from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
-from hytrain.placement.choose import solve
+from hytrain.placement.choose_gpu_layers import solve
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import Bounds, table
 from hytrain.placement.records import Decision

@@ -14,7 +14,7 @@ from placement_cases import any_seconds, equal_layers, measured_model, random_co
 from hytrain.cost.prediction import predict
 from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
-from hytrain.placement.choose import CPU_SLACK, solve, worth_moving
+from hytrain.placement.choose_gpu_layers import CPU_SLACK, solve, worth_moving
 from hytrain.placement.memory import Bounds
 
 MEASURED = measured_model()

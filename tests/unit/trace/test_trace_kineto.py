@@ -14,7 +14,7 @@ from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import fixes
 from hytrain.tools.trace.analysis import Analysis, analyse
 from hytrain.tools.trace.load import load
-from hytrain.tools.trace.words import report
+from hytrain.tools.trace.report_text import report
 
 MAIN, AUTOGRAD, STREAM, NCCL, COPIES = 100, 101, 7, 20, 24
 

@@ -31,7 +31,7 @@ from hytrain.tools.trace.accounts import PARTS
 from hytrain.tools.trace.analysis import Analysis, analyse
 from hytrain.tools.trace.intervals import Intervals, of_pairs
 from hytrain.tools.trace.load import load
-from hytrain.tools.trace.words import sentences
+from hytrain.tools.trace.report_text import sentences
 
 US = 1000
 """Nanoseconds."""
