@@ -35,7 +35,7 @@ PURE = (
     "formats",
 )
 DECISIONS = (
-    "backoff", "choose", "closed_form", "launch_bound", "measure", "memory", "peak_memory",
+    "backoff", "choose_gpu_layers", "closed_form", "launch_bound", "measure", "memory", "peak_memory",
     "records", "turns",
 )  # fmt: skip
 """Of placement/: what decides; the rest measures and moves."""
