@@ -190,9 +190,10 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         if not step.is_open and collector.has_left:
             passes.begin_backward()  # it went past the engine
             passes.end_backward()
-        if not step.is_open and not step.was_reduced:
-            # No backward on this rank: it takes part in the others' collectives with zeros. The
-            # wait is PassTracker.begin_backward's, in the same place among the collectives.
+        if not step.is_open and not step.backward.reduces:
+            # No backward on this rank, or the last one has reduced nothing: it takes part in the
+            # others' collectives with what it has, or zeros. The wait is
+            # PassTracker.begin_backward's, in the same place among the collectives.
             self.pipeline.wait_all()
             passes.meet_in_backward()
             step.begin_backward(reduces=False)

@@ -48,7 +48,7 @@ _FOLLOWS: dict[StepPhase, tuple[StepPhase, ...]] = {
 
 @dataclass(slots=True)
 class Backward:
-    """What the current backward is, or the last one was.
+    """What the current backward is, or the last one since the last step was.
 
     Attributes:
         reduces: it passes layers on as they become final.
@@ -77,8 +77,6 @@ class StepState:
         self.backward = Backward()
         self.begun = False
         """The hyper-parameters of this step's updates have been read: updates may begin."""
-        self.was_reduced = False
-        """One of the backward passes since the last step has reduced."""
         self.sums_over_ranks = False
         """A mode: gradients are summed over ranks, not averaged; losses are weighted."""
         self.by_layer = False
@@ -122,7 +120,6 @@ class StepState:
         """A backward of the step begins: one micro-batch's, or of so many layer by layer."""
         self._enter(StepPhase.BACKWARD)
         self.backward = Backward(reduces, micro_batches is not None, max(1, micro_batches or 1))
-        self.was_reduced |= reduces
 
     def announce(self) -> None:
         """The backward that has begun is engine.backward()'s."""
@@ -160,7 +157,7 @@ class StepState:
         """The step is final, or skipped, or nothing of it is left."""
         self._enter(StepPhase.IDLE)
         self.begun = False
-        self.was_reduced = False
+        self.backward = Backward()
 
     # -- steps that do not come to their end -----------------------------------------------------
 
@@ -197,6 +194,8 @@ class StepState:
         """A step over a global batch begins; a rank without samples makes no backward in it."""
         if self.phase in _NEW:
             self._enter(StepPhase.IDLE)
+        if not self.is_open:
+            self.backward = Backward()  # what was reduced before it is no part of its reductions
 
     def close(self) -> None:
         """The engine is destroyed."""

@@ -243,6 +243,28 @@ def test_gradients_left_by_hand(stage: int, accumulation: str) -> None:
         _assert_gradients(engine.optimizer.layer_states, found, whole)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_gradients_left_by_hand_where_a_rank_has_no_samples(stage: int) -> None:
+    """It takes part in the reductions of the batch, though its own gradients are reduced."""
+    rank = dist.get_rank()
+    section = {"batch_sizes": [2, 0], "micro_batch_sizes": [2, 1]}
+    config = make_config(bf16=False, stage=stage, clipping=0.0, hytrain=section)
+    data = [collate(dataset(6)[2 * number : 2 * number + 2]) for number in range(3)]
+    found: dict[int, torch.Tensor] = {}
+    with built(make_model("llama"), config) as engine:
+        engine.optimizer.passes.reducer.on_reduced_gradient = lambda state, shard: (
+            found.__setitem__(state.index, shard.clone())
+        )
+        engine.backward(engine(**data[rank]).loss)
+        engine.train_batch(iter(data[2:] if rank == 0 else []))
+        whole = make_model("llama")
+        for batch in data[:2]:
+            (whole(**batch).loss / 2).backward()
+        whole(**data[2]).loss.backward()
+        _assert_gradients(engine.optimizer.layer_states, found, whole)
+
+
 @on_ranks(2)
 def test_a_mean_over_nobody_knows_what_is_refused() -> None:
     config = make_config(hytrain={"batch_sizes": [1, 1]})

@@ -121,6 +121,26 @@ def test_no_bit_of_a_step_differs_by_it(stage: int) -> None:
         assert_same_states(end, ends[0])
 
 
+@on_ranks(2)
+def test_a_backward_that_does_not_reduce_after_one_that_does() -> None:
+    """It is reduced in step(), whatever has come between. Only ZeRO-1 has no_sync()."""
+    ends: list[dict[str, Any]] = []
+    rank = dist.get_rank()
+    for is_looked_at in (False, True):
+        with built(make_model("mlp"), config_for(FRACTIONS, stage=1, bf16=False)) as engine:
+            for number in range(2):
+                engine.backward(loss_of(engine(**make_batch("mlp", 4 * number + rank))))
+                with engine.no_sync():
+                    engine.backward(loss_of(engine(**make_batch("mlp", 4 * number + 2 + rank))))
+                if is_looked_at:
+                    batch = make_batch("mlp", 9)
+                    batch["inputs"].requires_grad_()
+                    torch.autograd.grad(loss_of(engine(**batch)), batch["inputs"])
+                engine.step()
+            ends.append(engine.fp32_state_dict())
+    assert_same_states(ends[1], ends[0])
+
+
 class _Strike(Exception):
     """Of the user's own hook."""
 

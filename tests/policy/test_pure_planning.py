@@ -35,8 +35,8 @@ PURE = (
     "formats",
 )
 DECISIONS = (
-    "backoff", "choose_gpu_layers", "closed_form", "launch_bound", "measure", "memory", "peak_memory",
-    "records", "turns",
+    "backoff", "choose_gpu_layers", "closed_form", "launch_bound", "measure", "memory",
+    "peak_memory", "records", "turns",
 )  # fmt: skip
 """Of placement/: what decides; the rest measures and moves."""
 

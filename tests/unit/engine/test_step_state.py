@@ -23,10 +23,10 @@ def test_a_step_of_two_micro_batches() -> None:
         assert step.is_open
         step.complete()
         assert step.has_gradients
-        assert step.was_reduced is reduces
+        assert step.backward.reduces is reduces
     step.end()
     assert step.phase is StepPhase.IDLE
-    assert not step.was_reduced
+    assert not step.backward.reduces
     assert not step.has_gradients
 
 
