@@ -499,7 +499,7 @@ class GradientCollector:
     def _close(self, layer: LayerGradient) -> None:
         layer.fill(self.zeros)
         layer.grad_reduced = True
-        self._sink.consume(layer)  # PassTracker.consume: reduces, then UpdatePipeline.send
+        self._sink.consume(layer)  # GradientReducer: reduces, then UpdatePipeline.send
 
     def unused(self) -> list[str]:
         """Names of trained parameters that got no gradient in the last backward on this rank."""
