@@ -255,8 +255,6 @@ class AsyncSaver:
             logger.error("the last asynchronous save failed: %s", self._error)
         if has_ended and not self._is_given_up:
             self._thread.join()
-            if self.collectives is not self._kept.collectives:
-                dist.destroy_process_group(self.collectives.group)  # torch would keep its threads
         self._memory.give_back()
 
 

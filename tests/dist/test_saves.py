@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import time
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from harness import RankError, RankPool, RankPools, on_ranks
 from support.engines import environment, from_all_ranks
-from support.processes import num_threads
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import file_writers, target, writer
@@ -56,20 +54,6 @@ def test_a_save_beside_steps_is_that_of_a_synchronous_one(stage: int, tmp_path: 
         now = snapshot(engine)
         engine.load_checkpoint(tmp_path / "sync")
         assert_same(now, snapshot(engine))
-
-
-@on_ranks(2)
-def test_an_engine_that_saves_beside_steps_leaves_no_threads(tmp_path: Path) -> None:
-    """Those of its own group of processes included."""
-    left: list[int] = []
-    for number in range(3):
-        with engine_of(BESIDE) as engine:
-            train(engine, 0, 1)
-            engine.save_checkpoint(tmp_path, tag=f"t{number}")
-        dist.barrier()
-        gc.collect()
-        left.append(num_threads())
-    assert left[2] == left[1], left  # torch makes some at the first one
 
 
 def _killed(run: Run, folder: Path, point: str, count: int, victim: int) -> None:
