@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,11 +150,16 @@ def test_a_rank_that_does_not_fit_is_refused_on_all(poor: int) -> None:
 
 @pytest.mark.parametrize(("machines", "part"), [("ab", (1, 12)), ("aa", (2, 6))], ids=str)
 @on_ranks(2)
-def test_ranks_ask_each_other_where_they_run(machines: str, part: tuple[int, int]) -> None:
+def test_ranks_ask_each_other_where_they_run(
+    machines: str, part: tuple[int, int], tmp_path: Path
+) -> None:
     """``part``: ranks on this one's host, and its cores."""
+    boot_id = tmp_path / str(dist.get_rank())
+    boot_id.write_text(machines[dist.get_rank()])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "1")  # each has a launcher of its own
-        patch.setattr(host_share, "machine_identity", lambda: machines[dist.get_rank()])
+        # Not machine_identity: a module that is first imported here would keep the false one.
+        patch.setattr(host_share, "_BOOT_ID", boot_id)
         patch.setattr(host_share.os, "sched_getaffinity", lambda _pid: set(range(12)))
         patch.setattr(host_share.os, "cpu_count", lambda: 12)
         with built(make_model("mlp"), config_for([0.5, 0.5])) as engine:
