@@ -133,6 +133,13 @@ def test_a_configuration_alone_gives_words(config: Path, capsys: Capture) -> Non
     )
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", '"3"'])
+def test_numbers_that_are_none(tmp_path: Path, capsys: Capture, value: str) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(f'{{"gradient_accumulation_steps": {value}, "hytrain": {{}}}}')
+    assert '"gradient_accumulation_steps" must be a finite number' in _error(capsys, path)
+
+
 def test_a_models_sizes_are_the_real_ones(config: Path, model: Path, capsys: Capture) -> None:
     arguments = ["--model", str(model), "--json", "--gpu-memory", "8", "--host-memory", "16"]
     assert cli.main(["explain", str(config), *arguments]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -79,6 +80,7 @@ def _number(config: Mapping[str, Any], name: str, default: float) -> float | Non
     value = config.get(name, default)
     if value == "auto":
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f'"{name}" must be a number, got {value!r}')
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:  # NaN is not
+        raise ConfigError(f'"{name}" must be a finite number, got {value!r}')
     return float(value)
