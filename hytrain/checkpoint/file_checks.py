@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hytrain.checkpoint import inert
 from hytrain.checkpoint.files import BLOCK_BYTES, FileSums, damaged_blocks
@@ -147,6 +147,22 @@ def load_file(path: Path, *, trusted: bool = False) -> Any:
         raise CheckpointError(f"{path} {_IS_MISSING}") from error
     except OSError as error:
         raise CheckpointError(_unreadable(path, error)) from error
+
+
+def load_states(path: Path, *, trusted: bool = False) -> Mapping[str, Any]:
+    """As :func:`load_file`, of a file whose contents have names.
+
+    Raises:
+        DamagedCheckpointError: they have none.
+        CheckpointError: it cannot be read.
+    """
+    stored = load_file(path, trusted=trusted)
+    if not isinstance(stored, Mapping):
+        raise DamagedCheckpointError(
+            f"{path} holds an object of type {type(stored).__name__} where a checkpoint has a "
+            "mapping of names: load another tag"
+        )
+    return cast("Mapping[str, Any]", stored)
 
 
 def missing_file(paths: CheckpointPaths, name: str) -> str:

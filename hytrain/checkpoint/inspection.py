@@ -18,6 +18,7 @@ from hytrain.checkpoint.file_checks import (
     check_files,
     list_files,
     load_file,
+    load_states,
     missing_file,
 )
 from hytrain.checkpoint.gather import STATES
@@ -142,7 +143,7 @@ def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFact
     check_files(paths, listing, [paths.name_of(paths.optimizer_state)])
     record = OptimizerRecord.unpack(load_file(paths.optimizer_state), paths.optimizer_state)
     # The weights in it are not read, nor are its bytes checked, of which there are many.
-    stored: Mapping[str, Any] = load_file(paths.model_states)
+    stored = load_states(paths.model_states)
     _check_complete(paths, listing, stored, record)
     module: Mapping[str, Any] = stored.get("module") or {}
     trained = stored_names(listing.found)
@@ -214,7 +215,7 @@ def verify(folder: Path) -> Verdict:
         checked = list(listing.found.values())
         if paths.zero.is_dir():
             record = OptimizerRecord.unpack(load_file(paths.optimizer_state), paths.optimizer_state)
-            _check_complete(paths, listing, load_file(paths.model_states), record)
+            _check_complete(paths, listing, load_states(paths.model_states), record)
         else:
             _check_shards(paths, listing.found)
     except Exception as error:  # what a file makes of itself is manifold
@@ -241,7 +242,7 @@ def _check_shards(paths: CheckpointPaths, found: Collection[str]) -> None:
     shards = [name for name in found if name.endswith(OPTIMIZER_SHARD)]
     parts = [paths.folder / name for name in found if _RANK_OF_ZERO3.match(name)]
     is_zero3 = bool(parts) and not paths.model_states.is_file()
-    stored: Mapping[str, Any] = load_file(parts[0] if is_zero3 else paths.model_states)
+    stored = load_states(parts[0] if is_zero3 else paths.model_states)
     if not shards and stored.get("optimizer") is not None:
         return  # without ZeRO the optimizer's state is in there
     prefixes = {name.partition("zero_pp_rank_")[0] for name in shards if "zero_pp_rank_" in name}

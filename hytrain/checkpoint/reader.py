@@ -27,7 +27,14 @@ from hytrain.checkpoint.checks import (
     read_state,
     stored_names,
 )
-from hytrain.checkpoint.file_checks import Listing, find_damage, first_of, list_files, load_file
+from hytrain.checkpoint.file_checks import (
+    Listing,
+    find_damage,
+    first_of,
+    list_files,
+    load_file,
+    load_states,
+)
 from hytrain.checkpoint.gather import STATES, ParameterPlace, Piece, list_parameters
 from hytrain.checkpoint.inert import walk
 from hytrain.checkpoint.load_sources import (
@@ -194,7 +201,7 @@ class _Load:
         """Reads the small files; yields reasons why they do not fit."""
         paths, kept, request, places = self._paths, self._kept, self._request, self._places
         states, current = stored_names(self._listing.found), self._module_tensors()
-        stored = self.stored = dict(load_file(paths.model_states, trusted=request.trusted))
+        stored = self.stored = dict(load_states(paths.model_states, trusted=request.trusted))
         yield from check_plain(paths.model_states, stored)
         yield from check_keys(paths.model_states, stored, request.keys)
         if request.custom_load is None:

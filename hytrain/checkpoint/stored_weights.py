@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hytrain.checkpoint.checks import no_parameters, stored_names
-from hytrain.checkpoint.file_checks import check_files, list_files, load_file
+from hytrain.checkpoint.file_checks import check_files, list_files, load_file, load_states
 from hytrain.checkpoint.gather import STATES
 from hytrain.checkpoint.universal import CheckpointPaths, unpack_tensor
 from hytrain.errors import CheckpointError
@@ -66,7 +65,7 @@ def stored_model(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) 
     first = f"{STATES[0]}.pt"
     wanted = {name for name in listing.found if name.endswith(f"/{first}") or "/" not in name}
     check_files(paths, listing, sorted(wanted | {paths.model_states.name}))
-    stored: Mapping[str, Any] = load_file(paths.model_states)
+    stored = load_states(paths.model_states)
     module = stored.get("module")
     tensors: dict[str, torch.Tensor] = {
         name: value

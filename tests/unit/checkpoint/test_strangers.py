@@ -18,11 +18,12 @@ from support.engines import built, make_config
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import inert
+from hytrain.checkpoint.file_checks import load_states
 from hytrain.checkpoint.inert import Unknown
 from hytrain.checkpoint.manifest import pack_manifest
 from hytrain.checkpoint.universal import OptimizerRecord
 from hytrain.engine.foreign_checkpoints import offer_conversions
-from hytrain.errors import CheckpointError
+from hytrain.errors import CheckpointError, DamagedCheckpointError
 from hytrain.tools import cli
 
 TAG = "last"
@@ -142,3 +143,9 @@ def test_a_loss_scaler_of_deepspeeds_is_read_by_its_fields(tmp_path: Path) -> No
     torch.save({"param_groups": [], "loss_scaler": scaler}, tmp_path / "again.pt")
     record = OptimizerRecord.unpack(inert.load(tmp_path / "again.pt"), tmp_path / "again.pt")
     assert record.loss_scale == {"cur_scale": 1024.0}
+
+
+def test_states_without_names(tmp_path: Path) -> None:
+    torch.save(5, tmp_path / "states.pt")
+    with pytest.raises(DamagedCheckpointError, match="object of type int where a checkpoint has"):
+        load_states(tmp_path / "states.pt")
