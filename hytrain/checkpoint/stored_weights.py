@@ -12,7 +12,7 @@ from hytrain.checkpoint.checks import no_parameters, stored_names
 from hytrain.checkpoint.file_checks import check_files, list_files, load_file, load_states
 from hytrain.checkpoint.gather import STATES
 from hytrain.checkpoint.universal import CheckpointPaths, unpack_tensor
-from hytrain.errors import CheckpointError
+from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,17 @@ def stored_model(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) 
         for name, value in (module.items() if isinstance(module, Mapping) else ())
         if isinstance(value, torch.Tensor)
     }
-    # Of stage 3 converted by DeepSpeed these have no module.
-    fragments: Mapping[str, torch.Tensor] = stored.get("frozen_param_fragments") or {}
-    frozen: set[str] = set(stored.get("frozen_param_shapes") or ())
-    buffers: set[str] = set(stored.get("buffer_names") or ())
-    tied: dict[str, str] = dict(stored.get("shared_params") or {})
+    try:
+        # Of stage 3 converted by DeepSpeed these have no module.
+        fragments: dict[str, torch.Tensor] = dict(stored.get("frozen_param_fragments") or {})
+        frozen: set[str] = set(stored.get("frozen_param_shapes") or ())
+        buffers: set[str] = set(stored.get("buffer_names") or ())
+        tied: dict[str, str] = dict(stored.get("shared_params") or {})
+    except (TypeError, ValueError) as error:
+        raise DamagedCheckpointError(
+            f"{paths.model_states} lists the model's weights in another form than a checkpoint "
+            f"does ({error}): load another tag"
+        ) from error
     weights: list[StoredWeight] = []
     for name in dict.fromkeys((*tensors, *fragments, *sorted(trained))):
         if name in tied or (name in frozen and not with_frozen):
