@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,15 +75,18 @@ def stored_model(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) 
     }
     try:
         # Of stage 3 converted by DeepSpeed these have no module.
-        fragments: dict[str, torch.Tensor] = dict(stored.get("frozen_param_fragments") or {})
+        fragments: dict[str, Any] = dict(stored.get("frozen_param_fragments") or {})
         frozen: set[str] = set(stored.get("frozen_param_shapes") or ())
         buffers: set[str] = set(stored.get("buffer_names") or ())
-        tied: dict[str, str] = dict(stored.get("shared_params") or {})
+        tied: dict[str, Any] = dict(stored.get("shared_params") or {})
     except (TypeError, ValueError) as error:
-        raise DamagedCheckpointError(
-            f"{paths.model_states} lists the model's weights in another form than a checkpoint "
-            f"does ({error}): load another tag"
-        ) from error
+        raise _other_form(paths, str(error)) from error
+    for listed, values, kind in (
+        ("frozen_param_fragments", fragments.values(), torch.Tensor),
+        ("shared_params", tied.values(), str),
+    ):
+        if not all(isinstance(value, kind) for value in values):
+            raise _other_form(paths, f"a value of {listed} is no {kind.__name__}")
     weights: list[StoredWeight] = []
     for name in dict.fromkeys((*tensors, *fragments, *sorted(trained))):
         if name in tied or (name in frozen and not with_frozen):
@@ -94,6 +98,13 @@ def stored_model(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) 
         elif copy is not None:
             weights.append(_from_copy(name, copy, wanted))
     return StoredModel(weights, tied)
+
+
+def _other_form(paths: CheckpointPaths, how: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{paths.model_states} lists the model's weights in another form than a checkpoint does "
+        f"({how}): load another tag"
+    )
 
 
 def _from_master(

@@ -295,7 +295,7 @@ class CollectiveSample(Record):
 class CollectiveProfile(Record):
     """Collectives of one set of ranks."""
 
-    hosts: tuple[str, ...] = Field(min_length=1)
+    hosts: tuple[str, ...] = Field(min_length=2)
     """Each rank's host, in rank order."""
 
     backend: str

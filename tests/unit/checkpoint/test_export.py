@@ -185,6 +185,28 @@ def test_damage_is_refused_before_anything_is_written(
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("buffer_names", 5),
+        ("shared_params", [1]),
+        ("shared_params", {"a": 1}),
+        ("frozen_param_fragments", {"a": 1}),
+    ],
+)
+def test_lists_of_weights_in_another_form(
+    key: str, value: Any, saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    shutil.copytree(saved.folder, folder)
+    (folder / saved.tag.name / "zero/hytrain_manifest.json").unlink()  # its sums would find it
+    states = folder / saved.tag.name / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(states, weights_only=False) | {key: value}, states)
+    assert cli.main(["export", str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert "lists the model's weights in another form" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["exp_avg.pt", "step.pt"])
 def test_verify_looks_at_every_file(name: str, saved: Saved) -> None:
     with damaged(saved.tag / "zero/norm.weight" / name, flip(8 * 300)):

@@ -75,6 +75,13 @@ def test_sizes_that_do_not_ascend_are_refused(tmp_path: Path) -> None:
         read_profile(_changed({"devices": devices}, tmp_path))
 
 
+def test_collectives_of_one_rank_are_refused(tmp_path: Path) -> None:
+    collectives = a_profile().model_dump(mode="json")["collectives"]
+    collectives[0]["hosts"] = ["one"]
+    with pytest.raises(PlanError, match=r"collectives.*hosts.*at least 2"):
+        read_profile(_changed({"collectives": collectives}, tmp_path))
+
+
 def test_no_file_and_no_json_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot read"):
         read_profile(tmp_path / "profile.json")
