@@ -137,8 +137,8 @@ class Step:
         skip: the blocks that each rank leaves out in each micro-batch.
         style: of a micro-batch: "plain", "retain" (its graph), "past" (loss.backward()), "module"
             (engine.module(...) and loss.backward()); "two" (two forwards, then two backwards),
-            "sum" (two forwards, one backward), "no_sync" (two, the first under it), "penalty" (of
-            the input's gradient), "dropped" (two forwards, the backward of the last).
+            "sum" (two forwards, one backward), "no_sync" (two, the first under it), "no_sync_last"
+            (the last), "penalty" (of the input's gradient), "dropped" (two forwards, the backward of the last).
         forwards: of the styles "two" and "sum".
         idle: ranks that make no backward.
         poison: (rank, micro-batch, value) of an element of a gradient.
@@ -170,7 +170,7 @@ class Step:
         """Of a micro-batch."""
         if self.style in ("two", "sum"):
             return self.forwards
-        return 2 if self.style in ("no_sync", "dropped") else 1
+        return 2 if self.style in ("no_sync", "no_sync_last", "dropped") else 1
 
 
 @dataclass(frozen=True)

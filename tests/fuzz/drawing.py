@@ -355,6 +355,8 @@ def _step(
         if rng.random() < 0.25:
             styles = ("two", "sum", "retain", "past", "module", "no_sync")
             style = rng.choice(styles if stage == 1 else styles[:-1])
+        if style == "no_sync" and len(before) % 2 and not case.is_direct:
+            style = "no_sync_last"
         if style == "sum" and case.model.recompute == "reentrant":
             style = "two"
         if style == "sum" and case.ranks > 1 and any(each.style == "two" for each in before):

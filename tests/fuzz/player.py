@@ -396,15 +396,12 @@ class Player:
                 engine.backward(loss, retain_graph=step.style == "retain")
             return [loss]
         losses: list[torch.Tensor] = []
+        unreduced = {"no_sync": 0, "no_sync_last": 1}.get(step.style)
         for part in range(step.num_forwards):
             torch.manual_seed(dropout_seed(number, self.rank, micro, part))
-            with (
-                engine.no_sync()
-                if step.style == "no_sync" and part == 0
-                else contextlib.nullcontext()
-            ):
+            with engine.no_sync() if part == unreduced else contextlib.nullcontext():
                 losses.append(engine(**self.batch(number, micro, step, part)))
-                if step.style == "no_sync":
+                if unreduced is not None:
                     engine.backward(losses[-1])
         if step.style == "sum":
             engine.backward(sum(losses[1:], losses[0]))
