@@ -242,6 +242,11 @@ class HyTrainConfig(_Section):
     """A file of ``hytrain plan``, from the configuration's folder or the current one: it decides
     batches, shards, activations and the k to start with. It must be for this very job."""
 
+    metrics: str | None = None
+    """A file to which every step and every decision about k is appended, a line of JSON each, for
+    ``hytrain explain`` and for people's own tools; rank r > 0 writes one beside it, with ".rank<r>"
+    before the ending. Relative to the current folder."""
+
     wait_in_stream: Flag = True
     """Ranks of a host wait for each other in front of NCCL's kernels, not inside of them."""
 

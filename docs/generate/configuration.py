@@ -105,6 +105,8 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 def _words(annotation: Any) -> str:
     plain = {bool: "true or false", int: "integer", float: "number", str: "string"}
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = annotation.__origin__
     if annotation in plain:
         return plain[annotation]
     if annotation is type(None):

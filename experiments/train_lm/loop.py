@@ -18,6 +18,7 @@ from options import OptionError
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from hytrain.engine.metrics_file import DecisionLog, step_record
 from hytrain.hardware.energy import EnergyMeter
 
 # A plan is compared with the steps after the first three.
@@ -65,33 +66,6 @@ def forward_backward_seconds(
     return seconds[warmup:]
 
 
-class DecisionLog:
-    """An engine's decisions about k: each once it is made, and again once its step is measured."""
-
-    def __init__(self, engine: Any) -> None:
-        self._read = getattr(engine, "placement_decisions", lambda since: [])
-        self._num_taken = 0
-        self._is_measured = False  # the last one taken
-
-    def skip_history(self) -> None:
-        """Leave out what the resumed run decided; its last one is this run's own first."""
-        self._num_taken = max(0, len(self._read(0)) - 1)
-        self._is_measured = True
-
-    def take(self) -> list[metrics.Record]:
-        """Return the records that are new since the last call."""
-        first = max(0, self._num_taken - 1)
-        records: list[metrics.Record] = []
-        for number, decision in enumerate(self._read(first), start=first + 1):
-            # Only the newest can still be measured.
-            is_measured = decision.measured_seconds is not None
-            if number > self._num_taken or (is_measured and not self._is_measured):
-                records.append(decision.metrics_record())
-            self._num_taken = max(self._num_taken, number)
-            self._is_measured = is_measured
-        return records
-
-
 class Trainer:
     """Runs a job from its first or resumed step to its last."""
 
@@ -124,7 +98,7 @@ class Trainer:
         self._pending: _Pending | None = None
         self._file: metrics.MetricsFile | None = None
         self._bar: Any = None
-        self._decisions = DecisionLog(engine)
+        self._decisions = DecisionLog(getattr(engine, "placement_decisions", lambda since: []))
         self._energy = EnergyMeter(device)
         self._last_energy = self._energy.read()
         self.metrics_path = options.out / "metrics.jsonl"
@@ -217,17 +191,7 @@ class Trainer:
         record: metrics.Record = {"step": self._step, "lr": lr, "step_s": step_s}
         if hasattr(self._engine, "step_statistics"):
             statistics = self._engine.step_statistics()
-            record |= {
-                # None where the step did not wait for its norm: what the engine would return then
-                # is a buffer that the next step overwrites before it is read here.
-                "grad_norm": statistics.grad_norm,
-                "k": statistics.gpu_fraction,
-                "update_s": statistics.update_seconds,
-                "exposed_s": statistics.exposed_seconds,
-                "hidden_share": statistics.hidden_share,
-                "clip_coefficient": statistics.clip_coefficient,
-                "skipped": statistics.skipped,
-            }
+            record |= step_record(statistics)
         else:
             record["grad_norm"] = self._engine.get_global_grad_norm()
         return _Pending(loss=self._mean_over_ranks(loss), joules=self._joules(), record=record)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from hytrain.engine.metrics_file import json_line
 
 Record = dict[str, Any]
 
@@ -30,9 +31,7 @@ class MetricsFile:
 
     def write(self, records: Iterable[Record]) -> None:
         """Append lines; a field that is None is left out, what is not finite is null."""
-        for record in records:
-            line = {key: _finite(value) for key, value in record.items() if value is not None}
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.writelines(map(json_line, records))
         self._file.flush()
 
     def __enter__(self) -> MetricsFile:
@@ -48,14 +47,6 @@ def read_metrics(path: Path) -> list[Record]:
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_kept(record: Record, keep_steps: int) -> bool:

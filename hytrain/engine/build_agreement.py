@@ -39,7 +39,8 @@ _DECIDES_TRAINING = (
 )  # fmt: skip
 """DeepSpeed's sections and keys that are compared; others print, log or measure, or are no keys."""
 _OF_A_RANK = (
-    f"{SECTION}.gpu_fraction", f"{SECTION}.solver", f"{SECTION}.trace", f"{SECTION}.wait_in_stream",
+    f"{SECTION}.gpu_fraction", f"{SECTION}.solver", f"{SECTION}.trace", f"{SECTION}.metrics",
+    f"{SECTION}.wait_in_stream",
     f"{SECTION}.offload.chunk_elements", "zero_optimization.offload_optimizer.pin_memory",
     "zero_optimization.offload_param.pin_memory",
 )  # fmt: skip

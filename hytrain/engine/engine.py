@@ -32,10 +32,12 @@ from hytrain.engine.config_checks import make_folder
 from hytrain.engine.data_position import count_batches
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine, autocast_if_enabled
 from hytrain.engine.hook_snapshot import HookSnapshot
+from hytrain.engine.metrics_file import DecisionLog, MetricsFile
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.parameter_attributes import ParameterAttributes
 from hytrain.engine.parameter_offload import ParameterOffload
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
+from hytrain.engine.run_report import RunReport
 from hytrain.engine.step_reports import report_step
 from hytrain.engine.termination import Termination
 from hytrain.engine.thawed_parameters import ThawedParameters
@@ -73,6 +75,8 @@ class HyTrainEngine(DeepSpeedEngine):
     _plan_watch: PlanWatch | None = None
     _saver: AsyncSaver | None = None
     _termination: Termination | None = None
+    _run_report: RunReport | None = None
+    _metrics: MetricsFile | None = None
     _in_forward = False
     _coalesces = False
 
@@ -116,6 +120,7 @@ class HyTrainEngine(DeepSpeedEngine):
         trace = self.hytrain_config.trace
         self._tracing = Tracing(optimizer, self._model, trace, self.global_steps)
         optimizer.before_close.append(self._tracing.close)
+        self._start_reports(optimizer)
         self._unblock_throughput_timer(kwargs["config"])
         self._thawed = ThawedParameters(self._model)
         close_at_exit(optimizer)
@@ -146,6 +151,17 @@ class HyTrainEngine(DeepSpeedEngine):
             is_ordered = not optimizer.pipeline.norm.settings.direct
             self._termination = Termination(optimizer.collectives, is_ordered=is_ordered)
             optimizer.before_close.append(self._termination.close)
+
+    def _start_reports(self, optimizer: HyTrainZeroOptimizer) -> None:
+        rank, name = int(self.global_rank), self.hytrain_config.metrics
+        if rank == 0:
+            self._run_report = RunReport(self, optimizer)
+            optimizer.before_close.append(self._run_report.close)
+        if name is not None:
+            device = optimizer.pipeline.streams.device
+            log = DecisionLog(self.placement_decisions)
+            self._metrics = MetricsFile(name, rank, log, device)
+            optimizer.before_close.append(self._metrics.close)
 
     def _unblock_throughput_timer(self, config: Mapping[str, Any]) -> None:
         """DeepSpeed's throughput timer waits for the whole device twice a step, by default.
@@ -325,6 +341,11 @@ class HyTrainEngine(DeepSpeedEngine):
             if is_made:
                 tracing.step_made(self.global_steps)
                 report_step(self, optimizer)
+                made = int(self.global_steps)
+                if self._run_report is not None:
+                    self._run_report.after_step(made)
+                if self._metrics is not None:
+                    self._metrics.add_step(made, optimizer.statistics.latest())
             if is_made and self._plan_watch is not None:
                 self._plan_watch.after_step(optimizer.rank_state(self.batch_training.host_bytes))
         if is_made:
@@ -500,6 +521,10 @@ class HyTrainEngine(DeepSpeedEngine):
             HyTrainError: no step has been made.
         """
         return self.open_optimizer().statistics.latest()
+
+    def recent_steps(self) -> list[StepStatistics]:
+        """What each of the last steps (at most 1,000) took on this rank, oldest first."""
+        return self.open_optimizer().statistics.recent()
 
     def plan_report(self) -> PlanReport:
         """What ``"hytrain.plan"`` predicted beside what the last steps took; a collective.

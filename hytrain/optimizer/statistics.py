@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from hytrain import _C
 from hytrain.errors import HyTrainError
 from hytrain.kernels.clipping import Outcome
 from hytrain.offload.update_pipeline import UpdatePipeline
+
+RECENT_STEPS = 1000
+"""Steps whose figures are kept, of some 200 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class StatisticsRecorder:
     """Collects a step's figures once the step is decided."""
 
     def __init__(self) -> None:
-        self._latest: StepStatistics | None = None
+        self._recent: collections.deque[StepStatistics] = collections.deque(maxlen=RECENT_STEPS)
         self._last_time = time.perf_counter()
 
     def record(
@@ -68,7 +72,7 @@ class StatisticsRecorder:
         update = worker.kernel_ns / 1e9
         exposed = pipeline.exposure.take()
         hidden = 1.0 if update <= 0.0 else min(1.0, max(0.0, 1.0 - exposed / update))
-        self._latest = StepStatistics(
+        latest = StepStatistics(
             step=step,
             gpu_fraction=gpu_fraction,
             step_seconds=now - self._last_time,
@@ -84,6 +88,7 @@ class StatisticsRecorder:
             to_host_bytes_per_second=_rate(worker.to_host_bytes, worker.to_host_ns),
             to_device_bytes_per_second=_rate(worker.to_device_bytes, worker.to_device_ns),
         )
+        self._recent.append(latest)
         self._last_time = now
         return worker
 
@@ -93,9 +98,13 @@ class StatisticsRecorder:
         Raises:
             HyTrainError: no step has been made.
         """
-        if self._latest is None:
+        if not self._recent:
             raise HyTrainError("there are no statistics before the first engine.step()")
-        return self._latest
+        return self._recent[-1]
+
+    def recent(self) -> list[StepStatistics]:
+        """Of the last steps, oldest first."""
+        return list(self._recent)
 
 
 def _rate(num_bytes: int, nanoseconds: int) -> float | None:

@@ -138,7 +138,8 @@ class Step:
         style: of a micro-batch: "plain", "retain" (its graph), "past" (loss.backward()), "module"
             (engine.module(...) and loss.backward()); "two" (two forwards, then two backwards),
             "sum" (two forwards, one backward), "no_sync" (two, the first under it), "no_sync_last"
-            (the last), "penalty" (of the input's gradient), "dropped" (two forwards, the backward of the last).
+            (the last), "penalty" (of the input's gradient), "dropped" (two forwards, the backward
+            of the last).
         forwards: of the styles "two" and "sum".
         idle: ranks that make no backward.
         poison: (rank, micro-batch, value) of an element of a gradient.

@@ -181,7 +181,14 @@ def test_everything_is_drawn() -> None:
     assert {case.build.stage for case in drawn} == {1, 2, 3}
     assert {case.mode for case in drawn} == {"hand", "train_batch"}
     steps = [step for case in drawn for step in case.steps]
-    assert {step.style for step in steps} == {*SINGLE, "two", "sum", "no_sync", "no_sync_last", "dropped"}
+    assert {step.style for step in steps} == {
+        *SINGLE,
+        "two",
+        "sum",
+        "no_sync",
+        "no_sync_last",
+        "dropped",
+    }
     assert any(case.then is not None for case in drawn)
     assert any(event.build.zero_init for step in steps for event in step.after if event.build)
     assert {fault[0] for step in steps if (fault := step.fault)} == {"forward", "backward"}

@@ -1,0 +1,126 @@
+"""What rank 0 prints of a run: a line at its start, one when k has settled, one at its end."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.optimizer.statistics import StepStatistics
+from hytrain.placement.records import Decision
+from hytrain.version import __version__
+
+_WARMUP_STEPS = 3
+"""At a run's start, not in its summary: allocators, calibration and threads begin in them."""
+_QUIET_STEPS = 8
+"""Without a decision, until k counts as settled: the first one is often followed by another."""
+
+logger = logging.getLogger("hytrain.run")
+
+
+class RunReport:
+    """One engine's lines, by the logger "hytrain.run"."""
+
+    def __init__(self, engine: Any, optimizer: HyTrainZeroOptimizer) -> None:
+        self._optimizer = optimizer
+        self._has_settled = False
+        _show_by_default()
+        logger.info("%s", _start(engine, optimizer))
+
+    def after_step(self, step: int) -> None:
+        """Prints k and why, once the solver has settled; ``step``: how many have been made."""
+        placement = self._optimizer.placement
+        controller, last = placement.controller, placement.decisions[-1]
+        if self._has_settled or last.costs is None or not controller.is_settled:
+            return
+        if step < last.step + _QUIET_STEPS:
+            return
+        self._has_settled = True
+        if controller.solves:
+            logger.info(
+                "hytrain: k = %s after step %d: %s", _share(last), last.step, _because(last.reason)
+            )
+
+    def close(self) -> None:
+        """Prints the summary, where steps were made."""
+        recent = self._optimizer.statistics.recent()
+        steps = recent[_WARMUP_STEPS:] or recent
+        if steps:
+            logger.info("%s", _summary(steps, self._optimizer.placement.decisions[-1]))
+
+
+def _show_by_default() -> None:
+    """Lines appear although logging shows no information by default, unless the script set a level
+    for "hytrain" or "hytrain.run"; in the script's handlers where it has some."""
+    if logger.level == logging.NOTSET and logging.getLogger("hytrain").level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+
+
+def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
+    layers, first = optimizer.weights.layers, optimizer.placement.decisions[0]
+    parameters = sum(slot.numel for layer in layers for slot in layer.slots)
+    ranks = int(engine.world_size)
+    share = "" if ranks == 1 else f"; rank 0 of {ranks} has"
+    state = [layer.state_bytes for layer in first.layer_bytes]
+    on_gpu, on_host = sum(state[: first.gpu_layers_target]), sum(state[first.gpu_layers_target :])
+    k = "solved from the first steps on" if optimizer.placement.controller.solves else "fixed"
+    peak = optimizer.placement.memory_peaks()["step"]
+    planned = f"{_size(peak.resident)} of host memory"
+    if peak.gpu is not None:
+        planned += f" and, besides activations, {_size(peak.gpu)} of the GPU's"
+    return (
+        f"hytrain {__version__}: {_count(parameters)} trained parameters in {len(layers)} layers, "
+        f"ZeRO-{int(engine.zero_optimization_stage())}{share or ';'} Adam state "
+        f"({first.layer_bytes[0].moments} moments): {_size(on_host)} in host memory, "
+        f"{_size(on_gpu)} on the GPU; k = {_share(first)}, {k}; planned: at most {planned}"
+    )
+
+
+def _summary(steps: list[StepStatistics], last: Decision) -> str:
+    def median(value: Callable[[StepStatistics], float]) -> float:
+        return statistics.median(value(step) for step in steps)
+
+    update = sum(step.update_seconds for step in steps)
+    exposed = sum(step.exposed_seconds for step in steps)
+    text = (
+        f"hytrain: {steps[-1].step} steps; the last {len(steps)}: "
+        f"{1e3 * median(lambda step: step.step_seconds):.1f} ms a step (median), k = {_share(last)}"
+    )
+    if update <= 0.0:
+        return text + ", nothing updated on the CPU"
+    hidden = min(1.0, max(0.0, 1.0 - exposed / update))
+    return text + (
+        f"; CPU updates of {1e3 * median(lambda step: step.update_seconds):.1f} ms, "
+        f"{hidden:.0%} of it beside other work, "
+        f"{1e3 * median(lambda step: step.exposed_seconds):.1f} ms waited for"
+    )
+
+
+def _share(decision: Decision) -> str:
+    layers = decision.gpu_layers_target
+    return f"{layers / decision.num_layers:.2f} ({layers} of {decision.num_layers} layers)"
+
+
+def _because(reason: str) -> str:
+    # How many layers it is and what is predicted follows the reason's first clause.
+    return reason.split("; ")[0]
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes / 2**10:.0f} KiB"
+
+
+def _count(number: int) -> str:
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= unit:
+            return f"{number / unit:.2f} {name}"
+    return str(number)

@@ -1,0 +1,125 @@
+"""What a run says of itself: lines on rank 0, the file of "hytrain.metrics", the last steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import built, make_config
+from torch import nn
+
+from hytrain.engine.run_report import logger
+from hytrain.errors import ConfigError
+from hytrain.tools import cli
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def _engine(gpu_fraction: float | str = "solve", **section: Any) -> Iterator[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    section["gpu_fraction"] = gpu_fraction
+    with built(model, make_config(bf16=False, hytrain=section)) as engine:
+        yield engine
+
+
+def _steps(engine: Any, number: int) -> None:
+    for _ in range(number):
+        loss = engine(torch.randn(4, 32)).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+
+
+def test_lines_at_the_start_when_k_has_settled_and_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="hytrain.run"), _engine() as engine:
+        _steps(engine, 60)
+    texts = [record.getMessage() for record in caplog.records if record.name == "hytrain.run"]
+    assert "4224 trained parameters in 4 layers, ZeRO-2" in texts[0]
+    assert "k = 0.00 (0 of 4 layers), solved" in texts[0]
+    assert texts[-1].startswith("hytrain: 60 steps; the last 57: ")
+    assert all(text.startswith("hytrain: k = ") for text in texts[1:-1])
+    assert len(texts) <= 3
+
+
+def test_a_fixed_k_is_not_said_to_have_settled(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hytrain.run"), _engine(0.5) as engine:
+        _steps(engine, 20)
+    start, end = (r.getMessage() for r in caplog.records if r.name == "hytrain.run")
+    assert "k = 0.50 (2 of 4 layers), fixed" in start
+    assert "k = 0.50 (2 of 4 layers)" in end
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_script_shows_them_unless_it_sets_a_level(quiet: bool) -> None:
+    text = (
+        "import logging\nfrom hytrain.engine import run_report\n"
+        + ("logging.getLogger('hytrain').setLevel(logging.WARNING)\n" if quiet else "")
+        + "run_report._show_by_default()\nrun_report.logger.info('seen')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert run.stderr.count("seen") == (0 if quiet else 1)
+    assert logger.name == "hytrain.run"
+
+
+def test_metrics_are_what_explain_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "runs" / "metrics.jsonl"
+    with _engine(metrics=str(path)) as engine:
+        _steps(engine, 12)
+        seconds = [each.step_seconds for each in engine.recent_steps()]
+    lines = _lines(path)
+    steps = [line for line in lines if "step_s" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert [line["step_s"] for line in steps] == seconds
+    assert {"k", "update_s", "exposed_s", "hidden_share", "host_memory_gib"} <= set(steps[0])
+    assert lines[0]["placement"]["gpu_layers_target"] == 0, "the first decision"
+    assert cli.main(["explain", str(path)]) == 0
+    assert "Decisions" in capsys.readouterr().out
+
+
+def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with _engine(metrics=str(path)) as engine:
+        _steps(engine, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+        _steps(engine, 1)
+    with path.open("a") as file:
+        file.write('{"half a line')
+    with _engine(metrics=str(path)) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        _steps(engine, 2)
+    steps = [line["step"] for line in _lines(path) if "step_s" in line]
+    assert steps == [1, 2, 3, 3, 4]
+    assert cli.main(["explain", str(path)]) == 0
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    unwritable = _engine(metrics=str(tmp_path / "file" / "metrics.jsonl"))
+    with pytest.raises(ConfigError, match=r'"hytrain.metrics" is .* cannot be written'), unwritable:
+        pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_file_and_not_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with _engine(metrics=str(tmp_path / "metrics.jsonl")) as engine:
+        _steps(engine, 3)
+        assert engine.global_steps == 3
+    assert sum("no more metrics" in record.getMessage() for record in caplog.records) == 1
