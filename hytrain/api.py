@@ -41,6 +41,7 @@ from hytrain.engine.trainer_reuse import TrainerReuse
 from hytrain.engine.training_plan import adopt_plan
 from hytrain.engine.unsupported import refuse_unsupported, refuse_unsupported_model
 from hytrain.errors import ConfigError
+from hytrain.hardware.compile_locks import find_locks
 from hytrain.model.discovery import find_layers
 from hytrain.model.partition import partition
 from hytrain.optimizer.hyper import check_optimizer
@@ -93,6 +94,14 @@ def initialize(
         UnsupportedError: the configuration asks for what hytrain does not do.
     """
     avoid_cpu_communication_build()
+    for lock in find_locks():
+        if lock.is_stale:
+            logger.warning(
+                "%s is %.0f minutes old: a start of DeepSpeed that compiles the extension there "
+                "waits for it for ever; delete it unless another process compiles right now",
+                lock.path,
+                lock.seconds / 60,
+            )
     keywords: dict[str, Any] = {
         "args": args, "model": model, "optimizer": optimizer,
         "model_parameters": model_parameters, "training_data": training_data,
@@ -115,11 +124,14 @@ def initialize(
     if deepspeed.initialize is initialize:
         _trainers.install()  # it was imported after register()
     if optimizer is None and not _names_optimizer(loaded):
+        reason = "no optimizer was given"
         if isinstance(model, torch.nn.Module) and model in _evaluated:
             _evaluated.discard(model)
             loaded = _for_evaluation(loaded)
-        keywords["config"], keywords["config_params"] = _without_training(loaded, section), None
-        tell_of_plain_engine("no optimizer was given")
+            reason = "the Trainer evaluates before it trains"
+        keywords["config"] = _without_training(loaded, section, reason)
+        keywords["config_params"] = None
+        tell_of_plain_engine(reason)
         untrained = _deepspeed_initialize(**keywords)
         if isinstance(model, torch.nn.Module):
             _untrained[model] = weakref.ref(untrained[0])
@@ -212,8 +224,10 @@ def _stage(config: Mapping[str, Any]) -> Any:
     return zero.get("stage", 0) if isinstance(zero, Mapping) else 0
 
 
-def _without_training(config: Mapping[str, Any], section: HyTrainConfig) -> dict[str, Any]:
-    """The configuration for an engine of DeepSpeed's own, which has no optimizer.
+def _without_training(
+    config: Mapping[str, Any], section: HyTrainConfig, reason: str
+) -> dict[str, Any]:
+    """The configuration for an engine of DeepSpeed's own, which has no optimizer, for a reason.
 
     Raises:
         ConfigError: DeepSpeed has no such engine in this ZeRO stage.
@@ -227,9 +241,10 @@ def _without_training(config: Mapping[str, Any], section: HyTrainConfig) -> dict
         )
     if os.environ.get("RANK", "0") == "0":
         logger.warning(
-            "no optimizer was given: this is an engine of plain DeepSpeed, for a model that is not "
-            'trained (ZeRO stage %s), and "hytrain" is not used. To train, add an "optimizer" '
-            "section to the configuration or pass optimizer=torch.optim.AdamW(...)",
+            "%s: this is an engine of plain DeepSpeed, for a model that is not trained (ZeRO stage "
+            '%s), and "hytrain" is not used. To train, call train(); in a loop of your own, add an '
+            '"optimizer" section to the configuration or pass optimizer=torch.optim.AdamW(...)',
+            reason,
             stage,
         )
     if section.plan is None and section.batch_sizes is None:

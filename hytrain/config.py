@@ -370,6 +370,8 @@ def _explain(error: ValidationError) -> str:
             lines.append(f"  {key}: unknown key; {_suggest(item['loc'])}")
         else:
             message = _OF_JSON.get(item["type"], item["msg"].removeprefix("Value error, "))
+            if item["type"] == "literal_error":
+                message = "must be " + str(item.get("ctx", {}).get("expected")).replace("'", '"')
             lines.append(f"  {key} = {item['input']!r}: {message}")
     return "\n".join(lines)
 

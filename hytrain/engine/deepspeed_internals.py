@@ -203,6 +203,13 @@ def read_fp32_weights_by(function: Callable[[str, bool], dict[str, torch.Tensor]
     setattr(zero_to_fp32, fp32_weights_of_deepspeed.__name__, function)
 
 
+_NO_LAUNCHER = (
+    "the script was started without a launcher, which says who is which rank: start it with "
+    "`deepspeed SCRIPT ...` or `torchrun --nproc_per_node GPUS SCRIPT ...`; a single process can "
+    "do without one: set RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
+)
+
+
 def join_ranks(
     args: Any, *, distributed_port: int | None, dist_init_required: bool | None
 ) -> torch.device:
@@ -210,13 +217,21 @@ def join_ranks(
 
     Returns:
         This rank's device, made torch's current one.
+
+    Raises:
+        ConfigError: the process was started by no launcher.
     """
     accelerator: Any = get_accelerator()
     if not torch.distributed.is_initialized():
         keywords: dict[str, Any] = {"dist_init_required": dist_init_required}
         if distributed_port is not None:
             keywords["distributed_port"] = distributed_port
-        deepspeed.init_distributed(accelerator.communication_backend_name(), **keywords)
+        try:
+            deepspeed.init_distributed(accelerator.communication_backend_name(), **keywords)
+        except ModuleNotFoundError as error:
+            if error.name != "mpi4py":
+                raise
+            raise ConfigError(_NO_LAUNCHER) from None
     local = getattr(args, "local_rank", None)
     if not isinstance(local, int) or local < 0:
         local = int(os.environ.get("LOCAL_RANK", "0"))

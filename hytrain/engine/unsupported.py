@@ -126,8 +126,9 @@ def _refuse_zero(config: Mapping[str, Any]) -> None:
         )
     device = _get(config, "zero_optimization.offload_optimizer.device")
     if device != "cpu":
+        seen = "is missing" if device is None else f"is {device!r}"
         raise UnsupportedError(
-            f'"zero_optimization.offload_optimizer.device" is {device!r}: hytrain keeps the '
+            f'"zero_optimization.offload_optimizer.device" {seen}: hytrain keeps the '
             'optimizer state in host memory; set it to "cpu" (gpu_fraction decides how much of it '
             "stays on the GPU)"
         )

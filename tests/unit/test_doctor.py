@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hytrain.formats.text_table import WIDTH
+from hytrain.hardware.compile_locks import find_locks
 from hytrain.hardware.host_tree import HostTree, NumaNode, ProcessLimits, parse_list
 from hytrain.tools import cli
 from hytrain.tools.doctor.findings import (
@@ -17,6 +19,7 @@ from hytrain.tools.doctor.findings import (
     NumaFacts,
     Rates,
     core_findings,
+    lock_findings,
     memory_findings,
     numa_findings,
     rate_findings,
@@ -192,3 +195,16 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert list(tmp_path.iterdir()) == []
     assert cli.main(["doctor", "--folder", str(tmp_path / "none"), "--elements", "1000"]) == 2
     assert "--folder" in capsys.readouterr().err
+
+
+def test_a_lock_that_was_left_in_torchs_cache(tmp_path: Path) -> None:
+    assert [each.verdict for each in lock_findings(find_locks(tmp_path))] == ["good"]
+    old, new = tmp_path / "py311_cpu" / "shm" / "lock", tmp_path / "adam" / "lock"
+    for path in (old, new):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    os.utime(old, (1e9, 1e9))
+    bad, note = lock_findings(find_locks(tmp_path))
+    assert (bad.verdict, note.verdict) == ("bad", "note")
+    assert str(old) in bad.seen
+    assert "delete it" in bad.advice

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hytrain.formats.moment_kinds import FP32, MOMENTS, state_bytes_each
+from hytrain.hardware.compile_locks import CompileLock
 from hytrain.hardware.host_tree import HostTree, ProcessLimits
 
 Verdict = Literal["good", "note", "bad"]
@@ -57,6 +58,19 @@ def version_findings(versions: Mapping[str, str | None], isa: str) -> Iterator[F
         yield Finding("instruction set", isa, "note", advice + "are several times slower")
     else:
         yield Finding("instruction set", isa, "good")
+
+
+def lock_findings(locks: Sequence[CompileLock]) -> Iterator[Finding]:
+    """Locks in torch's extension cache: a start waits for them, and says nothing."""
+    for lock in locks:
+        seen = f"{lock.path}, {lock.seconds / 60:.0f} minutes old"
+        if lock.is_stale:
+            advice = "its owner was killed: delete it, or starts that compile wait for ever"
+            yield Finding("compile lock", seen, "bad", advice)
+        else:
+            yield Finding("compile lock", seen, "note", "starts wait while another one compiles")
+    if not locks:
+        yield Finding("compile lock", "none", "good")
 
 
 def core_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterator[Finding]:

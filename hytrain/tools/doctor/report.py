@@ -7,11 +7,13 @@ from pathlib import Path
 
 from hytrain import _C
 from hytrain.formats.text_table import align
+from hytrain.hardware.compile_locks import find_locks
 from hytrain.hardware.host_tree import HostTree, ProcessLimits
 from hytrain.hardware.machine import package_version
 from hytrain.tools.doctor.findings import (
     Finding,
     core_findings,
+    lock_findings,
     memory_findings,
     numa_findings,
     rate_findings,
@@ -39,6 +41,7 @@ def examine(folder: Path, ranks: int, elements: int | None) -> list[Finding]:
     rates = measure_rates(folder, max(1, len(limits.usable_cores) // ranks), elements)
     return [
         *version_findings(versions, _C.active_isa()),
+        *lock_findings(find_locks()),
         *core_findings(tree, limits, ranks),
         *numa_findings(tree, limits, numa_facts(tree, limits.usable_cores)),
         *memory_findings(tree, limits, ranks),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,7 @@ SECTIONS: list[tuple[Any, str]] = [
     ({"solver": {"metod": "pipeline"}}, r'solver\.metod: unknown key; did you mean "method"'),
     ({"solver": {"method": "closed-form"}}, r"hytrain\.solver\.method = 'closed-form'"),
     ({"solver": 3}, r"hytrain\.solver"),
+    ({"moments": "int8"}, r"moments = 'int8': must be \"fp32\", \"bf16\" or \"8bit\""),
     ({"gpu_fraction": 1.01}, r"hytrain\.gpu_fraction = 1\.01: must be a number in \[0, 1\]"),
     ({"gpu_fraction": -0.1}, r"hytrain\.gpu_fraction = -0\.1: must be a number in \[0, 1\]"),
     ({"gpu_fraction": float("nan")}, r"hytrain\.gpu_fraction = nan"),
@@ -268,7 +273,7 @@ def test_two_precisions() -> None:
 
 def test_no_offload_section() -> None:
     config = make_config(zero_optimization={"stage": 2})
-    refused(config, r'"zero_optimization\.offload_optimizer\.device" is None', UnsupportedError)
+    refused(config, r'"zero_optimization\.offload_optimizer\.device" is missing', UnsupportedError)
 
 
 def test_no_optimizer() -> None:
@@ -338,3 +343,22 @@ def test_models_built_for_zero_3() -> None:
         model = Mlp()
     with pytest.raises(UnsupportedError, match=r"partitioned under deepspeed\.zero\.Init"):
         hytrain.initialize(model=model, config=make_config())
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is not None, reason="with mpi4py DeepSpeed asks MPI"
+)
+def test_a_script_without_a_launcher_is_told_how_to_start_it() -> None:
+    text = (
+        "import hytrain, torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "hytrain.initialize(\n"
+        f"    model=model, model_parameters=model.parameters(), config={make_config()!r}\n"
+        ")\n"
+    )
+    outside = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    run = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, env=outside, check=False
+    )
+    assert "ConfigError: the script was started without a launcher" in run.stderr
+    assert "torchrun --nproc_per_node" in run.stderr
