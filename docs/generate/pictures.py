@@ -1,6 +1,7 @@
 """Draws the pictures of docs/pictures: python docs/generate/pictures.py
 
-They have a light ground of their own, so that they can be read in light and in dark pages.
+They have a light ground of their own, so that they can be read in light and in dark pages; the
+chart of step times, which is the first thing that people see, has one of each.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ INK, PALE = "#333333", "#666666"
 class Picture:
     """Boxes, lines and words, in pixels."""
 
-    def __init__(self, width: int, height: int) -> None:
-        self._size = width, height
+    def __init__(self, width: int, height: int, ground: str = "#ffffff") -> None:
+        self._size, self._ground = (width, height), ground
         self._parts: list[str] = []
 
     def box(
@@ -75,7 +76,7 @@ class Picture:
             'font-family="sans-serif">\n'
             '<defs><marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
             'markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="#777777"/></marker>'
-            f'</defs>\n<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>\n'
+            f'</defs>\n<rect width="{width}" height="{height}" rx="6" fill="{self._ground}"/>\n'
         )
         text = head + "\n".join(self._parts) + "\n</svg>\n"
         (FOLDER / name).write_text(text, encoding="utf-8")
@@ -256,8 +257,30 @@ def life_of_a_gradient() -> None:
     picture.write("gradient.svg")
 
 
+def step_times(*, dark: bool) -> None:
+    """Part A of experiments/offload_step, 2026-11-21: README.md has the same figures."""
+    ink, pale, ground = ("#e6edf3", "#9198a1", "#0d1117") if dark else (INK, PALE, "#ffffff")
+    picture = Picture(860, 232, ground)
+    rows = (
+        ("forward and backward alone", 0.323, "the limit", "#8c959f"),
+        ("hytrain", 0.345, "1.07 x", BACK),
+        ("FSDP2, CPU offload (no clipping)", 1.226, "3.8 x", FORWARD),
+        ("DeepSpeed ZeRO-2 offload", 1.381, "4.3 x", FORWARD),
+    )
+    for number, (name, seconds, times, fill) in enumerate(rows):
+        y = 16 + 46 * number
+        picture.words(16, y + 21, name, ink=ink, size=14)
+        picture.box(260, y, 340 * seconds, 32, fill, edge=ground)
+        picture.words(268 + 340 * seconds, y + 21, f"{seconds:.3f} s, {times}", ink=ink, size=14)
+    note = "a step of 2.9 B parameters, 8 x 1024 tokens, bf16, one H200; shorter is better"
+    picture.words(16, 218, note, ink=pale)
+    picture.write("step_times_dark.svg" if dark else "step_times_light.svg")
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
+    step_times(dark=False)
+    step_times(dark=True)
     preview_and_commit()
     share_on_gpu()
     layer_major()

@@ -1,0 +1,97 @@
+"""Each file of examples/ trains a tiny model on this machine; the loss falls."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ports import free_port
+
+transformers: Any = pytest.importorskip("transformers", reason="the examples are of transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+TEXT = "the quick brown fox jumps over the lazy dog . " * 60
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a dense model and a mixture of experts, each with a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("models")
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(TEXT.split())}, unk_token="."))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    shape = {
+        "vocab_size": 1 + max(words.get_vocab().values()), "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    for name, config in (
+        ("dense", transformers.LlamaConfig(**shape)),
+        ("mixture", transformers.Qwen3MoeConfig(**shape, **experts, head_dim=16)),
+    ):
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token=".")
+        tokenizer.save_pretrained(folder / name)
+    (folder / "text").write_text(TEXT)
+    return folder
+
+
+def _run(command: list[str], folder: Path, **more: str) -> str:
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, **rank, "MASTER_PORT": str(free_port()), **more}
+    environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    run = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "hytrain 0" in run.stderr, "the line at the start"
+    return run.stdout + run.stderr
+
+
+def _needs(module: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(module) is None
+    return pytest.mark.skipif(missing, reason=f"{module} is not installed")
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("plain_loop", "dense"),
+        pytest.param("trainer", "dense", marks=pytest.mark.experiment),
+        pytest.param("accelerate_loop", "dense", marks=pytest.mark.experiment),
+        pytest.param("mixture", "mixture", marks=pytest.mark.experiment),
+        pytest.param("lora", "dense", marks=[pytest.mark.experiment, _needs("peft")]),
+    ],
+)
+def test_a_script(name: str, model: str, models: Path, tmp_path: Path) -> None:
+    options = ["--text", str(models / "text"), "--length", "16", "--steps", "20"]
+    script = str(EXAMPLES / f"{name}.py")
+    text = _run([script, "--model", str(models / model), *options], tmp_path)
+    losses = [float(found) for found in re.findall(r"loss'?:? '?([0-9.]+)", text)]
+    assert len(losses) >= 4
+    assert losses[0] > 0
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert sum("step_s" in json.loads(line) for line in lines) == 20
+
+
+@pytest.mark.experiment
+def test_the_notebook(models: Path, tmp_path: Path) -> None:
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "cells.py").write_text(code)
+    assert "loss " in _run([str(tmp_path / "cells.py")], tmp_path, MODEL=str(models / "dense"))
+
+
+def test_all_are_tested_and_listed() -> None:
+    listed = set(re.findall(r"^\| \[(\S+)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
+    assert listed == {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
