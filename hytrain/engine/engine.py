@@ -385,7 +385,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 "set_train_batch_size with unequal batches: build the engine anew with other "
                 '"hytrain.batch_sizes", or another plan'
             )
-        if self.micro_steps % steps or not passes.is_between_steps:
+        if self.micro_steps % steps or passes.open_step.has_gradients:
             raise ConfigError(
                 "set_train_batch_size within a step: its first micro-batches were divided by the "
                 f"old number ({steps}); call it after the step() that ends one"

@@ -150,7 +150,7 @@ class TraceSession:
         self.is_finished = True
         if self.is_recording:
             self.end_steps()
-        if self._optimizer.passes.is_between_steps:
+        if not self._optimizer.passes.open_step.has_gradients:
             # step() returns before the worker has made its updates: without this wait a trace that
             # is written at once would lack them. Where a further step has begun, its forward has
             # waited for them, and what it has sent since may wait for a rank that has failed.

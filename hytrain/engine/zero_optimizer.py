@@ -316,7 +316,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             ConfigError: a step is under way, or the number is not in [0, 1] or does not fit.
         """
         self.passes.check_open()
-        if self._is_under_way:
+        if self.passes.open_step.begun:
             raise ConfigError("layers are re-placed between steps only: call this after step()")
         self.placement.set_gpu_fraction(value)
 
@@ -327,7 +327,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             What was done and what can be done, for people.
         """
         return self.placement.free_gpu_memory(
-            may_move=not self._is_under_way,
+            may_move=not self.passes.open_step.begun,
             where="forward",
             again="this micro-batch's forward, or all of engine.train_batch",
         )
@@ -340,14 +340,10 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         if self.collectives.world_size == 1 and not self.pipeline.is_partly_committed:
             self.passes.clean_up_aborted()
         return self.placement.free_gpu_memory(
-            may_move=not self._is_under_way,
+            may_move=not self.passes.open_step.begun,
             where="backward",
             again="the step from the forward of its first micro-batch",
         )
-
-    @property
-    def _is_under_way(self) -> bool:
-        return self.passes.open_step.begun or any(state.update.sent for state in self.layer_states)
 
     # -- parameter groups and state --------------------------------------------------------------
 

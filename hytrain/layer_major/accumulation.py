@@ -90,7 +90,7 @@ class LayerMajor:
             MicroBatchRandomness(len(share.batches), share.device) as randomness,
         ):
             # Gradients that the user has left for this step are its first ones.
-            if not by_layer or not self._passes.is_between_steps:
+            if not by_layer or self._passes.open_step.has_gradients:
                 return micro_batch_major(self._engine, self._passes, share, randomness)
             validation: Validation | None = None
             if self._layers.is_first:

@@ -177,14 +177,6 @@ class GradientCollector:
         """Whether the next backward of this kind may consume layers that it must take back."""
         return self._can_withdraw and not self.knows(by_layer=by_layer)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no gradient is kept for the next step."""
-        return not any(
-            layer.unreduced_grad is not None or layer.reduced_shard is not None
-            for layer in self.layers
-        )
-
     def scale(self, unreduced: float, reduced: float) -> None:
         """Multiplies what is kept for the next step: this rank's own, and what was reduced."""
         for layer in self.layers:

@@ -110,7 +110,7 @@ class PassTracker:
         """
         self.clean_up_aborted()
         self.open_step.begin_batch()
-        if not self.is_between_steps and self.settings.unscale != 1.0:
+        if self.open_step.has_gradients and self.settings.unscale != 1.0:
             self.end_micro_batch()
             self.reducer.withdraw_all()
             reduced = 1.0 if self.settings.divide_first else self.settings.unscale
@@ -365,13 +365,7 @@ class PassTracker:
             if self.trace is not None and not self.is_in_graph:
                 self.trace.end_forward()
 
-    # -- between steps, and beside other ranks' passes ------------------------------------------
-
-    @property
-    def is_between_steps(self) -> bool:
-        """Nothing is kept for the next step, and none is under way."""
-        idle = not self.open_step.is_open and not any(s.update.sent for s in self.pipeline.layers)
-        return idle and self.collector.is_empty
+    # -- beside other ranks' passes, and after what has failed ----------------------------------
 
     def join_micro_batch(self) -> None:
         """Takes part in the gathers of a micro-batch that other ranks have and this one has not."""

@@ -76,7 +76,9 @@ class StepState:
         self._resumed = StepPhase.IDLE  # after INPUTS
         self.backward = Backward()
         self.begun = False
-        """The hyper-parameters of this step's updates have been read: updates may begin."""
+        """The hyper-parameters of this step's updates have been read: some may have begun.
+
+        Not so between the micro-batches of a step, where there are gradients and no updates."""
         self.sums_over_ranks = False
         """A mode: gradients are summed over ranks, not averaged; losses are weighted."""
         self.by_layer = False
@@ -104,7 +106,8 @@ class StepState:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a backward has begun since the last step, and what it left was not discarded."""
+        """Whether a step is under way: a backward has begun since the last one, and what it left
+        was not discarded."""
         phase = self._resumed if self.phase is StepPhase.INPUTS else self.phase
         return phase not in _NEW
 
