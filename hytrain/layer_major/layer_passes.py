@@ -27,8 +27,7 @@ class LayerPasses:
         """Several forwards begin, which go through the layers together."""
         self._passes.begin_forward()
         self._passes.open_step.enter_layers()
-        if self._passes.weights.active is not None:
-            self._passes.weights.active.begin("layers")
+        self._passes.weights.begin("layers")
 
     def turn_back(self, micro_batches: int) -> None:
         """The micro-batches have passed the last block: their backward begins, as one."""

@@ -106,14 +106,12 @@ class UpdatePipeline:
         return self.streams.on_communication()
 
     def reduce(self, layer: LayerState, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a layer's gradient, summed over the ranks; within :meth:`reducing`.
+        """This rank's shard of a layer's gradient, summed over several ranks; within :meth:`reducing`.
 
         Args:
             layer: the layer.
             flat: the whole layer's local gradient; its memory is released when possible.
         """
-        if self._collectives.world_size == 1:
-            return flat
         shard = self.streams.empty_on_communication(layer.sizes[self._collectives.rank], flat.dtype)
         self._collectives.reduce_scatter(flat, layer.sizes, shard, layer.name)
         # The caller drops it: backward must not write its next gradients there before it is read.
@@ -243,11 +241,16 @@ class UpdatePipeline:
         for layer in self.layers:
             layer.update.end_step(layer.placement)
             if not skipped:
-                # A sharded layer is gathered anew for every use.
-                layer.update.make_gather_due(is_due=not layer.storage.is_sharded)
-                layer.storage.mark_overwritten()
+                self.weights_changed(layer)
         self.is_torn = False
         self.cpu.end_step()
+
+    def weights_changed(self, layer: LayerState) -> None:
+        """This rank's shard is the newest; others may be missing: all ranks gather the layer."""
+        # A sharded layer is gathered anew for every use.
+        is_due = self._collectives.world_size > 1 and not layer.storage.is_sharded
+        layer.update.make_gather_due(is_due=is_due)
+        layer.storage.mark_overwritten()
 
     # -- withdraw ------------------------------------------------------------------------------
 
@@ -326,7 +329,7 @@ class UpdatePipeline:
         if layer.update.waited:
             return
         wait = self._wait if self.trace is None else self._wait_traced
-        if layer.update.gather_due and self._collectives.world_size > 1:
+        if layer.update.gather_due:
             # All ranks gather in forward order, whichever layer this rank's forward uses first.
             for earlier in self.layers[: layer.index]:
                 if earlier.update.gather_due:
@@ -338,7 +341,7 @@ class UpdatePipeline:
         what = "the weights that the CPU updates"
         if layer.update.updated_by == "gpu":
             what = "the update on the GPU"
-        if layer.update.gather_due and self._collectives.world_size > 1:
+        if layer.update.gather_due:
             what += ", and the other ranks' shards"
         with self.trace.waiting(layer.index, what):
             self._wait(layer)
@@ -351,9 +354,9 @@ class UpdatePipeline:
                 self.cpu.wait_weights(layer, by_compute=not layer.storage.is_sharded)
         elif not layer.storage.is_sharded:
             self.streams.compute_waits(layer.update.ready)
-        if layer.update.gather_due and self._collectives.world_size > 1:
+        if layer.update.gather_due:
             self._gather(layer)
-        layer.update.end_gather()
+            layer.update.end_gather()
         layer.update.wait()
         if self.cpu.unfetched:
             self.cpu.release_fetched()

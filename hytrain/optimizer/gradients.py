@@ -49,8 +49,8 @@ So in models up to some 5 B, which one GPU of 80 GB can update: there short batc
 launches. In larger layers those cost little, and gradients that wait are twice in memory."""
 
 
-class GradientSink(Protocol):
-    """Who takes layers' gradients: :class:`~hytrain.optimizer.reduction.GradientReducer`."""
+class Reducer(Protocol):
+    """Who takes layers' final gradients: :class:`~hytrain.optimizer.reduction.GradientReducer`."""
 
     def consume(self, gradient: LayerGradient) -> None: ...
     def consume_part(self, gradient: LayerGradient) -> None: ...
@@ -81,7 +81,7 @@ class _Arrivals:
 class GradientCollector:
     """Hooks on every trained parameter; calls back once a layer's gradient is final.
 
-    The sink is called in one order on all ranks, each layer once a backward; without
+    The reducer is called in one order on all ranks, each layer once a backward; without
     ``collectives`` there is one. Where ``direct``, updates are committed as gradients come, and
     cannot be withdrawn. ``begin_backward`` is called at the first gradient of a backward that was
     not announced.
@@ -92,7 +92,7 @@ class GradientCollector:
         gradients: list[LayerGradient],
         device: torch.device,
         step: StepState,
-        sink: GradientSink,
+        reducer: Reducer,
         begin_backward: Callable[[], None],
         *,
         collectives: ShardCollectives | None,
@@ -100,7 +100,7 @@ class GradientCollector:
     ) -> None:
         self.layers = gradients
         self._step = step
-        self._sink = sink
+        self._reducer = reducer
         self._begin_backward = begin_backward
         self._collectives = collectives
         # With other ranks, all of them learn at the same time.
@@ -385,7 +385,7 @@ class GradientCollector:
 
     def _withdraw(self, layer: LayerGradient) -> None:
         """The layer was taken for complete, and it was not: it waits for the end of backward."""
-        self._sink.withdraw_gradient(layer)
+        self._reducer.withdraw_gradient(layer)
         layer.grad_complete = False
         layer.grad_reduced = False
         layer.remaining = -1
@@ -466,7 +466,7 @@ class GradientCollector:
         backward = self._step.backward
         is_trial = backward.by_layer and self._direct
         is_early = self._step.in_backward and backward.reduces
-        return is_early and not is_trial and self._sink.lacks_room
+        return is_early and not is_trial and self._reducer.lacks_room
 
     def has_all(self, index: int) -> bool:
         """Whether each of a layer's parameters has got a gradient of this backward."""
@@ -486,12 +486,12 @@ class GradientCollector:
             return
         self._now.has_parts = True
         layer.fill(self.zeros)
-        self._sink.consume_part(layer)
+        self._reducer.consume_part(layer)
 
     def _close(self, layer: LayerGradient) -> None:
         layer.fill(self.zeros)
         layer.grad_reduced = True
-        self._sink.consume(layer)  # GradientReducer: reduces, then UpdatePipeline.send
+        self._reducer.consume(layer)  # GradientReducer: reduces, then UpdatePipeline.send
 
     def unused(self) -> list[str]:
         """Names of trained parameters that got no gradient in the last backward on this rank."""
@@ -544,7 +544,7 @@ class GradientCollector:
             layer = self.layers[index]
             if index in whole and not layer.grad_reduced:
                 layer.grad_reduced = True
-                self._sink.consume(layer)
+                self._reducer.consume(layer)
             elif not layer.grad_reduced:
                 self._close(layer)
         self.zeros.forget()

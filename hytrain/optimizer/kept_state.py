@@ -110,8 +110,7 @@ class KeptState:
         pipeline.overwrites += 1
         for layer in pipeline.layers:
             layer.update.overwrite()
-            layer.update.make_gather_due(is_due=not layer.storage.is_sharded)
-            layer.storage.mark_overwritten()
+            pipeline.weights_changed(layer)
         for weights in self.weights.layers:
             if weights.frozen is not None:
                 weights.frozen.storage.mark_overwritten()

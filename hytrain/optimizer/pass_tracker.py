@@ -173,8 +173,7 @@ class PassTracker:
         self.reducer.withdraw_all()
         self.pipeline.wait_all()
         self.open_step.begin_inputs()
-        if self.weights.active is not None:
-            self.weights.active.begin("inputs")
+        self.weights.begin("inputs")
 
     def notice_recomputation(self) -> None:
         """A forward within a backward that nothing has announced: checkpointing recomputes.
@@ -219,8 +218,8 @@ class PassTracker:
             self.collector.begin()
             if self.trace is not None:
                 self.trace.begin_backward(self.open_step.backward.micro_batches)
-            if self.weights.active is not None and not follows and by_layer is None:
-                self.weights.active.begin("backward")
+            if not follows and by_layer is None:
+                self.weights.begin("backward")
 
     def meet_in_backward(self) -> None:
         """The ranks say that they are about to reduce, where each backward does; a collective."""
@@ -254,8 +253,7 @@ class PassTracker:
         """The autograd engine has finished; more gradients belong to another backward."""
         with span("end_backward"):
             self.collector.take_left()
-            if self.weights.active is not None:
-                self.weights.active.end()  # in which other ranks may reduce layers still
+            self.weights.end()  # in which other ranks may reduce layers still
             self.collector.end_graph()
         self.scaling.end_backward()
         if self.trace is not None:
@@ -269,8 +267,7 @@ class PassTracker:
         """
         if self.open_step.for_inputs:
             self.open_step.end_inputs()
-            if self.weights.active is not None:
-                self.weights.active.end()
+            self.weights.end()
             return
         self.end_backward()
         # Where nothing has fired, more gradients of this micro-batch may come.
@@ -395,8 +392,7 @@ class PassTracker:
             return  # between two of the graphs that make one backward
         if step.phase is StepPhase.INPUTS and graph_task() == -1:
             step.end_inputs()
-            if self.weights.active is not None:
-                self.weights.active.give_up()
+            self.weights.give_up()
             self._marks.clear_backward_marks()
         is_open = step.phase is StepPhase.BACKWARD or self._marks.is_backward_marked
         if is_open and graph_task() == -1:

@@ -23,8 +23,8 @@ HOLD = 1 << 32
 """Added to a layer's number where ranks agree to hold it."""
 
 
-class Reducer(Protocol):
-    """Who holds the gradients that a backward's plan says when to reduce."""
+class PendingGradients(Protocol):
+    """A backward's gradients that are not reduced yet; its plan says when they are."""
 
     def close_if_final(self, index: int) -> bool:
         """Reduces a layer's gradient if all of it is there; whether it has been reduced."""
@@ -57,7 +57,7 @@ class GatherContext:
         trained: numbers of those with gradients.
         held: those that are there in the whole of every pass.
         unguarded: numbers of layers, sharded or not, whose weights are used past their modules.
-        reducer: who reduces gradients where a plan says so; None: they are reduced as they come.
+        gradients: those that a plan says when to reduce; None: they are reduced as they come.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class GatherContext:
         self.unguarded = set(held)
         self._by_number = {layer.index: layer for layer in layers}
         self.held = sorted(set(held) & self.sharded)
-        self.reducer: Reducer | None = None
+        self.gradients: PendingGradients | None = None
         self.gatherer = gatherer
         self._collectives = collectives
 

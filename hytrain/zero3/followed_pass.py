@@ -154,16 +154,16 @@ class FollowedPass:
         while self._at < end:
             operation = self._operations[self._at]
             self._at += 1
-            if operation.action is Action.REDUCE and self._context.reducer is not None:
-                self._context.reducer.close(operation.layer)
+            if operation.action is Action.REDUCE and self._context.gradients is not None:
+                self._context.gradients.close(operation.layer)
             elif operation.action is Action.USE:
                 self._context.wait_resident(operation.layer)
             else:
                 self._carry_out(operation, ahead=True)
 
     def _reduce(self, index: int) -> bool:
-        reducer = self._context.reducer
-        return reducer is None or reducer.close_if_final(index)
+        gradients = self._context.gradients
+        return gradients is None or gradients.close_if_final(index)
 
     def _carry_out(self, operation: Operation, *, ahead: bool) -> None:
         if operation.action is Action.GATHER:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from hytrain.zero3.context import END, FAILED, HOLD, TURN, GatherContext, Reducer
+from hytrain.zero3.context import END, FAILED, HOLD, TURN, GatherContext, PendingGradients
 
 
 class RecordedPass:
@@ -82,13 +82,13 @@ class RecordedPass:
         return self._context.agree_on_next(number, is_backward=self._direction == "backward")
 
     def _enter(self, index: int, *, has_samples: bool) -> None:
-        context, reducer = self._context, self._context.reducer
-        if reducer is not None and self._once and self._sends is None:
-            self._sends = context.any_rank(reducer.lacks_room)
-        if reducer is not None and self._in_use in context.trained:
+        context, gradients = self._context, self._context.gradients
+        if gradients is not None and self._once and self._sends is None:
+            self._sends = context.any_rank(gradients.lacks_room)
+        if gradients is not None and self._in_use in context.trained:
             # The first backward keeps no whole gradients either: all that is there is reduced.
-            is_all = self._is_complete(self._in_use, reducer, has_samples=has_samples)
-            reducer.reduce_so_far(self._in_use, is_all=is_all)
+            is_all = self._is_complete(self._in_use, gradients, has_samples=has_samples)
+            gradients.reduce_so_far(self._in_use, is_all=is_all)
         keep = {index, *context.held}
         context.release(context.gatherer.live - keep)
         if index in context.sharded:
@@ -97,12 +97,12 @@ class RecordedPass:
         self.uses.append(index)
         self._in_use = index
 
-    def _is_complete(self, index: int, reducer: Reducer, *, has_samples: bool) -> bool:
+    def _is_complete(self, index: int, gradients: PendingGradients, *, has_samples: bool) -> bool:
         """Whether a layer's update may begin before the end of backward; may be a collective."""
         context = self._context
         if not self._sends or index not in self._once or index in context.unguarded:
             return False
-        return not context.any_rank(has_samples and not reducer.has_all(index))
+        return not context.any_rank(has_samples and not gradients.has_all(index))
 
     def turn(self) -> None:
         """Its backward begins; a collective."""

@@ -21,7 +21,7 @@ from typing import Literal
 from weakref import WeakSet
 
 from hytrain.comm.collectives import ShardCollectives
-from hytrain.zero3.context import GatherContext, Reducer
+from hytrain.zero3.context import GatherContext, PendingGradients
 from hytrain.zero3.followed_pass import FollowedPass
 from hytrain.zero3.gatherer import LayerGatherer
 from hytrain.zero3.layer_weights import LayerWeights
@@ -93,9 +93,9 @@ class GatherSchedule:
         self._pass: RecordedPass | FollowedPass | None = None
         self._alone: set[int] = set()  # gathered for a module that was called outside of passes
 
-    def set_reducer(self, reducer: Reducer) -> None:
-        """Gradients are reduced at the places in a backward's plan."""
-        self._context.reducer = reducer
+    def reduces(self, gradients: PendingGradients) -> None:
+        """They are reduced at the places in a backward's plan."""
+        self._context.gradients = gradients
 
     def largest(self, counts: Sequence[int]) -> list[int]:
         """The largest of each number over the ranks; a collective."""

@@ -10,11 +10,11 @@ import torch
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.offload.arena import Arena
 from hytrain.offload.update_pipeline import UpdatePipeline
-from hytrain.zero3.context import Reducer
+from hytrain.zero3.context import PendingGradients
 from hytrain.zero3.gatherer import LayerGatherer
 from hytrain.zero3.layer_weights import LayerWeights, ShardedWeights
 from hytrain.zero3.plan import GatherSettings
-from hytrain.zero3.schedule import GatherSchedule
+from hytrain.zero3.schedule import GatherSchedule, PassKind
 
 
 class WeightPasses:
@@ -52,22 +52,37 @@ class WeightPasses:
         self.schedule: GatherSchedule | None = None
         if self.is_sharded and settings is not None:
             self.schedule = GatherSchedule(layers, self.gatherer, settings, collectives, held)
+        self.active = self.schedule
+        """Gathers layers as passes use them; None where no layer is gathered so, or for now."""
         self.has_held = False
         """A read outside of modules has made a layer stay through all passes."""
         self.when_held: Callable[[], None] = lambda: None
         """Called at each such read."""
-        self.is_suspended = False
-        """Modules' hooks gather nothing, since the user has removed them for now."""
+
+    def begin(self, kind: PassKind) -> None:
+        """A pass begins; see :meth:`GatherSchedule.begin`."""
+        if self.active is not None:
+            self.active.begin(kind)
+
+    def end(self) -> None:
+        """The pass is over; see :meth:`GatherSchedule.end`."""
+        if self.active is not None:
+            self.active.end()
+
+    def give_up(self) -> None:
+        """The pass has ended with an exception; see :meth:`GatherSchedule.give_up`."""
+        if self.active is not None:
+            self.active.give_up()
 
     @property
-    def active(self) -> GatherSchedule | None:
-        """Gathers layers as passes use them; None where no layer is gathered so."""
-        return None if self.is_suspended else self.schedule
+    def is_suspended(self) -> bool:
+        """Whether modules' hooks gather nothing, since the user has removed them for now."""
+        return self.active is not self.schedule
 
-    def share_reduces(self, reducer: Reducer) -> GatherSchedule | None:
+    def share_reduces(self, gradients: PendingGradients) -> GatherSchedule | None:
         """Reductions of gradients take their places among the gathers; returns what says when."""
         if self.schedule is not None:
-            self.schedule.set_reducer(reducer)
+            self.schedule.reduces(gradients)
         return self.schedule
 
     def forbid_reads(self) -> None:
@@ -179,13 +194,13 @@ class WeightPasses:
 
     def suspend(self) -> None:
         """Modules' hooks gather nothing until :meth:`resume`: what is there is all there is."""
-        if self.schedule is not None and not self.is_suspended:
+        if self.active is not None:
             self.settle()
-            self.is_suspended = True
+            self.active = None
 
     def resume(self) -> None:
         """Modules' hooks gather layers for their uses."""
-        self.is_suspended = False
+        self.active = self.schedule
 
     def settle(self) -> None:
         """Before something is gathered explicitly: no pass is left half done."""
