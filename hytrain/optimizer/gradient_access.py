@@ -7,6 +7,7 @@ import logging
 import torch
 
 from hytrain.model.layer_state import LayerState
+from hytrain.optimizer.layer_gradient import Progress
 from hytrain.optimizer.pass_tracker import PassTracker
 
 logger = logging.getLogger(__name__)
@@ -28,11 +29,12 @@ class GradientAccess:
         ranks, not averaged over ranks, not clipped.
         """
         gradient = self._collector.layers[state.index]
-        shard = gradient.reduced_shard if gradient.grad_reduced else self._reduce(state)
+        is_reduced = gradient.progress is Progress.REDUCED
+        shard = gradient.reduced_shard if is_reduced else self._reduce(state)
         assert shard is not None
         # Made on the communication stream: without this wait the caller could read half a sum.
         self._pipeline.streams.compute_waits_for_communication()
-        return shard.clone() if gradient.grad_reduced else shard
+        return shard.clone() if is_reduced else shard
 
     def own_gradient(self, state: LayerState) -> torch.Tensor:
         """This rank's shard of a layer's gradient, to be written into; see :meth:`read_gradient`.
@@ -40,7 +42,7 @@ class GradientAccess:
         A collective, after :meth:`PassTracker.withdraw_updates`.
         """
         gradient = self._collector.layers[state.index]
-        if not gradient.grad_reduced:
+        if gradient.progress is not Progress.REDUCED:
             gradient.reduced_shard = self._reduce(state)
             gradient.release()
         assert gradient.reduced_shard is not None

@@ -34,7 +34,7 @@ from hytrain.errors import GradientOrderError
 from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.optimizer.autograd_task import is_limited, will_run
 from hytrain.optimizer.firing_order import ON_SEVERAL_RANKS, WHERE_COMMITTED, FiringRecord
-from hytrain.optimizer.layer_gradient import LayerGradient, Zeros
+from hytrain.optimizer.layer_gradient import LayerGradient, Progress, Zeros
 from hytrain.optimizer.layer_hooks import Hook, LayerHooks, with_gradient
 from hytrain.optimizer.step_state import StepPhase, StepState
 from hytrain.zero3.schedule import GatherSchedule
@@ -202,8 +202,7 @@ class GradientCollector:
             layer.fired = [0] * len(layer.fired)
             layer.last_firing = 0
             layer.uses_before = 0
-            layer.grad_complete = False
-            layer.grad_reduced = False
+            layer.progress = Progress.COMING
             layer.remaining = -1
             if not early:
                 continue
@@ -219,8 +218,8 @@ class GradientCollector:
         Counts tell it anyhow, but where none have been learned.
         """
         layer = self.layers[index]
-        if self._now.assume_single_use and not layer.grad_reduced and all(layer.fired):
-            layer.grad_complete = True
+        is_reduced = layer.progress is Progress.REDUCED
+        if self._now.assume_single_use and not is_reduced and all(layer.fired):
             self._close(layer)
 
     def _hook(self, layer: LayerGradient, index: int) -> Hook:
@@ -241,7 +240,7 @@ class GradientCollector:
                 return
             if step.phase is not StepPhase.BACKWARD:
                 collector._begin_backward()
-            if layer.grad_complete or layer.grad_reduced:
+            if layer.progress is not Progress.COMING:
                 collector._take_more(layer, index)
             waiting = layer.waiting
             if torch.is_grad_enabled():  # create_graph
@@ -289,7 +288,7 @@ class GradientCollector:
                 # The next backward is to be noticed at its first gradient.
                 collector._drop_single_hooks()
                 return
-            if layer.grad_complete or layer.grad_reduced:
+            if layer.progress is not Progress.COMING:
                 collector._take_more(layer, last)
             gradients = hooks.take()
             whole = [g for g in gradients if g is not None and not g.is_sparse]
@@ -349,7 +348,7 @@ class GradientCollector:
             if not left:
                 continue
             layer = hooks.layer
-            if layer.grad_complete or layer.grad_reduced:
+            if layer.progress is not Progress.COMING:
                 self._take_more(layer, left[0])
             gradients = hooks.take()
             hooks.drop_single_hook()
@@ -363,7 +362,7 @@ class GradientCollector:
 
     def _finish(self, layer: LayerGradient) -> None:
         """A layer has its last gradient, and is consumed with it."""
-        layer.grad_complete = True
+        layer.progress = Progress.COMPLETE
         if self.record is None:
             self._close(layer)
         else:
@@ -371,7 +370,7 @@ class GradientCollector:
 
     def _take_more(self, layer: LayerGradient, index: int) -> None:
         """A parameter gets a gradient after its layer was taken for complete."""
-        if layer.grad_reduced and not self._can_withdraw:
+        if layer.progress is Progress.REDUCED and not self._can_withdraw:
             backward, usual = self._step.backward, 0
             if self.record is not None and backward.by_layer in self.record.expected:
                 of_one = self.record.expected[backward.by_layer][layer.layout.index][index]
@@ -386,8 +385,7 @@ class GradientCollector:
     def _withdraw(self, layer: LayerGradient) -> None:
         """The layer was taken for complete, and it was not: it waits for the end of backward."""
         self._reducer.withdraw_gradient(layer)
-        layer.grad_complete = False
-        layer.grad_reduced = False
+        layer.progress = Progress.COMING
         layer.remaining = -1
         self._now.has_grown = True
 
@@ -438,7 +436,7 @@ class GradientCollector:
             if not record.early[index]:
                 now.next += 1  # complete() takes it
                 continue
-            if not layer.grad_complete:
+            if layer.progress is Progress.COMING:
                 return  # layers behind it wait: reductions must have one order on all ranks
             now.next += 1
             self._close(layer)
@@ -448,13 +446,13 @@ class GradientCollector:
         if not self._step.is_open:
             return False  # in the forward of a pass that goes on to backward; marks are old ones
         layer = self.layers[index]
-        if layer.grad_complete and not layer.grad_reduced:
+        if layer.progress is Progress.COMPLETE:
             self._close(layer)
-        return layer.grad_reduced
+        return layer.progress is Progress.REDUCED
 
     def close(self, index: int) -> None:
         """Consumes what there is of a layer's gradient, unless it has been consumed."""
-        if not self.layers[index].grad_reduced:
+        if self.layers[index].progress is not Progress.REDUCED:
             self._close(self.layers[index])
 
     @property
@@ -479,7 +477,9 @@ class GradientCollector:
         stays in ``reduced_shard``, and what comes later is added.
         """
         layer = self.layers[index]
-        if not self._step.in_backward or not self._step.backward.reduces or layer.grad_reduced:
+        if not self._step.in_backward or not self._step.backward.reduces:
+            return
+        if layer.progress is Progress.REDUCED:
             return
         if is_all:
             self._close(layer)
@@ -490,7 +490,7 @@ class GradientCollector:
 
     def _close(self, layer: LayerGradient) -> None:
         layer.fill(self.zeros)
-        layer.grad_reduced = True
+        layer.progress = Progress.REDUCED
         self._reducer.consume(layer)  # GradientReducer: reduces, then UpdatePipeline.send
 
     def unused(self) -> list[str]:
@@ -542,10 +542,12 @@ class GradientCollector:
         whole = self._wholly_reduced()
         for index in order:
             layer = self.layers[index]
-            if index in whole and not layer.grad_reduced:
-                layer.grad_reduced = True
+            if layer.progress is Progress.REDUCED:
+                continue
+            if index in whole:
+                layer.progress = Progress.REDUCED
                 self._reducer.consume(layer)
-            elif not layer.grad_reduced:
+            else:
                 self._close(layer)
         self.zeros.forget()
 
@@ -608,5 +610,4 @@ class GradientCollector:
         for layer in self.layers:
             layer.release()
             layer.reduced_shard = None
-            layer.grad_reduced = False
-            layer.grad_complete = False
+            layer.progress = Progress.COMING

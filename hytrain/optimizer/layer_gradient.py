@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 
@@ -39,6 +40,16 @@ class Zeros:
         self._shared.clear()
 
 
+class Progress(Enum):
+    """Of a layer's gradient in one backward."""
+
+    COMING = "coming"
+    COMPLETE = "complete"
+    """The last of it has come."""
+    REDUCED = "reduced"
+    """What was there is reduced, and sent to its update if the step's may begin."""
+
+
 @dataclass(slots=True)
 class LayerGradient:
     """One layer's gradient on its way.
@@ -54,8 +65,7 @@ class LayerGradient:
             step that was withdrawn).
         last_index: the parameter that the latest gradient was of.
         uses_before: uses of layers that this backward had made at the last firing.
-        grad_complete: the last of it has come, in the current backward.
-        grad_reduced: that of the current backward has been reduced.
+        progress: how far the current backward has come with it.
         copier: sums the squares of what it copies; None where nobody wants them before the
             reduction.
         copied_whole: ``unreduced_grad`` is what the copier copied, each parameter once, and nothing
@@ -72,8 +82,7 @@ class LayerGradient:
     last_firing: int = 0
     last_index: int = 0
     uses_before: int = 0
-    grad_complete: bool = False
-    grad_reduced: bool = False
+    progress: Progress = Progress.COMING
     copier: GradientCopier | None = None
     copied_whole: bool = False
     parts: list[torch.Tensor] = field(default_factory=list)

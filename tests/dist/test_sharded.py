@@ -26,6 +26,7 @@ from support.models import loss_of, make_batch, make_model
 from support.short_memory import short_of_memory
 
 from hytrain.errors import GradientOrderError, UnsupportedError
+from hytrain.optimizer.layer_gradient import Progress
 
 pytestmark = pytest.mark.timeout(240)
 full = pytest.mark.parity_full
@@ -123,7 +124,7 @@ def test_a_gradient_after_its_layers_update_has_begun() -> None:
         slot = last.layout.slots[0]
 
         def again(gradient: torch.Tensor) -> None:
-            assert last.grad_reduced
+            assert last.progress is Progress.REDUCED
             slot.parameter.grad = torch.ones(slot.parameter.shape, dtype=last.dtype)
             collector._hook(last, 0)(None, None)
 
