@@ -483,7 +483,7 @@ class HyTrainEngine(DeepSpeedEngine):
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         """DeepSpeed's, whose timers know one forward at a time: of several, the first counts."""
-        if self._in_forward and self.open_optimizer().passes.open_step.by_layer:
+        if self._in_forward and self.open_optimizer().passes.open_step.layer_major:
             internals: Any = self
             # What DeepSpeed's does to the inputs beside its timers.
             return (internals._cast_inputs_half(inputs), kwargs) if self.fp16_auto_cast() else None

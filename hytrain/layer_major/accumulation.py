@@ -71,7 +71,7 @@ class LayerMajor:
         self._free_gpu_memory = free_gpu_memory
         self._calls = BlockCalls(self._layers.blocks, self._layers.names)
         self._switches = TrainingSwitches(model)
-        self._switches_by_layer = TrainingSwitches(model, self._layers.blocks)
+        self._layer_major_switches = TrainingSwitches(model, self._layers.blocks)
         self.refusal: str | None = None
         if not self._layers.blocks:
             self._refuse("no stack of blocks was found in it")
@@ -84,13 +84,13 @@ class LayerMajor:
                 to be when some of its layers had been sent, or other ranks compute it so (ZeRO-3).
         """
         # A rank without samples has no layers to go through, but others may need its shards.
-        by_layer = self.refusal is None and (bool(share.batches) or self._layers.needs_all)
+        layer_major = self.refusal is None and (bool(share.batches) or self._layers.needs_all)
         with (
-            (self._switches_by_layer if by_layer else self._switches).turned_off(),
+            (self._layer_major_switches if layer_major else self._switches).turned_off(),
             MicroBatchRandomness(len(share.batches), share.device) as randomness,
         ):
             # Gradients that the user has left for this step are its first ones.
-            if not by_layer or self._passes.open_step.has_gradients:
+            if not layer_major or self._passes.open_step.has_gradients:
                 return micro_batch_major(self._engine, self._passes, share, randomness)
             validation: Validation | None = None
             if self._layers.is_first:

@@ -27,7 +27,7 @@ class LayerPasses:
         """Several forwards begin, which go through the layers together."""
         self._passes.begin_forward()
         self._passes.open_step.enter_layers()
-        self._passes.weights.begin("layers")
+        self._passes.weights.begin("layer_major")
 
     def turn_back(self, micro_batches: int) -> None:
         """The micro-batches have passed the last block: their backward begins, as one."""
@@ -39,7 +39,7 @@ class LayerPasses:
         self._passes.timer.end_forward()
         if self.is_first:
             self._passes.timer.invalidate()  # layers leave at other times
-        self._passes.begin_backward(by_layer=micro_batches)
+        self._passes.begin_backward(micro_batches=micro_batches)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """What is run back of a micro-batch's loss: fp16 has a loss scale."""
@@ -61,7 +61,7 @@ class LayerPasses:
     @property
     def is_first(self) -> bool:
         """No step has been computed layer by layer."""
-        return not self._passes.collector.knows(by_layer=True)
+        return not self._passes.collector.knows(layer_major=True)
 
     @property
     def needs_all(self) -> bool:
@@ -78,7 +78,7 @@ class LayerPasses:
         assert schedule is not None
         self._passes.begin_forward()
         self._passes.open_step.enter_layers()
-        done = schedule.follow("layers", lambda: self._turn(0))
+        done = schedule.follow("layer_major", lambda: self._turn(0))
         self.leave()
         if not done:
             raise NotLayerMajor("other ranks cannot compute it so")

@@ -106,7 +106,7 @@ class UpdatePipeline:
         return self.streams.on_communication()
 
     def reduce(self, layer: LayerState, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a layer's gradient, summed over several ranks; within :meth:`reducing`.
+        """This rank's shard of a layer's gradient, summed over ranks; within :meth:`reducing`.
 
         Args:
             layer: the layer.

@@ -12,7 +12,7 @@ class FiringRecord:
     Attributes:
         order: of the layers, the same on all ranks, by the first backward.
         early: which of them may go before the end of a backward; likewise.
-        expected: by mode, layer by layer or not, of those that were seen: for each layer and
+        expected: by mode, layer-major or not, of those that were seen: for each layer and
             parameter, how often its hook fires for one micro-batch.
     """
 

@@ -169,13 +169,13 @@ class GradientCollector:
 
     # -- one backward --------------------------------------------------------------------------
 
-    def knows(self, *, by_layer: bool) -> bool:
+    def knows(self, *, layer_major: bool) -> bool:
         """Whether a backward of this mode has taught how often each parameter fires."""
-        return self.record is not None and by_layer in self.record.expected
+        return self.record is not None and layer_major in self.record.expected
 
-    def may_be_early(self, *, by_layer: bool) -> bool:
+    def may_be_early(self, *, layer_major: bool) -> bool:
         """Whether the next backward of this kind may consume layers that it must take back."""
-        return self._can_withdraw and not self.knows(by_layer=by_layer)
+        return self._can_withdraw and not self.knows(layer_major=layer_major)
 
     def scale(self, unreduced: float, reduced: float) -> None:
         """Multiplies what is kept for the next step: this rank's own, and what was reduced."""
@@ -189,12 +189,12 @@ class GradientCollector:
     def begin(self) -> None:
         """A backward has begun (:meth:`StepState.begin_backward`)."""
         backward, record = self._step.backward, self.record
-        early, by_layer = backward.reduces, backward.by_layer
-        if by_layer:
+        early, layer_major = backward.reduces, backward.layer_major
+        if layer_major:
             self._drop_single_hooks()  # their parameters have a gradient for each micro-batch
         now = self._now = _Arrivals(self.num_firings)
-        expected = None if record is None else record.expected.get(by_layer)
-        is_first = early and expected is None and (by_layer or record is None)
+        expected = None if record is None else record.expected.get(layer_major)
+        is_first = early and expected is None and (layer_major or record is None)
         # Several ranks have to agree: see reduce_so_far().
         must_send = is_first and not self._is_shared and self.lacks_room
         now.assume_single_use = (is_first and self._can_withdraw) or must_send
@@ -209,7 +209,7 @@ class GradientCollector:
             if record is not None and expected is not None and record.early[index]:
                 if all(expected[index]):
                     layer.remaining = sum(expected[index]) * backward.micro_batches
-            elif now.assume_single_use and not by_layer:
+            elif now.assume_single_use and not layer_major:
                 layer.remaining = len(layer.fired)
 
     def layer_done(self, index: int) -> None:
@@ -372,8 +372,8 @@ class GradientCollector:
         """A parameter gets a gradient after its layer was taken for complete."""
         if layer.progress is Progress.REDUCED and not self._can_withdraw:
             backward, usual = self._step.backward, 0
-            if self.record is not None and backward.by_layer in self.record.expected:
-                of_one = self.record.expected[backward.by_layer][layer.layout.index][index]
+            if self.record is not None and backward.layer_major in self.record.expected:
+                of_one = self.record.expected[backward.layer_major][layer.layout.index][index]
                 usual = of_one * backward.micro_batches
             self._refuse_more(
                 layer,
@@ -405,7 +405,7 @@ class GradientCollector:
         self._withdraw(layer)
 
     def _refuse_more(self, layer: LayerGradient, seen: str) -> None:
-        if not self.knows(by_layer=self._step.backward.by_layer):
+        if not self.knows(layer_major=self._step.backward.layer_major):
             seen += (
                 ": each of its parameters had got one in this first backward, and the GPU's memory "
                 "does not hold all gradients to the end of it. With a smaller micro-batch or "
@@ -462,7 +462,7 @@ class GradientCollector:
         A first step layer by layer is a trial, which committed updates would not let begin anew.
         """
         backward = self._step.backward
-        is_trial = backward.by_layer and self._direct
+        is_trial = backward.layer_major and self._direct
         is_early = self._step.in_backward and backward.reduces
         return is_early and not is_trial and self._reducer.lacks_room
 
@@ -523,11 +523,11 @@ class GradientCollector:
         if not self._step.is_open:
             return
         self._step.complete()
-        by_layer = self._step.backward.by_layer
-        is_new = not self.knows(by_layer=by_layer)
+        layer_major = self._step.backward.layer_major
+        is_new = not self.knows(layer_major=layer_major)
         if self._is_shared or self.has_fired:  # else nothing came, and nothing is learned
-            self._learn(by_layer, is_new=is_new)
-        if self._may_use_single_hooks and not is_new and self.has_fired and not by_layer:
+            self._learn(layer_major, is_new=is_new)
+        if self._may_use_single_hooks and not is_new and self.has_fired and not layer_major:
             self._use_single_hooks()
         if consume:
             self._consume_rest()
@@ -561,7 +561,7 @@ class GradientCollector:
         found = self.reduce_schedule.largest([int(flag) for flag in missing])
         return {index for index, flag in enumerate(found) if not flag}
 
-    def _learn(self, by_layer: bool, *, is_new: bool) -> None:
+    def _learn(self, layer_major: bool, *, is_new: bool) -> None:
         """What a backward teaches; a collective if it is the first of its mode."""
         if self.record is None:
             self.record = self._agree_on_order()
@@ -570,8 +570,8 @@ class GradientCollector:
             return  # no rank has seen a gradient
         if is_new or self._now.has_grown:
             fired = [self._for_each(layer.fired) for layer in self.layers]
-            before = record.expected.get(by_layer, fired)
-            record.expected[by_layer] = [
+            before = record.expected.get(layer_major, fired)
+            record.expected[layer_major] = [
                 [max(pair) for pair in zip(old, new, strict=True)]
                 for old, new in zip(before, fired, strict=True)
             ]
@@ -579,9 +579,9 @@ class GradientCollector:
             return
         if is_new:
             # A rank without a batch now may have one in this step still.
-            expected = record.expected[by_layer]
+            expected = record.expected[layer_major]
             counts = iter(schedule.largest([count for fired in expected for count in fired]))
-            record.expected[by_layer] = [[next(counts) for _ in fired] for fired in expected]
+            record.expected[layer_major] = [[next(counts) for _ in fired] for fired in expected]
         uses_before = [layer.uses_before for layer in self.layers]
         schedule.learn_reduces(record.order, record.early, uses_before)
 

@@ -39,7 +39,7 @@ class PassGuide:
                 "torch.autograd.grad(..., create_graph=True) is supported; or use ZeRO-2"
             )
         passes.begin_forward()
-        if schedule is not None and not passes.open_step.by_layer and not passes.is_in_graph:
+        if schedule is not None and not passes.open_step.layer_major and not passes.is_in_graph:
             # What is there still, of a backward or of a forward that raised, is no module's now.
             self.weights.forbid_reads()
             self.weights.settle()  # which may close layers that an unannounced backward left
@@ -52,7 +52,7 @@ class PassGuide:
     def end_forward(self) -> None:
         """The model's forward is over."""
         passes, schedule = self.passes, self.weights.active
-        if schedule is not None and not passes.open_step.by_layer and not passes.is_in_graph:
+        if schedule is not None and not passes.open_step.layer_major and not passes.is_in_graph:
             schedule.end()
         # Whatever was not used is made ready now: every rank gathers every layer, in one order,
         # and reads of parameters between forward and backward see the newest weights.

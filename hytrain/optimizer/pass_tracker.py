@@ -184,14 +184,14 @@ class PassTracker:
         Raises:
             LossScaleError: as in :meth:`begin_unannounced`.
         """
-        if torch.is_grad_enabled() and not self.open_step.by_layer:
+        if torch.is_grad_enabled() and not self.open_step.layer_major:
             self.begin_unannounced()
 
-    def begin_backward(self, *, by_layer: int | None = None, follows: bool = False) -> None:
+    def begin_backward(self, *, micro_batches: int | None = None, follows: bool = False) -> None:
         """A backward begins; nothing where one has begun already.
 
         Args:
-            by_layer: micro-batches that go back through the layers together; None: it is one's.
+            micro_batches: that go back layer-major, as one; None: it is one's own backward.
             follows: this rank only takes part in the gathers of the other ranks' backward.
         """
         self.check_open()
@@ -210,15 +210,15 @@ class PassTracker:
                 or (self.settings.reduce_every_backward and self.collectives.world_size > 1)
             )
             if reduces and is_boundary:
-                self.begin_update(by_layer=by_layer is not None)
+                self.begin_update(layer_major=micro_batches is not None)
                 self._placement.begin_backward()
             if reduces:
                 self.meet_in_backward()
-            self.open_step.begin_backward(reduces=reduces, micro_batches=by_layer)
+            self.open_step.begin_backward(reduces=reduces, micro_batches=micro_batches)
             self.collector.begin()
             if self.trace is not None:
                 self.trace.begin_backward(self.open_step.backward.micro_batches)
-            if not follows and by_layer is None:
+            if not follows and micro_batches is None:
                 self.weights.begin("backward")
 
     def meet_in_backward(self) -> None:
@@ -228,7 +228,7 @@ class PassTracker:
             what = "the reduction of a backward pass's gradients"
             self.collectives.meet(what, self._hyper.words)
 
-    def begin_update(self, *, by_layer: bool = False) -> None:
+    def begin_update(self, *, layer_major: bool = False) -> None:
         """Reads the hyper-parameters that this step's updates begin with."""
         if self.pipeline.norm.settings.direct:
             self._hyper.check()  # in step() it would be too late
@@ -236,7 +236,7 @@ class PassTracker:
         self.pipeline.begin_step(
             self.reducer.unscale,
             self._hyper.read(),
-            hold=self.collector.may_be_early(by_layer=by_layer),
+            hold=self.collector.may_be_early(layer_major=layer_major),
         )
         self.open_step.begin_update()
 
@@ -306,7 +306,7 @@ class PassTracker:
     def begin_forward(self, *, enters_model: bool = True) -> None:
         """The model's forward begins, or its own hook is still to tell of it."""
         self.check_open()
-        if self.open_step.by_layer:
+        if self.open_step.layer_major:
             return  # one of several, which count as one
         self.clean_up_aborted()
         if enters_model and torch.is_grad_enabled() and not self.is_in_graph:
@@ -357,7 +357,7 @@ class PassTracker:
 
     def end_forward(self) -> None:
         """The model's forward is over."""
-        if not self.open_step.by_layer:
+        if not self.open_step.layer_major:
             self.timer.end_forward()
             if self.trace is not None and not self.is_in_graph:
                 self.trace.end_forward()
@@ -388,7 +388,7 @@ class PassTracker:
         It never said that it was over; but it is, where no autograd graph is being run.
         """
         step = self.open_step
-        if step.by_layer:
+        if step.layer_major:
             return  # between two of the graphs that make one backward
         if step.phase is StepPhase.INPUTS and graph_task() == -1:
             step.end_inputs()
@@ -453,7 +453,7 @@ class PassTracker:
         """
         self.check_open()
         self.clean_up_aborted()
-        if self.open_step.in_backward or self.open_step.by_layer:
+        if self.open_step.in_backward or self.open_step.layer_major:
             raise ConfigError(f"{what} while a backward is running: call it before or after")
         if not any(state.update.sent for state in self.pipeline.layers):
             return

@@ -52,14 +52,14 @@ class Backward:
 
     Attributes:
         reduces: it passes layers on as they become final.
-        by_layer: several micro-batches go back through the layers together.
+        layer_major: several micro-batches go back through the layers together.
         micro_batches: how many, 1 at least.
         graph_task: of autograd, -1 where it is not known.
         is_announced: it was begun by engine.backward(), so it is a micro-batch's.
     """
 
     reduces: bool = False
-    by_layer: bool = False
+    layer_major: bool = False
     micro_batches: int = 1
     graph_task: int = -1
     is_announced: bool = False
@@ -81,7 +81,7 @@ class StepState:
         Not so between the micro-batches of a step, where there are gradients and no updates."""
         self.sums_over_ranks = False
         """A mode: gradients are summed over ranks, not averaged; losses are weighted."""
-        self.by_layer = False
+        self.layer_major = False
         """A mode: several forwards, or backward passes of several micro-batches, count as one."""
 
     @property
@@ -217,8 +217,8 @@ class StepState:
 
     def enter_layers(self) -> None:
         """Several forwards, or the backward passes of several micro-batches, count as one."""
-        self.by_layer = True
+        self.layer_major = True
 
     def leave_layers(self) -> None:
         """What follows is one forward or backward at a time."""
-        self.by_layer = False
+        self.layer_major = False

@@ -28,7 +28,7 @@ class FollowedPass:
         operations: Sequence[Operation],
         rest: RecordedPass | None = None,
         *,
-        is_by_layer: bool = False,
+        layer_major: bool = False,
     ) -> None:
         """
         Args:
@@ -36,11 +36,11 @@ class FollowedPass:
             operations: the plan.
             rest: what follows the plan, if there are layers that it does not use and that a rank
                 may come to.
-            is_by_layer: it is forward and backward of all micro-batches, layer by layer.
+            layer_major: it is forward and backward of all micro-batches, layer by layer.
         """
         self._context = context
         self._rest = rest
-        self._is_by_layer = is_by_layer
+        self._layer_major = layer_major
         self._planned = {x.layer for x in operations if x.action is Action.USE}
         self._operations = operations
         self._at = 0
@@ -116,7 +116,7 @@ class FollowedPass:
         """A use that the record does not have: legal where all ranks make it."""
         if index not in self._context.sharded or self._context.is_live(index):
             return
-        if self._is_by_layer:
+        if self._layer_major:
             # A rank without samples walks through the plan alone, into other collectives.
             raise UnsupportedError(
                 "this model could be computed layer by layer until now, but its forward uses layer "

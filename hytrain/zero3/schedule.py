@@ -28,7 +28,7 @@ from hytrain.zero3.layer_weights import LayerWeights
 from hytrain.zero3.plan import GatherSettings, PassTrace, plan_pass
 from hytrain.zero3.recorded_pass import RecordedPass
 
-PassKind = Literal["train", "eval", "backward", "inputs", "layers"]
+PassKind = Literal["train", "eval", "backward", "inputs", "layer_major"]
 """A forward with or without gradients; a backward that gives weights gradients, or none of them
 (``torch.autograd.grad`` of an input, frozen weights); or both forward and backward of all of a
 step's micro-batches, layer by layer."""
@@ -38,7 +38,7 @@ _DIRECTIONS: dict[PassKind, Literal["forward", "backward", "both"]] = {
     "eval": "forward",
     "backward": "backward",
     "inputs": "backward",
-    "layers": "both",
+    "layer_major": "both",
 }
 _Key = tuple[PassKind, int]
 """A kind of pass, and the forwards that a backward goes back through."""
@@ -56,7 +56,7 @@ class _Record:
 
     uses: tuple[int, ...]
     turning_point: int = 0
-    """Uses before the backward of "layers"."""
+    """Uses before the backward of "layer_major"."""
 
 
 class GatherSchedule:
@@ -206,7 +206,7 @@ class GatherSchedule:
         live = context.gatherer.live - held
         plan = plan_pass(trace, self._sizes, context.sharded - held, self._settings, live)
         rest = self._rest_of(key[0], record)
-        return FollowedPass(context, plan.operations, rest, is_by_layer=key[0] == "layers")
+        return FollowedPass(context, plan.operations, rest, layer_major=key[0] == "layer_major")
 
     def _rest_of(self, kind: PassKind, record: _Record) -> RecordedPass | None:
         """What may follow a plan without reductions; the ranks then ask each other at its end."""
@@ -305,7 +305,7 @@ class GatherSchedule:
             number = max(1, *self._collectives.maximum([len(self._reached)]))
         key: _Key = (kind, number)
         self._records[key] = _Record(tuple(recorded.uses), recorded.turning_point)
-        if kind in ("backward", "layers"):
+        if kind in ("backward", "layer_major"):
             self._taught = key
         if kind == "backward":
             self._forget_partial(set(recorded.uses))
