@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,7 @@ from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.layer_major.accumulation import LayerMajor, MicroBatchMajor
 from hytrain.layer_major.activations import OffloadedActivations
-from hytrain.optimizer.global_batch import BatchEngine, NumValid, train_global_batch
+from hytrain.optimizer.global_batch import MicroBatches, NumValid
 from hytrain.optimizer.unequal_batches import DealtSizes
 
 
@@ -49,8 +49,8 @@ class BatchTraining:
 
     def train(self, data_iter: Iterator[Any], num_valid: NumValid) -> torch.Tensor:
         """One step; see :meth:`HyTrainEngine.train_batch`."""
-        engine = self._engine
-        optimizer = self._optimizer()
+        engine, optimizer = self._engine, self._optimizer()
+        passes = optimizer.passes
         if self.accumulation is None:
             self.accumulation = self._make_accumulation()
         steps = int(engine.gradient_accumulation_steps())
@@ -63,22 +63,44 @@ class BatchTraining:
         steps_before = engine.micro_steps // steps
         self.is_running = True
         try:
-            passes = optimizer.passes
             with optimizer.collectives.reporting_failures(), passes.summing_over_ranks():
-                loss = train_global_batch(
-                    cast(BatchEngine, engine),
-                    passes,
-                    data_iter,
-                    count,
-                    num_valid,
-                    self.accumulation,
-                    most - count,
-                )
+                batches = [next(data_iter) for _ in range(count)]
+                loss = self._make_step(self.accumulation, batches, num_valid, most - count)
         finally:
             self.is_running = False
         # Also where engine.backward() made some before.
         engine.micro_steps = (steps_before + 1) * steps
         return loss
+
+    def _make_step(
+        self,
+        accumulate: MicroBatchMajor | LayerMajor,
+        batches: Sequence[Any],
+        num_valid: NumValid,
+        absent: int,
+    ) -> torch.Tensor:
+        """Forward, backward and update; the global mean loss, NaN where no token of it is valid."""
+        engine: Any = self._engine
+        passes = self._optimizer().passes
+        device, sum_over_ranks = passes.pipeline.streams.device, passes.collectives.all_reduce
+        counts = [torch.as_tensor(num_valid(batch), device=device).double() for batch in batches]
+        total = torch.stack(counts).sum() if counts else torch.zeros((), device=device).double()
+        sum_over_ranks(total)
+        divisor = total.clamp(min=1.0)
+        try:
+            weights = [valid / divisor for valid in counts]
+            try:
+                mean = accumulate(MicroBatches(batches, weights, device, absent))
+            except BaseException:
+                # Or the gradients of the first micro-batches would be the next step's as well.
+                passes.abandon_step()
+                raise
+            engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+        finally:
+            engine.set_gradient_accumulation_boundary(None)
+        sum_over_ranks(mean)
+        return torch.where(total > 0, mean, torch.full_like(mean, torch.nan)).float()
 
     def _make_accumulation(self) -> MicroBatchMajor | LayerMajor:
         engine, optimizer = cast(Any, self._engine), self._optimizer()

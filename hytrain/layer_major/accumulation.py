@@ -18,7 +18,7 @@ from hytrain.layer_major.layer_passes import LayerPasses
 from hytrain.layer_major.step import LayerMajorStep
 from hytrain.layer_major.validation import Validation
 from hytrain.model.model_switches import TrainingSwitches
-from hytrain.optimizer.global_batch import BatchEngine, MicroBatches, micro_batch_major
+from hytrain.optimizer.global_batch import BatchEngine, MicroBatches
 from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.optimizer.randomness import MicroBatchRandomness
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class MicroBatchMajor:
-    """One micro-batch after another."""
+    """Forward and backward of one micro-batch after another."""
 
     def __init__(self, engine: BatchEngine, passes: PassTracker, model: nn.Module) -> None:
         self._engine = engine
@@ -34,12 +34,27 @@ class MicroBatchMajor:
         self._switches = TrainingSwitches(model)
 
     def __call__(self, share: MicroBatches) -> torch.Tensor:
-        """See :data:`~hytrain.optimizer.global_batch.Accumulate`."""
+        """Returns this rank's part of the mean loss, float64."""
         with (
             self._switches.turned_off(),
             MicroBatchRandomness(len(share.batches), share.device) as randomness,
         ):
-            return micro_batch_major(self._engine, self._passes, share, randomness)
+            return self.run(share, randomness)
+
+    def run(self, share: MicroBatches, randomness: MicroBatchRandomness) -> torch.Tensor:
+        """As a call, with random numbers and switches that the caller has set."""
+        engine, mean = self._engine, share.mean()
+        for left in reversed(range(share.absent)):
+            engine.set_gradient_accumulation_boundary(not share.batches and left == 0)
+            self._passes.join_micro_batch()
+        for number in range(len(share.batches)):
+            engine.set_gradient_accumulation_boundary(number + 1 == len(share.batches))
+            randomness.choose(number)
+            # No name for the output: its logits would stay through backward and the next forward.
+            loss = share.weigh(number, share.forward(number, engine), mean)
+            engine.backward(loss, scale_wrt_gas=False)
+            del loss
+        return mean
 
 
 class LayerMajor:
@@ -70,28 +85,29 @@ class LayerMajor:
         self._store = store
         self._free_gpu_memory = free_gpu_memory
         self._calls = BlockCalls(self._layers.blocks, self._layers.names)
-        self._switches = TrainingSwitches(model)
-        self._layer_major_switches = TrainingSwitches(model, self._layers.blocks)
+        self._micro_batch_major = MicroBatchMajor(engine, passes, model)
+        self._switches = TrainingSwitches(model, self._layers.blocks)
         self.refusal: str | None = None
         if not self._layers.blocks:
             self._refuse("no stack of blocks was found in it")
 
     def __call__(self, share: MicroBatches) -> torch.Tensor:
-        """See :data:`~hytrain.optimizer.global_batch.Accumulate`.
+        """Returns this rank's part of the mean loss, float64.
 
         Raises:
             UnsupportedError: the model has become one that cannot be computed so, and was noticed
                 to be when some of its layers had been sent, or other ranks compute it so (ZeRO-3).
         """
         # A rank without samples has no layers to go through, but others may need its shards.
-        layer_major = self.refusal is None and (bool(share.batches) or self._layers.needs_all)
+        if self.refusal is not None or not (share.batches or self._layers.needs_all):
+            return self._micro_batch_major(share)
         with (
-            (self._layer_major_switches if layer_major else self._switches).turned_off(),
+            self._switches.turned_off(),
             MicroBatchRandomness(len(share.batches), share.device) as randomness,
         ):
             # Gradients that the user has left for this step are its first ones.
-            if not layer_major or self._passes.open_step.has_gradients:
-                return micro_batch_major(self._engine, self._passes, share, randomness)
+            if self._passes.open_step.has_gradients:
+                return self._micro_batch_major.run(share, randomness)
             validation: Validation | None = None
             if self._layers.is_first:
                 validation = self._begin_validation(share, randomness)
@@ -103,7 +119,7 @@ class LayerMajor:
             if reason is None:
                 return mean
             randomness.restart()
-            mean = micro_batch_major(self._engine, self._passes, share, randomness)
+            mean = self._micro_batch_major.run(share, randomness)
             # It went well, so it was not the user's code that failed.
             self._refuse(reason)
             return mean

@@ -1,13 +1,14 @@
-"""One step over a global batch that ranks share unequally, as on one GPU that computes all of it.
+"""A rank's share of a global batch, and what of its loss counts in the global mean.
 
-The mean is over the valid tokens of the global batch: each micro-batch's loss is weighted by its
-share of them, and gradients are summed over micro-batches and ranks. A rank may have more
-micro-batches than another, or none: gradients are reduced once a step, in the last one's backward.
+The mean is over the valid tokens of the global batch, as on one GPU that computes all of it: each
+micro-batch's loss is weighted by its share of them, and gradients are summed over micro-batches and
+ranks. A rank may have more micro-batches than another, or none: gradients are reduced once a step,
+in the last one's backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,8 +16,6 @@ from typing import Any, Protocol
 import torch
 
 from hytrain.errors import UnsupportedError
-from hytrain.optimizer.pass_tracker import PassTracker
-from hytrain.optimizer.randomness import MicroBatchRandomness
 
 IGNORED_LABEL = -100
 """torch's cross entropy and transformers leave tokens with this label out of the mean."""
@@ -29,7 +28,6 @@ class BatchEngine(Protocol):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool) -> Any: ...
-    def step(self) -> None: ...
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None: ...
     def watching_reads(self) -> AbstractContextManager[None]: ...
     def autocasting(self) -> AbstractContextManager[None]: ...
@@ -109,73 +107,3 @@ class MicroBatches:
         # A micro-batch without a valid token has no mean (0/0), and no part in the global one.
         mean += torch.where(weight > 0, part, torch.zeros_like(part))
         return loss * weight.to(loss.dtype)
-
-
-Accumulate = Callable[[MicroBatches], torch.Tensor]
-"""Forward and backward of all; returns this rank's part of the mean loss, float64."""
-
-
-def micro_batch_major(
-    engine: BatchEngine,
-    passes: PassTracker,
-    share: MicroBatches,
-    randomness: MicroBatchRandomness,
-) -> torch.Tensor:
-    """Forward and backward of one micro-batch after another; see :data:`Accumulate`."""
-    mean = share.mean()
-    for left in reversed(range(share.absent)):
-        engine.set_gradient_accumulation_boundary(not share.batches and left == 0)
-        passes.join_micro_batch()
-    for number in range(len(share.batches)):
-        engine.set_gradient_accumulation_boundary(number + 1 == len(share.batches))
-        randomness.choose(number)
-        # No name for the output: its logits would stay through backward and the next forward.
-        loss = share.weigh(number, share.forward(number, engine), mean)
-        engine.backward(loss, scale_wrt_gas=False)
-        del loss
-    return mean
-
-
-def train_global_batch(
-    engine: BatchEngine,
-    passes: PassTracker,
-    micro_batches: Iterator[Any],
-    count: int,
-    num_valid: NumValid,
-    accumulate: Accumulate,
-    absent: int = 0,
-) -> torch.Tensor:
-    """Forward, backward and update.
-
-    The optimizer sums gradients over ranks while this runs. The rank has the next ``count`` of
-    ``micro_batches``, which may be 0; others have ``absent`` more, where that matters (ZeRO-3).
-
-    Returns:
-        The global batch's mean loss, fp32, on the device; the same on all ranks. NaN where no token
-        of it is valid.
-
-    Raises:
-        StopIteration: the iterator ended before a step's first micro-batch.
-        UnsupportedError: loss or number of valid tokens cannot be told.
-        Exception: the model's; the step has left nothing behind.
-    """
-    device, sum_over_ranks = passes.pipeline.streams.device, passes.collectives.all_reduce
-    batches = [next(micro_batches) for _ in range(count)]
-    counts = [torch.as_tensor(num_valid(batch), device=device).double() for batch in batches]
-    total = torch.stack(counts).sum() if counts else torch.zeros((), device=device).double()
-    sum_over_ranks(total)
-    divisor = total.clamp(min=1.0)
-    try:
-        weights = [valid / divisor for valid in counts]
-        try:
-            mean = accumulate(MicroBatches(batches, weights, device, absent))
-        except BaseException:
-            # Or the gradients of the first micro-batches would be the next step's as well.
-            passes.abandon_step()
-            raise
-        engine.set_gradient_accumulation_boundary(True)
-        engine.step()
-    finally:
-        engine.set_gradient_accumulation_boundary(None)
-    sum_over_ranks(mean)
-    return torch.where(total > 0, mean, torch.full_like(mean, torch.nan)).float()
