@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 
 from hytrain.checkpoint.engine_state import begin_window
 from hytrain.engine.batch_training import BatchTraining
-from hytrain.engine.build_optimizer import BuildSettings
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine, create_loss_scaler
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.hardware.host_share import HostShare
@@ -17,6 +17,39 @@ from hytrain.kernels.clipping import ClipSettings
 from hytrain.optimizer.engine_view import EngineView
 from hytrain.optimizer.loss_scaling import GradScalerRule, LossScaler
 from hytrain.zero3.plan import GatherSettings
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSettings:
+    """What the engine decides from its configuration.
+
+    Attributes:
+        stage: ZeRO stage: 1, 2 or 3.
+        device: where the training copy is computed with.
+        clip: clipping and overflow check.
+        mean: whether gradients are averaged over ranks (else summed).
+        host: this rank's part of its host.
+        gathers: DeepSpeed's keys of ZeRO-3; None below it: every rank has all weights.
+        on_host: this rank's shards of the training copy are kept in host memory.
+        gradient_dtype: of gradients; None: each layer's own training copy's.
+        refuse_unused: see :class:`StepSettings`.
+        communication_dtype: what gradients are reduced in; None: in what they are accumulated.
+        scaler: moves the loss scale; None: there is none.
+        micro_batches: of a step.
+    """
+
+    stage: Literal[1, 2, 3]
+    device: torch.device
+    clip: ClipSettings
+    mean: bool
+    host: HostShare
+    gathers: GatherSettings | None = None
+    on_host: bool = False
+    gradient_dtype: torch.dtype | None = None
+    refuse_unused: bool = False
+    communication_dtype: torch.dtype | None = None
+    scaler: LossScaler | None = None
+    micro_batches: int = 1
 
 
 def engine_view(

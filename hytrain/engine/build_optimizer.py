@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
+from hytrain.engine.build import BuildSettings
 from hytrain.engine.build_agreement import require_one_optimizer
 from hytrain.engine.build_weights import build_weights, give_shapes
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError
-from hytrain.hardware.host_share import HostShare
 from hytrain.hardware.numa import call_on, on_cores
-from hytrain.kernels.clipping import ClipSettings, GradientNorm
+from hytrain.kernels.clipping import GradientNorm
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.model.layer_state import LayerState
 from hytrain.model.moment_format import MomentFormat
@@ -29,46 +28,12 @@ from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.engine_view import EngineView, StepSettings
 from hytrain.optimizer.hyper import HyperParameters, check_optimizer
 from hytrain.optimizer.layer_guards import unguarded_layers
-from hytrain.optimizer.loss_scaling import LossScaler, LossScaling
+from hytrain.optimizer.loss_scaling import LossScaling
 from hytrain.optimizer.model_cut import cut_model
 from hytrain.placement.build import build_placement, plan_placement
 from hytrain.testing.faults import injected_delays
 from hytrain.zero3.layer_weights import BuiltWeights
-from hytrain.zero3.plan import GatherSettings
 from hytrain.zero3.weight_passes import WeightPasses
-
-
-@dataclass(frozen=True, slots=True)
-class BuildSettings:
-    """What the engine decides from its configuration.
-
-    Attributes:
-        stage: ZeRO stage: 1, 2 or 3.
-        device: where the training copy is computed with.
-        clip: clipping and overflow check.
-        mean: whether gradients are averaged over ranks (else summed).
-        host: this rank's part of its host.
-        gathers: DeepSpeed's keys of ZeRO-3; None below it: every rank has all weights.
-        on_host: this rank's shards of the training copy are kept in host memory.
-        gradient_dtype: of gradients; None: each layer's own training copy's.
-        refuse_unused: see :class:`StepSettings`.
-        communication_dtype: what gradients are reduced in; None: in what they are accumulated.
-        scaler: moves the loss scale; None: there is none.
-        micro_batches: of a step.
-    """
-
-    stage: Literal[1, 2, 3]
-    device: torch.device
-    clip: ClipSettings
-    mean: bool
-    host: HostShare
-    gathers: GatherSettings | None = None
-    on_host: bool = False
-    gradient_dtype: torch.dtype | None = None
-    refuse_unused: bool = False
-    communication_dtype: torch.dtype | None = None
-    scaler: LossScaler | None = None
-    micro_batches: int = 1
 
 
 def build_optimizer(
@@ -120,15 +85,7 @@ def build_optimizer(
         gathers = None  # no other rank could keep anything
     cut = cut_model(model, group_of, config, collectives.world_size, gathers)
     with taking_host_memory("the engine"):
-        weights = build_weights(
-            model,
-            cut,
-            collectives,
-            settings.device,
-            gathers=settings.gathers,
-            on_host=settings.on_host,
-            gradient_dtype=settings.gradient_dtype,
-        )
+        weights = build_weights(model, cut, collectives, settings)
         try:
             return _build_on(
                 weights,

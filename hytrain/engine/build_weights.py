@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hytrain.comm.collectives import ShardCollectives
+from hytrain.engine.build import BuildSettings
 from hytrain.engine.deepspeed_internals import (
     assemble_partitioned,
     forget_partition,
@@ -26,7 +27,6 @@ from hytrain.model.storage import ResidentStorage
 from hytrain.offload.arena import Arena
 from hytrain.optimizer.model_cut import CutLayer, CutPart, live_bytes, parts_of
 from hytrain.zero3.layer_weights import BuiltWeights, LayerWeights, ShardedWeights
-from hytrain.zero3.plan import GatherSettings
 
 _LINE = 64
 
@@ -43,11 +43,7 @@ def build_weights(
     model: nn.Module,
     cut: Sequence[CutLayer],
     collectives: ShardCollectives,
-    device: torch.device,
-    *,
-    gathers: GatherSettings | None,
-    on_host: bool,
-    gradient_dtype: torch.dtype | None,
+    settings: BuildSettings,
 ) -> BuiltWeights:
     """Moves the weights; under ZeRO-3 a collective.
 
@@ -55,17 +51,14 @@ def build_weights(
         model: after :func:`give_shapes`.
         cut: its layers; see :func:`~hytrain.optimizer.model_cut.cut_model`.
         collectives: the ranks.
-        device: where the training copy is computed with.
-        gathers: DeepSpeed's keys of ZeRO-3; None below it: every rank has all of it.
-        on_host: this rank's shards are kept in host memory (``offload_param``).
-        gradient_dtype: dtype of gradients; None: each layer's own training copy's.
+        settings: see :class:`~hytrain.engine.build.BuildSettings`.
 
     Raises:
         HostMemoryError: host memory for shards cannot be had; no weight has been moved.
     """
-    rank = collectives.rank
+    rank, device, is_zero3 = collectives.rank, settings.device, settings.gathers is not None
     home: Arena | None = None
-    if on_host:
+    if settings.on_host:
         sizes = [_home_bytes(part, rank) for part in parts_of(cut) if part.is_sharded]
         home = Arena(
             sum(sizes),
@@ -80,12 +73,12 @@ def build_weights(
     for layer in cut:
         slots = [slot for part in layer.parts for slot in part.layout.slots]
         placed.update(id(slot.parameter) for slot in slots)
-        if gathers is not None:
+        if is_zero3:
             _bring([slot.parameter for slot in slots], device, collectives)
         state: LayerState | None = None
         if layer.trained is not None:
             storage = _make_storage(layer.trained, device, home, rank)
-            state = _make_state(layer.trained, storage, rank, gradient_dtype)
+            state = _make_state(layer.trained, storage, rank, settings.gradient_dtype)
         frozen: ShardedWeights | None = None
         if layer.frozen is not None:
             storage = _make_storage(layer.frozen, device, home, rank)
@@ -93,14 +86,13 @@ def build_weights(
             frozen = ShardedWeights(storage, layer.frozen.sizes)
         layers.append(LayerWeights(next(beyond) if state is None else state.index, state, frozen))
     others = [parameter for parameter in model.parameters() if id(parameter) not in placed]
-    if gathers is not None:
+    if is_zero3:
         for parameter in others:
             _bring([parameter], device, collectives)
         model.to(device)  # buffers
     states = [layer.trained for layer in layers if layer.trained is not None]
-    return BuiltWeights(
-        states, layers, home, live_bytes(cut, gathers), max((x.nbytes for x in others), default=0)
-    )
+    largest_frozen = max((x.nbytes for x in others), default=0)
+    return BuiltWeights(states, layers, home, live_bytes(cut, settings.gathers), largest_frozen)
 
 
 def _make_storage(

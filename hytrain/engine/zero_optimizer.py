@@ -16,7 +16,6 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.engine.deepspeed_internals import ZeROOptimizer
-from hytrain.engine.offload_arguments import kinds_to_offload
 from hytrain.engine.parameter_offload import ParameterOffload
 from hytrain.engine.plan_watch import RankMeasured
 from hytrain.engine.state_view import OptimizerState
@@ -30,7 +29,7 @@ from hytrain.optimizer.gradients import GradientCollector
 from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.optimizer.loss_scaling import LossScaler, LossScaling
-from hytrain.optimizer.offloaded_states import OffloadedStates
+from hytrain.optimizer.offloaded_states import OffloadedStates, kinds_to_offload
 from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.optimizer.state_dict import load_state_dict, state_dict
 from hytrain.optimizer.statistics import StatisticsRecorder
@@ -421,8 +420,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     ) -> None:
         """See :meth:`HyTrainEngine.offload_states`."""
         kinds = kinds_to_offload(include, device)
-        if kinds is not None:
-            self.offloaded.offload(kinds, pin=pin_memory, non_blocking=non_blocking)
+        self.offloaded.offload(kinds, pin=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """See :meth:`HyTrainEngine.reload_states`."""

@@ -7,19 +7,23 @@ it is back (:meth:`PassTracker.check_open`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, UnsupportedError, did_you_mean
 from hytrain.model.layer_state import LayerState, StatePart
 from hytrain.offload.host_blocks import HostBlocks, is_dense
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.optimizer.layer_gradient import LayerGradient
 from hytrain.optimizer.pass_tracker import PassTracker
+
+logger = logging.getLogger(__name__)
 
 
 class StateKind(str, Enum):
@@ -35,6 +39,51 @@ class StateKind(str, Enum):
     """Gradients of a step that is not final."""
     contiguous_grad_buffer = "contiguous_grad_buffer"
     """Zeros that stand for gradients of layers that have got none."""
+
+
+def kinds_to_offload(include: Container[Any] | None, device: Any) -> frozenset[StateKind]:
+    """What is to leave the device, of DeepSpeed's arguments: its enums, or their names.
+
+    Args:
+        include: what cannot be walked through is asked for each name. None: everything.
+        device: "cpu", or "none" for nothing.
+
+    Raises:
+        ConfigError: a name that is none.
+        UnsupportedError: another device.
+    """
+    where = _name(device)
+    if where not in ("cpu", "none"):
+        raise UnsupportedError(
+            f'offload_states(device={where!r}): states go to host memory; give "cpu"'
+        )
+    if isinstance(include, str):
+        raise ConfigError(f"offload_states(include={include!r}): give a list, as in [{include!r}]")
+    if include is None:
+        kinds = frozenset(StateKind)
+    elif isinstance(include, Iterable):
+        kinds = frozenset(_kind(value) for value in cast("Iterable[Any]", include))
+    else:
+        kinds = frozenset(kind for kind in StateKind if kind.value in include)
+    if where == "none":
+        logger.warning('offload_states(device="none"): nothing is moved')
+        return frozenset()
+    return kinds
+
+
+def _kind(value: Any) -> StateKind:
+    name = _name(value)
+    known = [kind.value for kind in StateKind]
+    if name in known:
+        return StateKind(name)
+    raise ConfigError(
+        f"offload_states(include=...) has {name!r}: {did_you_mean(name, known)}known are "
+        f"{', '.join(known)}"
+    )
+
+
+def _name(value: Any) -> str:
+    return str(value.value if isinstance(value, Enum) else value)
 
 
 @dataclass(frozen=True, slots=True)

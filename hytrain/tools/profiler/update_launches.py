@@ -27,7 +27,8 @@ from torch import nn
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig, OffloadConfig
-from hytrain.engine.build_optimizer import BuildSettings, build_optimizer
+from hytrain.engine.build import BuildSettings
+from hytrain.engine.build_optimizer import build_optimizer
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.profile_file import UpdateLaunches
 from hytrain.hardware.host_share import HostShare

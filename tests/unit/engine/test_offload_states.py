@@ -19,7 +19,6 @@ from support.models import make_batch, make_model
 from support.resume import Everything, Snapshot, assert_same, micro_batch, snapshot, train
 
 from experiments.common.copies import copy_rates
-from hytrain.engine.offload_arguments import kinds_to_offload
 from hytrain.errors import (
     ConfigError,
     HostMemoryError,
@@ -27,7 +26,7 @@ from hytrain.errors import (
     UnsupportedError,
 )
 from hytrain.offload import host_blocks
-from hytrain.optimizer.offloaded_states import StateKind
+from hytrain.optimizer.offloaded_states import StateKind, kinds_to_offload
 
 MICRO_BATCHES = 8
 PLACES = [
