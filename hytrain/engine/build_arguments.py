@@ -26,10 +26,7 @@ def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
 
 
 def checked_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, where they are of their kinds.
-
-    Args:
-        given: of ``deepspeed.initialize``, by their names.
+    """The arguments of ``deepspeed.initialize``, by name, where they are of their kinds.
 
     Returns:
         Parameters as a list, and callables that check what they return.

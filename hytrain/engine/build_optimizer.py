@@ -47,14 +47,7 @@ def build_optimizer(
 ) -> HyTrainZeroOptimizer:
     """Takes over a model's trained parameters and their optimizer state.
 
-    Args:
-        model: in its training dtype; below ZeRO-3 on its device and equal on all ranks.
-        basic_optimizer: an Adam or AdamW over the parameters to train.
-        config: the "hytrain" section.
-        settings: see :class:`BuildSettings`.
-        collectives: the ranks that share the state.
-        engine: what the optimizer asks of the engine.
-        group_limits: by which layers share launches of updates on the device.
+    The model is in its training dtype; below ZeRO-3 on its device and equal on all ranks.
 
     Raises:
         ConfigError: the section does not fit the model or the job.

@@ -45,13 +45,7 @@ def build_weights(
     collectives: ShardCollectives,
     settings: BuildSettings,
 ) -> BuiltWeights:
-    """Moves the weights; under ZeRO-3 a collective.
-
-    Args:
-        model: after :func:`give_shapes`.
-        cut: its layers; see :func:`~hytrain.optimizer.model_cut.cut_model`.
-        collectives: the ranks.
-        settings: see :class:`~hytrain.engine.build.BuildSettings`.
+    """Moves the weights of a model that was given its shapes; under ZeRO-3 a collective.
 
     Raises:
         HostMemoryError: host memory for shards cannot be had; no weight has been moved.

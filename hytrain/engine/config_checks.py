@@ -56,9 +56,7 @@ _AUTO = (
 def check_config(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
     """Refuses what has the wrong type or place, naming the key.
 
-    Args:
-        config: the DeepSpeed configuration as the user wrote it, with a "hytrain" section.
-        batches_elsewhere: the "hytrain" section says how large batches are.
+    ``batches_elsewhere``: the "hytrain" section says how large batches are.
 
     Raises:
         ConfigError: a value cannot be used.
@@ -105,11 +103,7 @@ def misspelt_keys(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def make_folder(key: str, folder: str | None) -> None:
-    """Makes a folder that is written to much later, and tries whether it can be.
-
-    Args:
-        key: the key that names it, for the message.
-        folder: its path; None: there is nothing to make.
+    """Makes a key's folder that is written to much later, and tries whether it can be.
 
     Raises:
         ConfigError: it cannot be made or written to.

@@ -7,6 +7,7 @@ the hooks off the model, so that ranks may call it differently often, and puts t
 from __future__ import annotations
 
 from collections.abc import ItemsView
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -25,17 +26,12 @@ class _Handle:
         self._weights.suspend()
 
 
-class _ExternalParameters:
+def _external_parameters(module: nn.Module) -> ItemsView[Any, Any]:
     """A module's ``ds_external_parameters``: those that ``register_external_parameter`` gave it.
 
     There is nothing to do for them here: a read of a weight outside of its module is noticed.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self) -> ItemsView[Any, Any]:
-        return vars(self._module).get("_external_params", {}).items()
+    return vars(module).get("_external_params", {}).items()
 
 
 class ParameterOffload:
@@ -52,7 +48,7 @@ class ParameterOffload:
         self._marked: list[nn.Module] = []
         for each in module.modules():
             if "ds_external_parameters" not in vars(each):
-                vars(each)["ds_external_parameters"] = _ExternalParameters(each)
+                vars(each)["ds_external_parameters"] = partial(_external_parameters, each)
                 self._marked.append(each)
         self._register_deepspeed_module(module)
 

@@ -71,11 +71,7 @@ class Termination:
         self._asked.set()
 
     def is_due(self, step: int) -> bool:
-        """Whether training ends here; a collective in that all ranks call it after each step.
-
-        Args:
-            step: that has just been made.
-        """
+        """Whether training ends after this step; a collective, after each of them."""
         if self._collectives.world_size == 1:
             return self._asked.is_set()
         if not self._is_ordered:

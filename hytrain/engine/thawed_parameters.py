@@ -16,15 +16,14 @@ class ThawedParameters:
 
     def __init__(self, model: nn.Module) -> None:
         """When the engine is built."""
-        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        self._names, self._parameters = list(frozen), list(frozen.values())
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
     def warn(self) -> None:
         """Once of each parameter; gradients stay: another optimizer may train it."""
-        found = set(with_gradient(self._parameters))
+        found = with_gradient(list(self._frozen.values()))
         if not found:
             return
-        names = [self._names[index] for index in sorted(found)]
+        names = [name for index, name in enumerate(self._frozen) if index in found]
         logger.warning(
             "%d parameters (%s, ...) were frozen when the engine was built and have gradients now: "
             "the engine does not train them, and their .grad adds up. Build the engine with them "
@@ -32,6 +31,5 @@ class ThawedParameters:
             len(names),
             names[0],
         )
-        kept = [index for index in range(len(self._names)) if index not in found]
-        self._names = [self._names[index] for index in kept]
-        self._parameters = [self._parameters[index] for index in kept]
+        for name in names:
+            del self._frozen[name]

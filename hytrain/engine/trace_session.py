@@ -50,12 +50,8 @@ class TraceSession:
         threads: bool,
         kernels: bool,
     ) -> None:
-        """
-        Args:
-            optimizer: of an engine between two steps.
-            layer_of: modules whose forward is a layer's.
-            threads: whether the update's threads have lanes of their own.
-            kernels: whether the GPU's kernels are recorded.
+        """Between two steps. ``layer_of``: modules whose forward is a layer's; ``threads``: the
+        update's threads have lanes of their own; ``kernels``: the GPU's are recorded.
         """
         self._optimizer = optimizer
         self._pipeline = pipeline = optimizer.pipeline
@@ -136,14 +132,10 @@ class TraceSession:
             self._profile.stop()
 
     def finish(self, clock_offset_ns: float, *, measures_peaks: bool) -> Recording | None:
-        """Nothing more is recorded; the first call waits for the update worker and the device.
+        """What is recorded, None where no step was made; nothing more is recorded from here on.
 
-        Args:
-            clock_offset_ns: of this rank to rank 0.
-            measures_peaks: whether the first call is to measure what memory and copies reach.
-
-        Returns:
-            What is recorded; None where no step was made.
+        The first call waits for the update worker and the device, and may measure what memory and
+        copies reach. ``clock_offset_ns``: of this rank to rank 0.
         """
         if self.is_finished:
             return self._recording

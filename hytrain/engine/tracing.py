@@ -43,14 +43,7 @@ class Tracing:
     def __init__(
         self, optimizer: HyTrainZeroOptimizer, model: nn.Module, config: TraceConfig, steps: int
     ) -> None:
-        """A collective where anything is to be recorded.
-
-        Args:
-            optimizer: of an engine that is built and between two steps.
-            model: the engine's.
-            config: which steps, and where to.
-            steps: that have been made.
-        """
+        """A collective where anything is to be recorded; ``steps`` have been made."""
         is_wanted = config.dir is not None or running_tracer() is not None
         self._clock_offset_ns = clock_offset_ns(optimizer.collectives, is_wanted=is_wanted)
         modules = modules_of_layers(model, optimizer.weights.layers)

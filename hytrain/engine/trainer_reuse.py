@@ -28,10 +28,7 @@ class TrainerReuse:
     """Stands in the place of ``deepspeed_init`` in transformers' Trainer."""
 
     def __init__(self, evaluates: Callable[[torch.nn.Module], None]) -> None:
-        """
-        Args:
-            evaluates: is told of a model that is to be prepared for an evaluation alone.
-        """
+        """``evaluates`` is told of a model that is to be prepared for an evaluation alone."""
         self._evaluates = evaluates
         self._original: Any = None
         self._sections: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()

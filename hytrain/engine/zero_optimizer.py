@@ -449,11 +449,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         return self.collectives.group
 
     def rank_state(self, activation_bytes: int) -> RankMeasured:
-        """This rank after its last step, for :class:`~hytrain.engine.plan_watch.PlanWatch`.
-
-        Args:
-            activation_bytes: that activations have taken of the host's memory.
-        """
+        """This rank after its last step; activations have taken so much of the host's memory."""
         controller = self.placement.controller
         latest = self.statistics.latest()
         # None where updates are committed directly: nothing is clipped then.

@@ -140,12 +140,7 @@ class OffloadedActivations:
         self._slots.begin_step()
 
     def put(self, tensor: torch.Tensor, *, is_boundary: bool) -> Kept | Offloaded:
-        """Puts a tensor away.
-
-        Args:
-            tensor: an input of a block.
-            is_boundary: it leads from one block to the next and to no other.
-        """
+        """Puts a block's input away; ``is_boundary``: it leads from one block to the next only."""
         has_own_memory = tensor.layout == torch.strided and tensor.numel() and is_dense(tensor)
         if not is_boundary or tensor.device != self.device or not has_own_memory:
             return Kept(tensor)

@@ -37,11 +37,8 @@ class BatchEngine(Protocol):
 def valid_labels(batch: Any) -> torch.Tensor:
     """Valid tokens of a causal language model's batch: ``labels[:, 1:] != -100``.
 
-    Args:
-        batch: a mapping with ``labels`` of shape [samples, tokens].
-
     Raises:
-        UnsupportedError: it has none, so it is not known what the model's mean is over.
+        UnsupportedError: the batch has no ``labels`` of shape [samples, tokens].
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.dim() < 2:

@@ -60,11 +60,7 @@ class HyperParameters:
     """The user's parameter groups, as every step reads them, and the steps that they have made."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, decoupled: bool) -> None:
-        """
-        Args:
-            optimizer: the user's; its ``param_groups`` are read every step.
-            decoupled: see :func:`check_optimizer`.
-        """
+        """``optimizer``: the user's; ``decoupled``: see :func:`check_optimizer`."""
         self.optimizer = optimizer
         self.steps = [0] * len(optimizer.param_groups)
         """Steps that each parameter group has made; skipped ones do not count."""

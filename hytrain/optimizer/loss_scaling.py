@@ -55,10 +55,7 @@ class LossScaling:
     """What losses are multiplied by; the same on all ranks, since they skip the same steps."""
 
     def __init__(self, scaler: LossScaler | None) -> None:
-        """
-        Args:
-            scaler: says how the scale moves; None: there is no scale.
-        """
+        """``scaler`` says how the scale moves; None: there is no scale."""
         self.scaler = scaler
         self.external: float | None = None
         """A scale that the user has set and moves; it stands for the scaler's."""
@@ -132,11 +129,7 @@ class LossScaling:
         return {**own, "loss_scaler": scaler}
 
     def load(self, stored: object) -> None:
-        """Goes on from where a checkpoint's scaler was.
-
-        Args:
-            stored: :meth:`state`, or a scaler of DeepSpeed's; what it has not stays.
-        """
+        """Goes on from where a checkpoint's was: :meth:`state`, or a scaler of DeepSpeed's."""
         if self.scaler is None or stored is None:
             return
         values = stored if isinstance(stored, Mapping) else _moving(stored)

@@ -108,12 +108,7 @@ def cut_model(
 
 
 def live_bytes(layers: Sequence[CutLayer], gathers: GatherSettings | None) -> int:
-    """Bytes of gathered layers at the peak of a step whose layers are used in their order.
-
-    Args:
-        layers: see :func:`cut_model`.
-        gathers: DeepSpeed's keys; None where nothing is sharded.
-    """
+    """Bytes of gathered layers at the peak of a step whose layers are used in their order."""
     sharded = [index for index, layer in enumerate(layers) if layer.sharded]
     if gathers is None or not sharded:
         return 0

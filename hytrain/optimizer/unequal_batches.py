@@ -35,13 +35,7 @@ class UnequalBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        """
-        Args:
-            num_samples: length of the dataset.
-            shares: who computes how much.
-            rank: this rank.
-            shuffle: whether each epoch has an order of its own, the same on all ranks.
-            seed: of the orders.
+        """``shuffle`` gives each epoch an order of its own, the same on all ranks, of ``seed``.
 
         Raises:
             ConfigError: the dataset is smaller than a global batch, or there is no such rank.

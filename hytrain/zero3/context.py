@@ -79,11 +79,7 @@ class GatherContext:
         self._collectives = collectives
 
     def agree(self, number: int | None) -> int:
-        """The number that all ranks have come to: a layer's, or one of this module's.
-
-        Args:
-            number: this rank's; None: it goes along with whatever the others do.
-        """
+        """The number that all ranks have come to; None: this rank goes along with the others."""
         return self._collectives.agree_on_use(number, self._words)
 
     def _words(self, number: int) -> str:
@@ -152,8 +148,7 @@ class GatherContext:
     def wait_beside(self, uses: Collection[int]) -> None:
         """Where a pass begins: waits for weights that none of its uses waits for, or too late.
 
-        Args:
-            uses: those that its plan has, the same on all ranks: each of them may be a collective.
+        ``uses`` are its plan's, the same on all ranks: each wait may be a collective.
         """
         for index in sorted(self._resident):
             if index not in uses or index in self.unguarded:

@@ -30,13 +30,9 @@ class FollowedPass:
         *,
         layer_major: bool = False,
     ) -> None:
-        """
-        Args:
-            context: the layers.
-            operations: the plan.
-            rest: what follows the plan, if there are layers that it does not use and that a rank
-                may come to.
-            layer_major: it is forward and backward of all micro-batches, layer by layer.
+        """``rest`` follows the plan, where a rank may come to layers that it does not use.
+
+        ``layer_major``: it is forward and backward of all micro-batches in one.
         """
         self._context = context
         self._rest = rest
@@ -135,8 +131,7 @@ class FollowedPass:
     def _advance(self, needed: int | None = None) -> None:
         """Carries out what belongs to the use that this rank has come to.
 
-        Args:
-            needed: the layer that must be there at once; others are gathered beside it.
+        ``needed`` must be there at once; other layers are gathered beside it.
         """
         while not self.is_done:
             operation = self._operations[self._at]
@@ -205,9 +200,8 @@ class FollowedPass:
     def join(self, turned: Callable[[], None] | None, turning_point: int) -> None:
         """Does from begin to end what the other ranks do in it.
 
-        Args:
-            turned: called where its backward begins, if it is forward and backward in one.
-            turning_point: uses before its backward.
+        ``turned`` is called where its backward begins, after ``turning_point`` uses, if it is
+        forward and backward in one.
         """
         if turned is not None:
             self._force(self._place_of_turn(turning_point))

@@ -93,9 +93,7 @@ def gather_settings(keys: Mapping[str, int]) -> GatherSettings:
 def persistent_layers(sizes: Sequence[int], settings: GatherSettings) -> set[int]:
     """The layers that stay whole on every rank: the smallest below the threshold, within the sum.
 
-    Args:
-        sizes: elements of each layer.
-        settings: see :class:`GatherSettings`.
+    ``sizes``: elements of each layer.
     """
     kept: set[int] = set()
     total = 0
@@ -148,20 +146,14 @@ def plan_pass(
         trace: the pass.
         sizes: elements of each layer.
         sharded: layers that have to be gathered; the others are there always.
-        settings: see :class:`GatherSettings`.
+        settings: DeepSpeed's keys.
         live: layers that are gathered when the pass begins.
     """
     return _Planner(trace, sizes, sharded, settings, live).plan()
 
 
 def most_live(sizes: Sequence[int], sharded: Collection[int], settings: GatherSettings) -> int:
-    """Elements of gathered layers at the peak of a step whose layers are used in their order.
-
-    Args:
-        sizes: elements of each layer.
-        sharded: layers that have to be gathered.
-        settings: see :class:`GatherSettings`.
-    """
+    """Elements of gathered layers at the peak of a step whose layers are used in their order."""
     forward = tuple(range(len(sizes)))
     traces = [PassTrace(forward, forward[::-1]), PassTrace(forward[::-1])]
     live: set[int] = set()

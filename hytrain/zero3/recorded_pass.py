@@ -28,13 +28,8 @@ class RecordedPass:
         forward_uses: Sequence[int] = (),
         direction: Literal["forward", "backward", "both"] = "both",
     ) -> None:
-        """
-        Args:
-            context: the layers.
-            forward_uses: of a backward: what the one forward that it runs back has used, in order.
-                The same on all ranks.
-            direction: which way it goes through the layers. In a pass that is forward and backward
-                in one all ranks with samples must use the same layers.
+        """``forward_uses``: of a backward, those of the one forward that it runs back, in order;
+        the same on all ranks. In both directions all ranks with samples must use the same layers.
         """
         self._context = context
         self._direction = direction
@@ -131,13 +126,9 @@ class RecordedPass:
             self._enter(found, has_samples=False)
 
     def join(self, turned: Callable[[], None] | None) -> bool:
-        """Does from begin to end what the other ranks do in it.
+        """Does from begin to end what the other ranks do in it; whether it came to no error.
 
-        Args:
-            turned: called where its backward begins, if it is forward and backward in one.
-
-        Returns:
-            Whether it has come to its end, not to an error.
+        ``turned`` is called where its backward begins, if it is forward and backward in one.
         """
         while (number := self._agree(None)) not in (END, FAILED):
             if number == TURN:

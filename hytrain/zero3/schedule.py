@@ -70,14 +70,7 @@ class GatherSchedule:
         collectives: ShardCollectives,
         held: Sequence[int],
     ) -> None:
-        """
-        Args:
-            layers: all layers in forward order.
-            gatherer: carries gathers out.
-            settings: DeepSpeed's keys.
-            collectives: the ranks.
-            held: layers with weights that no module of their own uses: there in the whole pass.
-        """
+        """``held``: layers that no module of their own uses: there in the whole pass."""
         self._context = GatherContext(layers, gatherer, collectives, held)
         self._sizes = [x.gathered_elements for x in sorted(layers, key=lambda x: x.index)]
         self._settings = settings
@@ -325,12 +318,8 @@ class GatherSchedule:
     def follow(self, kind: PassKind, turned: Callable[[], None] | None = None) -> bool:
         """A pass that other ranks make and this one has no batch for, from begin to end.
 
-        Args:
-            kind: of the pass.
-            turned: called where its backward begins, if it is forward and backward in one.
-
-        Returns:
-            Whether it has come to its end; it may fail on the other ranks while it is recorded.
+        ``turned`` is called where its backward begins, if it is forward and backward in one.
+        Returns whether it has come to its end; it may fail on other ranks while it is recorded.
         """
         current = self._begin(kind)
         if isinstance(current, FollowedPass):

@@ -32,14 +32,8 @@ class WeightPasses:
         held: Sequence[int],
         home: Arena | None = None,
     ) -> None:
-        """
-        Args:
-            pipeline: who updates the trained weights.
-            layers: all weights, in forward order.
-            collectives: the ranks that share the weights.
-            settings: DeepSpeed's keys; None below ZeRO-3.
-            held: layers that no module of their own uses.
-            home: host memory of the shards, where they are kept there.
+        """``held``: layers that no module of their own uses; ``home``: host memory of the shards;
+        ``settings``: DeepSpeed's keys, None below ZeRO-3.
         """
         self._home = home
         self._closing: list[Callable[[], None]] = []
@@ -139,13 +133,9 @@ class WeightPasses:
         return all(self.gatherer.is_live(layer) for layer in self.layers if layer.sharded)
 
     def copy_to_first(self, first: bool, *, with_frozen: bool = True) -> dict[int, torch.Tensor]:
-        """Whole sharded parameters on the host of one rank; a collective.
+        """Whole sharded parameters on the host of one rank, the ``first``; a collective.
 
         One layer at a time is gathered.
-
-        Args:
-            first: whether this is the rank that gets them.
-            with_frozen: whether those that are not trained are wanted.
 
         Returns:
             ``id(parameter)`` -> a copy on the CPU; empty on other ranks.
@@ -158,14 +148,7 @@ class WeightPasses:
         return copies
 
     def frozen_on_first(self, first: bool) -> Iterator[dict[int, torch.Tensor]]:
-        """Whole sharded parameters that are not trained, on the host of one rank; a collective.
-
-        Args:
-            first: whether this is the rank that gets them.
-
-        Returns:
-            Of one layer after another ``id(parameter)`` -> a copy on the CPU; empty on other ranks.
-        """
+        """As :meth:`copy_to_first`, of those that are not trained, one layer after another."""
         return self._copies(first, lambda x: [part for part in x.sharded if part is x.frozen])
 
     def _copies(
