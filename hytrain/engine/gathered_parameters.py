@@ -19,6 +19,7 @@ from hytrain.errors import UnsupportedError
 from hytrain.optimizer.autograd_task import graph_task
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.zero3.layer_weights import LayerWeights
+from hytrain.zero3.schedule import GatherSchedule
 from hytrain.zero3.weight_passes import WeightPasses
 
 
@@ -58,19 +59,20 @@ class GatheringParameters:
             UnsupportedError: a backward is running in which they are not there.
         """
         layers = self._layers([parameter] if param_list is None else param_list)
-        if self._weights.is_in_pass:
-            self._use_in_pass(layers)
+        schedule = self._weights.schedule
+        if schedule is not None and schedule.is_open:
+            self._use_in_pass(schedule, layers)
             return
         if not self._claims:
             self._kept.synchronize()
             self._weights.settle()
         for layer in layers:
             is_there = self._weights.gatherer.is_live(layer)
-            self._weights.gatherer.lend(layer)
+            self._weights.gatherer.lent.add(layer.index)
             if is_there and not self._claims[layer.index]:
                 continue  # gathered by the engine: it stays when this context ends
             self._weights.gather_layer(layer)
-            self._weights.gatherer.pin(layer)
+            self._weights.gatherer.pinned.add(layer.index)
             self._claims[layer.index] += 1
 
     def part(
@@ -88,7 +90,8 @@ class GatheringParameters:
         """
         del hierarchy
         parameters = [parameter] if param_list is None else param_list
-        if self._weights.is_in_pass:
+        schedule = self._weights.schedule
+        if schedule is not None and schedule.is_open:
             if has_been_updated:
                 raise UnsupportedError(
                     "deepspeed.zero.GatheredParameters with a modifier_rank inside of a forward or "
@@ -102,11 +105,11 @@ class GatheringParameters:
                 self._keep_written(layer, parameters)
             self._release(layer)
         # Gathers run beside the compute stream and do not wait for what was written here.
-        self._weights.wait_for_device()
+        self._kept.pipeline.streams.synchronize()
 
-    def _use_in_pass(self, layers: Sequence[LayerWeights]) -> None:
+    def _use_in_pass(self, schedule: GatherSchedule, layers: Sequence[LayerWeights]) -> None:
         for layer in layers:
-            if not layer.sharded or self._weights.is_held(layer):
+            if not layer.sharded or schedule.is_held(layer.index):
                 continue
             if graph_task() == -1:
                 self._weights.hold(layer)
@@ -133,7 +136,7 @@ class GatheringParameters:
         self._claims[layer.index] -= 1
         if not self._claims[layer.index]:
             del self._claims[layer.index]
-            self._weights.gatherer.unpin(layer)
+            self._weights.gatherer.pinned.discard(layer.index)
             self._weights.release_layer(layer)
 
     def _layers(self, parameters: Sequence[torch.Tensor]) -> list[LayerWeights]:

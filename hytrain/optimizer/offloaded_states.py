@@ -168,7 +168,7 @@ class OffloadedStates:
     def _come_to_rest(self) -> None:
         """No update is under way, no layer is gathered, and no move has been begun."""
         weights, pipeline = self._kept.weights, self._kept.pipeline
-        if weights.gatherer.has_pinned:
+        if weights.gatherer.pinned:
             raise ConfigError(
                 "offload_states() where gathered weights are in use: call it behind the block of "
                 "gathered_parameters() or deepspeed.zero.GatheredParameters"

@@ -97,8 +97,10 @@ class PassTracker:
             collectives=collectives,
             direct=pipeline.norm.settings.direct,
         )
-        if collectives.world_size > 1:
-            self.collector.reduce_schedule = weights.share_reduces(self.collector)
+        if collectives.world_size > 1 and weights.schedule is not None:
+            # Reductions take their places among the gathers.
+            self.collector.reduce_schedule = weights.schedule
+            weights.schedule.reduces(self.collector)
 
     # -- a step over a global batch --------------------------------------------------------------
 

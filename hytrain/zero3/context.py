@@ -121,10 +121,6 @@ class GatherContext:
         """Whether the layer's whole copy is there or on its way."""
         return self.gatherer.is_live(self._by_number[index])
 
-    def is_pinned(self, index: int) -> bool:
-        """Whether the layer stays whole until it is unpinned, whatever passes do."""
-        return self.gatherer.is_pinned(self._by_number[index])
-
     def gather(self, index: int, *, ahead: bool = False) -> None:
         """Gathers a layer unless it is live; see :meth:`LayerGatherer.gather`."""
         if not self.is_live(index):

@@ -89,7 +89,7 @@ class FollowedPass:
             index in context.sharded
             and index not in self._planned
             and index not in context.held
-            and not context.is_pinned(index)
+            and index not in context.gatherer.pinned
         )
 
     def _go_to(self, index: int) -> None:

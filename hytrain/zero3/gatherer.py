@@ -57,37 +57,14 @@ class LayerGatherer:
         """Most layers that were there, or had memory, at one time."""
         self.on_change: Callable[[LayerWeights, Presence], None] | None = None
         """Told of every layer that comes, is there, or is given up."""
-        self._pinned: set[int] = set()
-        self._lent: set[int] = set()
+        self.pinned: set[int] = set()
+        """Layers that passes would give up stay while they are here: gathered outside of passes."""
+        self.lent: set[int] = set()
+        """The user was given the whole copy of these, and may keep tensors in its memory."""
 
     def _tell(self, layer: LayerWeights, presence: Presence) -> None:
         if self.on_change is not None:
             self.on_change(layer, presence)
-
-    def pin(self, layer: LayerWeights) -> None:
-        """A live layer stays through passes that would give it up, until :meth:`unpin`."""
-        self._pinned.add(layer.index)
-
-    def unpin(self, layer: LayerWeights) -> None:
-        """It may be given up again."""
-        self._pinned.discard(layer.index)
-
-    def unpin_all(self) -> None:
-        """All may be given up again."""
-        self._pinned.clear()
-
-    def lend(self, layer: LayerWeights) -> None:
-        """The user is given the whole copy, and may keep tensors that share its memory."""
-        self._lent.add(layer.index)
-
-    def is_pinned(self, layer: LayerWeights) -> bool:
-        """Whether passes leave the layer where it is."""
-        return layer.index in self._pinned
-
-    @property
-    def has_pinned(self) -> bool:
-        """Whether layers that were gathered outside of passes are still in use."""
-        return bool(self._pinned)
 
     def is_live(self, layer: LayerWeights) -> bool:
         """Whether the layer's whole copy is there or on its way."""
@@ -179,14 +156,14 @@ class LayerGatherer:
 
     def release(self, layer: LayerWeights) -> None:
         """Gives the layer's whole copy up, after all compute so far; a pinned one stays."""
-        if layer.index in self._pinned:
+        if layer.index in self.pinned:
             return
         # The memory goes back to compute's allocator: without the wait in use() a gather in flight
         # could write over the next tensor that is put there.
         self.use(layer)
         flight = self._flights.pop(layer.index)
-        was_lent = layer.index in self._lent
-        self._lent.discard(layer.index)
+        was_lent = layer.index in self.lent
+        self.lent.discard(layer.index)
         for part in flight.parts:
             if was_lent:
                 part.storage.dismiss_to_holders()

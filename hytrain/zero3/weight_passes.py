@@ -10,7 +10,6 @@ import torch
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.offload.arena import Arena
 from hytrain.offload.update_pipeline import UpdatePipeline
-from hytrain.zero3.context import PendingGradients
 from hytrain.zero3.gatherer import LayerGatherer
 from hytrain.zero3.layer_weights import LayerWeights, ShardedWeights
 from hytrain.zero3.plan import GatherSettings
@@ -73,19 +72,12 @@ class WeightPasses:
         """Whether modules' hooks gather nothing, since the user has removed them for now."""
         return self.active is not self.schedule
 
-    def share_reduces(self, gradients: PendingGradients) -> GatherSchedule | None:
-        """Reductions of gradients take their places among the gathers; returns what says when."""
-        if self.schedule is not None:
-            self.schedule.reduces(gradients)
-        return self.schedule
-
     def forbid_reads(self) -> None:
         """A pass begins: whatever is there, only modules of its layer may read it unnoticed."""
         for layer in self.layers:
-            if self.gatherer.is_pinned(layer):
-                continue
-            for part in layer.sharded:
-                part.forbid_reads()
+            if layer.index not in self.gatherer.pinned:
+                for part in layer.sharded:
+                    part.forbid_reads()
 
     # -- one layer at a time, gathered explicitly -----------------------------------------------
 
@@ -114,17 +106,15 @@ class WeightPasses:
         What is written into parameters meanwhile is lost, unless :meth:`adopt` takes it over.
         """
         self.settle()
-        mine = [x for x in self.layers if x.sharded and not self.gatherer.is_pinned(x)]
+        mine = {layer.index for layer in self.layers if layer.sharded} - self.gatherer.pinned
         for layer in self.layers:
             self.gather_layer(layer)
-            self.gatherer.lend(layer)
-        for layer in mine:  # through whatever is called in the block
-            self.gatherer.pin(layer)
+            self.gatherer.lent.add(layer.index)
+        self.gatherer.pinned |= mine  # through whatever is called in the block
         try:
             yield
         finally:
-            for layer in mine:
-                self.gatherer.unpin(layer)
+            self.gatherer.pinned -= mine
             self.gatherer.release_all()
 
     @property
@@ -191,18 +181,9 @@ class WeightPasses:
             self.schedule.settle()
 
     @property
-    def is_in_pass(self) -> bool:
-        """Whether a forward or backward is under way."""
-        return self.schedule is not None and self.schedule.is_open
-
-    @property
     def host_bytes(self) -> int:
         """Of shards that are in host memory."""
         return 0 if self._home is None else self._home.num_bytes
-
-    def wait_for_device(self) -> None:
-        """Until everything on the device is done."""
-        self._pipeline.streams.synchronize()
 
     def when_moved(self, function: Callable[[], None]) -> None:
         """Calls it whenever what this rank keeps of the weights is in other memory."""
@@ -228,10 +209,6 @@ class WeightPasses:
         if self._home is not None:
             self._home.close()
 
-    def is_held(self, layer: LayerWeights) -> bool:
-        """Whether a layer is there in the whole of every pass."""
-        return self.schedule is not None and self.schedule.is_held(layer.index)
-
     def hold(self, layer: LayerWeights) -> None:
         """The pass under way uses a layer's weights past its modules; a collective.
 
@@ -251,7 +228,7 @@ class WeightPasses:
 
     def forget(self) -> None:
         """Weights have changed or a pass was aborted: nothing is kept."""
-        self.gatherer.unpin_all()
+        self.gatherer.pinned.clear()
         if self.schedule is not None:
             self.schedule.forget()
         else:
