@@ -16,7 +16,7 @@ from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import ClipSettings
 from hytrain.optimizer.engine_view import EngineView
 from hytrain.optimizer.loss_scaling import GradScalerRule, LossScaler
-from hytrain.zero3.plan import GatherSettings
+from hytrain.zero3.plan import GatherSettings, gather_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,11 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
     else:
         check_overflow = True  # as DeepSpeed's ZeRO-1/2 does for fp32
     stage, offload = int(internals.zero_optimization_stage()), internals.zero_offload_param()
+    keys = internals._config.zero_config.model_dump(by_alias=True)
     return BuildSettings(
         stage=cast(Literal[1, 2, 3], stage),
         device=torch.device(internals.device),
-        gathers=_gather_settings(internals._config.zero_config) if stage == 3 else None,
+        gathers=gather_settings(keys) if stage == 3 else None,
         on_host=offload is not None and bool(offload.device == "cpu"),
         gradient_dtype=None if accumulation_dtype == model_dtype else accumulation_dtype,
         clip=ClipSettings(float(internals.gradient_clipping() or 0.0), check_overflow),
@@ -100,17 +101,6 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
         communication_dtype=asked if isinstance(asked, torch.dtype) else None,
         scaler=_scaler(internals),
         micro_batches=int(internals.gradient_accumulation_steps()),
-    )
-
-
-def _gather_settings(zero: Any) -> GatherSettings:
-    """DeepSpeed's keys of ZeRO-3."""
-    return GatherSettings(
-        prefetch=int(zero.prefetch_bucket_size),
-        max_live=int(zero.max_live_parameters),
-        max_reuse=int(zero.max_reuse_distance),
-        persistence=int(zero.param_persistence_threshold),
-        max_persistent=int(zero.model_persistence_threshold),
     )
 
 

@@ -90,6 +90,23 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("eigenvalue.enabled", "eigenvalue is not supported: remove it"),
     ("checkpoint.writer", "checkpoints are written by hytrain: remove checkpoint.writer"),
 )
+_SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    (
+        "zero_optimization.offload_param.device", (None, "none", "cpu"),
+        'weights are kept in host memory or on the GPU; set it to "cpu", or remove offload_param',
+    ),
+    (
+        "zero_optimization.offload_optimizer.device", ("cpu",),
+        'hytrain keeps the optimizer state in host memory; set it to "cpu" (gpu_fraction decides '
+        "how much of it stays on the GPU)",
+    ),
+    ("zero_optimization.offload_optimizer.ratio", (None, 1), 'use "hytrain.gpu_fraction"'),
+    (
+        "gradient_predivide_factor", (None, 1),
+        "gradients are scaled in fp32 by the update itself; remove it",
+    ),
+)  # fmt: skip
+"""Keys with the values that do what they say."""
 _TRIVIAL: tuple[Any, ...] = (None, False, 0, 1, -1, {}, [])
 
 
@@ -113,35 +130,15 @@ def _refuse_zero(config: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f'"zero_optimization.stage" is {stage!r}: hytrain works with ZeRO stages 1 to 3; set 2'
         )
-    home = _get(config, "zero_optimization.offload_param.device")
-    if home not in (None, "none", "cpu"):
-        raise UnsupportedError(
-            f'"zero_optimization.offload_param.device" is {home!r}: weights are kept in host '
-            'memory or on the GPU; set it to "cpu", or remove offload_param'
-        )
-    if home == "cpu" and stage != 3:
+    for path, supported, remedy in _SUPPORTED:
+        value = _get(config, path)
+        if value not in supported:
+            seen = "is missing" if value is None else f"is {value!r}"
+            raise UnsupportedError(f'"{path}" {seen}: {remedy}')
+    if _get(config, "zero_optimization.offload_param.device") == "cpu" and stage != 3:
         raise UnsupportedError(
             f'"zero_optimization.offload_param.device" is "cpu" with ZeRO stage {stage}: only '
             'stage 3 streams weights; set "zero_optimization.stage" to 3, or remove offload_param'
-        )
-    device = _get(config, "zero_optimization.offload_optimizer.device")
-    if device != "cpu":
-        seen = "is missing" if device is None else f"is {device!r}"
-        raise UnsupportedError(
-            f'"zero_optimization.offload_optimizer.device" {seen}: hytrain keeps the '
-            'optimizer state in host memory; set it to "cpu" (gpu_fraction decides how much of it '
-            "stays on the GPU)"
-        )
-    ratio = _get(config, "zero_optimization.offload_optimizer.ratio")
-    if ratio not in (None, 1, 1.0):
-        raise UnsupportedError(
-            f'"zero_optimization.offload_optimizer.ratio" is {ratio}: use "hytrain.gpu_fraction"'
-        )
-    predivide = _get(config, "gradient_predivide_factor")
-    if predivide not in (None, 1, 1.0):
-        raise UnsupportedError(
-            f'"gradient_predivide_factor" is {predivide}: gradients are scaled in fp32 by the '
-            "update itself; remove it"
         )
     kind = _get(config, "optimizer.type")
     if kind is not None and str(kind).lower() not in ("adam", "adamw"):

@@ -41,14 +41,10 @@ class _Hook:
         self._function(*arguments, **named)
 
     def __deepcopy__(self, memo: object) -> _Hook:
-        return _Hook(_nothing)
+        return _Hook(lambda *_arguments, **_named: None)
 
 
 _Hook.__call__ = cast(Any, torch.compiler).disable(_Hook.__call__)
-
-
-def _nothing(*_arguments: object, **_named: object) -> None:
-    """What a copy's hook does."""
 
 
 class LayerGuards:
