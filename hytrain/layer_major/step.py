@@ -11,12 +11,12 @@ gradients in the order of the micro-batches, from the same numbers as micro-batc
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hytrain.layer_major.activations import Kept, Offloaded, OffloadedActivations
 from hytrain.layer_major.block_calls import BlockCalls, Call
@@ -97,7 +97,7 @@ class LayerMajorStep:
         self._numbers = range(len(forwards))
         self._graphs = [MicroBatchGraph() for _ in forwards]
         self._saved: list[list[_SavedCall | None]] = []
-        self._seen = [_SeenTensors() for _ in forwards]
+        self._seen = [WeakTensorKeyDictionary() for _ in forwards]
         self._waiting: list[BlockCall] = []
         self._outputs: list[Any] = []
 
@@ -245,7 +245,7 @@ class LayerMajorStep:
                     )
                 # What was given to an earlier block is not on its way from one to the next.
                 is_new = target is not None and tensor not in seen
-                seen.add(tensor)
+                seen[tensor] = True
                 store = self._store
                 held = Kept(tensor) if store is None else store.put(tensor, is_boundary=is_new)
                 inputs[id(tensor)] = _Input(held, target)
@@ -328,17 +328,3 @@ class LayerMajorStep:
         targets = [(out, t) for out, t in zip(found, saved.outputs, strict=True) if t is not None]
         del args, kwargs, output, found
         run_back([out for out, _ in targets], [target for _, target in targets])
-
-
-class _SeenTensors:
-    """The tensors that a micro-batch has given to blocks, not kept alive."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        found = self._by_id.get(id(tensor))
-        return found is not None and found() is tensor  # numbers of dead ones are given again
-
-    def add(self, tensor: torch.Tensor) -> None:
-        self._by_id[id(tensor)] = weakref.ref(tensor)

@@ -139,11 +139,8 @@ class GatherSchedule:
         """Whether a pass of this kind has been recorded."""
         return (kind, 1) in self._records
 
-    def begin(self, kind: PassKind) -> None:
+    def begin(self, kind: PassKind) -> RecordedPass | FollowedPass:
         """A pass begins; one that was not ended is given up (it has raised, on all ranks)."""
-        self._begin(kind)
-
-    def _begin(self, kind: PassKind) -> RecordedPass | FollowedPass:
         if self._pass is not None:
             self.settle()
         self._alone.clear()
@@ -321,7 +318,7 @@ class GatherSchedule:
         ``turned`` is called where its backward begins, if it is forward and backward in one.
         Returns whether it has come to its end; it may fail on other ranks while it is recorded.
         """
-        current = self._begin(kind)
+        current = self.begin(kind)
         if isinstance(current, FollowedPass):
             current.join(turned, self._records[kind, 1].turning_point if turned else 0)
             self._count_pass()
