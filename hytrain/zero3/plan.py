@@ -8,7 +8,7 @@ the same on all ranks: whatever a rank does of it, it does in this order, so tha
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hytrain.errors import ConfigError
@@ -222,15 +222,18 @@ class _Planner:
 
     def _prefetched(self, at: int) -> set[int]:
         """What is there ahead of use ``at``, within the window of the prefetch."""
-        window: set[int] = set()
+        return set(self._window(at, set())) & self._live
+
+    def _window(self, at: int, seen: set[int]) -> Iterator[int]:
+        """Sharded layers used behind use ``at``, as many as are gathered ahead, but those seen."""
         ahead = 0
         for layer in self._trace.uses[at + 1 :]:
             if ahead >= self._settings.prefetch:
-                break
-            if layer in self._sharded and layer not in window:
-                window.add(layer)
+                return
+            if layer in self._sharded and layer not in seen:
+                seen.add(layer)
                 ahead += self._sizes[layer]
-        return window & self._live
+                yield layer
 
     def _distances(self, at: int) -> list[tuple[int, float]]:
         """(gathered layer, elements used before its next use), the nearest first."""
@@ -249,15 +252,7 @@ class _Planner:
     def _prefetch(self, at: int) -> None:
         """After use ``at`` has begun: the next layers, while fewer elements than allowed are."""
         in_use = self._trace.uses[at]
-        seen = {in_use}
-        ahead = 0
-        for layer in self._trace.uses[at + 1 :]:
-            if ahead >= self._settings.prefetch:
-                return
-            if layer not in self._sharded or layer in seen:
-                continue
-            seen.add(layer)
-            ahead += self._sizes[layer]
+        for layer in self._window(at, {in_use}):
             if layer in self._live:
                 continue
             others = self._live - {in_use}
