@@ -15,11 +15,7 @@ from hytrain.errors import ConfigError, UnsupportedError, did_you_mean
 
 
 def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Arguments that ``initialize`` does not have.
-
-    Raises:
-        ConfigError: there are any.
-    """
+    """A ConfigError of arguments that ``initialize`` does not have, if there are any."""
     for name in unknown:
         meant = did_you_mean(name, known)
         raise ConfigError(f'"{name}" is no argument of initialize: {meant}remove it')

@@ -54,12 +54,9 @@ _AUTO = (
 
 
 def check_config(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
-    """Refuses what has the wrong type or place, naming the key.
+    """A ConfigError, with the key, of a value of the wrong type or in the wrong place.
 
     ``batches_elsewhere``: the "hytrain" section says how large batches are.
-
-    Raises:
-        ConfigError: a value cannot be used.
     """
     if "gradient_clipping" in config:
         _check_number("gradient_clipping", config["gradient_clipping"], "write 0 for no clipping")
@@ -74,11 +71,7 @@ def check_config(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
 
 
 def check_sections(config: Mapping[str, Any]) -> None:
-    """Refuses a section of DeepSpeed's that is no JSON object.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """A ConfigError of a section of DeepSpeed's that is no JSON object."""
     for name in _OBJECTS:
         section = config.get(name)
         if section is not None and not isinstance(section, Mapping):
@@ -103,11 +96,7 @@ def misspelt_keys(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def make_folder(key: str, folder: str | None) -> None:
-    """Makes a key's folder that is written to much later, and tries whether it can be.
-
-    Raises:
-        ConfigError: it cannot be made or written to.
-    """
+    """Makes a key's folder that is written to much later; a ConfigError if it cannot be."""
     if folder is None:
         return
     try:
@@ -139,11 +128,7 @@ def explain_deepspeeds(error: ValidationError, config: Mapping[str, Any]) -> Con
 
 
 def explain_assertion(error: AssertionError, config: Mapping[str, Any]) -> ConfigError | None:
-    """An assertion of DeepSpeed's about keys that contradict each other, before it builds anything.
-
-    Returns:
-        None: it is no assertion of DeepSpeed's configuration.
-    """
+    """What DeepSpeed asserts of keys that contradict each other; None: of anything else."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
@@ -303,11 +288,7 @@ def _scheduler_class(name: Any) -> type:
 
 
 def refuse_misplaced_section(config: Mapping[str, Any]) -> None:
-    """The "hytrain" section is beside DeepSpeed's own, not inside of one.
-
-    Raises:
-        ConfigError: it is inside of one.
-    """
+    """A ConfigError of a "hytrain" section inside of one of DeepSpeed's, not beside them."""
     for name, value in config.items():
         if name != SECTION and isinstance(value, Mapping) and SECTION in value:
             raise ConfigError(

@@ -47,11 +47,7 @@ SUPPORTED = "0.19"
 
 
 def check_version() -> None:
-    """Refuses a DeepSpeed whose internals this release was not written against.
-
-    Raises:
-        UnsupportedError: another series than 0.19.
-    """
+    """An UnsupportedError of a DeepSpeed whose internals this release was not written against."""
     version = deepspeed_version()
     if not re.match(rf"{re.escape(SUPPORTED)}\.\d", version):
         raise UnsupportedError(
@@ -66,11 +62,7 @@ def deepspeed_version() -> str:
 
 
 def state_group_of(mpu: Any) -> torch.distributed.ProcessGroup | None:
-    """The ranks that an engine's state is spread over, as ``deepspeed.utils.groups`` has them.
-
-    Returns:
-        None: all of them.
-    """
+    """The ranks that an engine's state is spread over, as DeepSpeed's groups; None: all of them."""
     if hasattr(mpu, "get_sequence_data_parallel_group"):
         return mpu.get_sequence_data_parallel_group()
     if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):
@@ -215,8 +207,7 @@ def join_ranks(
 ) -> torch.device:
     """Joins the process group as ``deepspeed.initialize`` is about to, unless that was done.
 
-    Returns:
-        This rank's device, made torch's current one.
+    Returns this rank's device, made torch's current one.
 
     Raises:
         ConfigError: the process was started by no launcher.
@@ -243,8 +234,7 @@ def join_ranks(
 def use_checkpointing(model: torch.nn.Module, *, wanted: bool) -> bool | None:
     """Turns activation checkpointing on, in transformers' way, where it is wanted and off.
 
-    Returns:
-        Whether the model computes activations again; None where it has no switch.
+    Returns whether the model computes activations again; None where it has no switch.
     """
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if not callable(enable):

@@ -34,8 +34,7 @@ from hytrain.engine.deepspeed_internals import DeepSpeedEngine, autocast_if_enab
 from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.metrics_file import DecisionLog, MetricsFile
 from hytrain.engine.parameter_access import StateAccess
-from hytrain.engine.parameter_attributes import ParameterAttributes
-from hytrain.engine.parameter_offload import ParameterOffload
+from hytrain.engine.parameter_attributes import ParameterAttributes, ParameterOffload
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
 from hytrain.engine.run_report import RunReport
 from hytrain.engine.step_reports import report_step

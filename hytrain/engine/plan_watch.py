@@ -174,11 +174,7 @@ class PlanWatch:
             print(report.table(), flush=True)
 
     def report(self) -> PlanReport:
-        """Predicted and measured over the last steps; a collective.
-
-        Raises:
-            HyTrainError: too few steps have been made.
-        """
+        """See :meth:`HyTrainEngine.plan_report`."""
         if len(self._recent) < 2:
             raise HyTrainError(
                 f"a plan is compared with steps after the first {_WARM_UP}: make some more"

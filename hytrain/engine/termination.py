@@ -31,12 +31,8 @@ class Termination:
     """Listens for SIGTERM from its construction to :meth:`close`."""
 
     def __init__(self, collectives: ShardCollectives, *, is_ordered: bool) -> None:
-        """A collective.
-
-        Args:
-            collectives: the ranks.
-            is_ordered: the host of a rank ends no step before all have computed its gradients.
-                False: the ranks ask each other after every step.
+        """A collective. ``is_ordered``: the host of a rank ends no step before all have computed
+        its gradients; otherwise the ranks ask each other after every step.
         """
         self._collectives = collectives
         self._is_ordered = is_ordered

@@ -47,11 +47,7 @@ _Found = tuple[str, Actual]
 
 
 def find_plan(name: str, config_file: Path | None) -> Path:
-    """The file that a configuration names, looked for beside that one's own file as well.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """The file that a configuration names, also beside its own file; else a ConfigError."""
     path = Path(name)
     places = [Path.cwd() / path]
     if config_file is not None and not path.is_absolute():

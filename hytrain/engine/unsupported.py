@@ -14,13 +14,7 @@ from hytrain.errors import UnsupportedError
 
 
 def refuse_unsupported_model(model: torch.nn.Module, stage: int) -> None:
-    """Refuses models that need another engine or another ZeRO stage.
-
-    Raises:
-        UnsupportedError: a PipelineModule, DeepSpeed's MoE layers, a model that another ZeRO-3
-            engine still uses, or, below ZeRO-3, parameters that were partitioned under
-            ``deepspeed.zero.Init``.
-    """
+    """An UnsupportedError of a model that needs another engine or another ZeRO stage."""
     if isinstance(model, PipelineModule):
         raise UnsupportedError(
             "the model is a PipelineModule, which hytrain does not support: pass a plain "
@@ -111,11 +105,7 @@ _TRIVIAL: tuple[Any, ...] = (None, False, 0, 1, -1, {}, [])
 
 
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Refuses what the configuration asks for and hytrain does not do, before anything is built.
-
-    Raises:
-        UnsupportedError: naming the key, what was seen, and what to change.
-    """
+    """An UnsupportedError, with key, value and remedy, of what is asked for and hytrain has not."""
     for path, remedy in _REFUSED:
         value = _get(config, path)
         # Sizes of 1 and empty sections ask for nothing; `enabled: true` equals 1 in Python.

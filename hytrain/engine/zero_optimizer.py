@@ -16,7 +16,7 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.engine.deepspeed_internals import ZeROOptimizer
-from hytrain.engine.parameter_offload import ParameterOffload
+from hytrain.engine.parameter_attributes import ParameterOffload
 from hytrain.engine.plan_watch import RankMeasured
 from hytrain.engine.state_view import OptimizerState
 from hytrain.errors import ConfigError, UnsupportedError, UnusedParametersError
@@ -309,11 +309,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     # -- placement -------------------------------------------------------------------------------
 
     def set_gpu_fraction(self, value: float | Literal["solve"]) -> None:
-        """Sets the placement, between two steps; see :class:`PlacementManager`.
-
-        Raises:
-            ConfigError: a step is under way, or the number is not in [0, 1] or does not fit.
-        """
+        """Sets the placement, between two steps; see :meth:`HyTrainEngine.set_gpu_fraction`."""
         self.passes.check_open()
         if self.passes.open_step.begun:
             raise ConfigError("layers are re-placed between steps only: call this after step()")
@@ -322,8 +318,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     def free_gpu_memory(self) -> str:
         """The user's forward ran out of device memory: state moves to the host, if it may.
 
-        Returns:
-            What was done and what can be done, for people.
+        Returns what was done and what can be done, for people.
         """
         return self.placement.free_gpu_memory(
             may_move=not self.passes.open_step.begun,
@@ -365,11 +360,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._hyper.groups = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: memory for the state is laid out and shared among ranks when it is built.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """An UnsupportedError: the state is laid out and shared among ranks when it is built."""
         del param_group
         raise UnsupportedError(
             "add_param_group was called, but the optimizer's state is laid out when the engine is "

@@ -95,8 +95,7 @@ class LayerMajor:
         """Returns this rank's part of the mean loss, float64.
 
         Raises:
-            UnsupportedError: the model has become one that cannot be computed so, and was noticed
-                to be when some of its layers had been sent, or other ranks compute it so (ZeRO-3).
+            UnsupportedError: see :meth:`_refuse_late`.
         """
         # A rank without samples has no layers to go through, but others may need its shards.
         if self.refusal is not None or not (share.batches or self._layers.needs_all):

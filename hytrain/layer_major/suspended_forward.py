@@ -82,13 +82,9 @@ class SuspendedForward:
         return vars(SuspendedForward._of_thread).get("forward")
 
     def advance(self, output: Any = None) -> BlockCall | Finished:
-        """Runs the forward up to its next block, or to its end.
+        """Runs the forward up to its next block, or to its end; raises what the user's code raised.
 
-        Args:
-            output: of the block that it stands at; nothing at the first call.
-
-        Raises:
-            BaseException: whatever the user's code raised.
+        ``output`` is that of the block that it stands at; nothing at the first call.
         """
         if self._thread is None:
             # A daemon: a forward that never comes back must not keep the interpreter alive.

@@ -12,14 +12,10 @@ Snapshot = list[tuple[Any, list[Any]]]
 
 
 def map_leaves(tree: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
-    """The same structure with every instance of ``kind`` replaced.
+    """The same structure with ``change`` of every instance of ``kind`` in its place.
 
-    A container without one is returned as it is, and so is whatever is no container.
-
-    Args:
-        tree: nested tuples (named ones too), lists, mappings and dataclass instances.
-        kind: class of the leaves to replace.
-        change: takes a leaf, gives what stands in its place.
+    A container without one is returned as it is, and so is whatever is no container. Containers
+    are tuples (named ones too), lists, mappings and dataclass instances.
     """
     if isinstance(tree, kind):
         return change(tree)

@@ -22,10 +22,7 @@ _OPTIONS = ("amsgrad", "maximize", "differentiable")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer decays weights apart from the gradient (AdamW).
-
-    Returns:
-        True for AdamW, False for Adam with L2.
+    """Whether the optimizer decays weights apart from the gradient: AdamW, not Adam with L2.
 
     Raises:
         UnsupportedError: it is neither, or uses an option that the kernels do not have.
@@ -84,8 +81,7 @@ class HyperParameters:
         Once a step: identities are compared, microseconds where there are a thousand parameters.
 
         Raises:
-            UnsupportedError: groups were added, removed or put in another order, or one has other
-                parameters.
+            UnsupportedError: groups or their parameters are others, or in another order.
         """
         self._check(self.groups)
 

@@ -44,13 +44,11 @@ class StateKind(str, Enum):
 def kinds_to_offload(include: Container[Any] | None, device: Any) -> frozenset[StateKind]:
     """What is to leave the device, of DeepSpeed's arguments: its enums, or their names.
 
-    Args:
-        include: what cannot be walked through is asked for each name. None: everything.
-        device: "cpu", or "none" for nothing.
+    What cannot be walked through is asked for each name; None: everything. "none" is no device.
 
     Raises:
         ConfigError: a name that is none.
-        UnsupportedError: another device.
+        UnsupportedError: another device than "cpu" and "none".
     """
     where = _name(device)
     if where not in ("cpu", "none"):

@@ -472,7 +472,7 @@ class PassTracker:
     # -- states that are off the device ----------------------------------------------------------
 
     def refuse_away(self) -> None:
-        """Raises StatesOffloadedError unless everything is on the device."""
+        """A StatesOffloadedError unless everything is on the device."""
         if self.away:
             raise StatesOffloadedError(
                 "the engine was used while its states are off the device (engine.offload_states: "

@@ -18,7 +18,7 @@ from support.traces import Trace, traced_config, train
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import dataloader
 
-from hytrain.engine import trace_peaks, trace_session
+from hytrain.engine import trace_session
 from hytrain.errors import ConfigError
 from hytrain.formats import trace_file as names
 from hytrain.formats.trace_file import Peaks
@@ -384,11 +384,11 @@ def test_memory_is_swept_by_all_cores(
     """The peak of 3 update threads on 8 cores would say that more cores win nothing."""
     asked: list[int] = []
     monkeypatch.setattr(
-        trace_peaks, "_memory_rate", lambda _pipeline, threads: asked.append(threads) or 1e9
+        trace_session, "_memory_rate", lambda _pipeline, threads: asked.append(threads) or 1e9
     )
     pipeline: Any = SimpleNamespace(
         cpu=SimpleNamespace(wait_all=lambda: None), streams=SimpleNamespace(is_cuda=False)
     )
-    peaks = trace_peaks.measure_peaks(pipeline, Peaks(cores=cores), 3)
+    peaks = trace_session.measure_peaks(pipeline, Peaks(cores=cores), 3)
     assert asked == [expected]
     assert peaks == Peaks(cores=cores, dram_bytes_per_s=1e9)
