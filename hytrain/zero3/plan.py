@@ -121,21 +121,13 @@ class PassTrace:
     reduces: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: {})
 
 
-@dataclass(frozen=True, slots=True)
-class PassPlan:
-    """The operations of a pass, and the layers that are gathered when it is over."""
-
-    operations: tuple[Operation, ...]
-    live_after: frozenset[int]
-
-
 def plan_pass(
     trace: PassTrace,
     sizes: Sequence[int],
     sharded: Collection[int],
     settings: GatherSettings,
     live: Collection[int],
-) -> PassPlan:
+) -> tuple[Operation, ...]:
     """Makes the list of operations of a pass.
 
     Every use of a sharded layer finds it gathered or is followed by its gather. Before a layer is
@@ -159,7 +151,7 @@ def most_live(sizes: Sequence[int], sharded: Collection[int], settings: GatherSe
     live: set[int] = set()
     peak = 0
     for trace in traces:
-        for operation in plan_pass(trace, sizes, sharded, settings, live).operations:
+        for operation in plan_pass(trace, sizes, sharded, settings, live):
             if operation.action is Action.GATHER:
                 live.add(operation.layer)
             elif operation.action is Action.RELEASE:
@@ -185,7 +177,7 @@ class _Planner:
         self._future = trace.uses + trace.next_uses
         self._operations: list[Operation] = []
 
-    def plan(self) -> PassPlan:
+    def plan(self) -> tuple[Operation, ...]:
         for at, layer in enumerate(self._trace.uses):
             self._operations.append(Operation(Action.USE, layer))
             self._release_unwanted(at)
@@ -195,7 +187,7 @@ class _Planner:
                 self._operations.append(Operation(Action.REDUCE, reduced))
         self._operations.append(Operation(Action.END, NO_LAYER))
         self._release_unwanted(len(self._trace.uses))
-        return PassPlan(tuple(self._operations), frozenset(self._live))
+        return tuple(self._operations)
 
     def _gather(self, layer: int) -> None:
         if layer in self._sharded and layer not in self._live:
@@ -259,9 +251,3 @@ class _Planner:
             if self._elements(others) + self._sizes[layer] > self._settings.max_live:
                 return
             self._gather(layer)
-
-
-__all__ = [
-    "NO_LAYER", "Action", "GatherSettings", "Operation", "PassPlan", "PassTrace",
-    "gather_settings", "most_live", "persistent_layers", "plan_pass",
-]  # fmt: skip

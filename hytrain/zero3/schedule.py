@@ -194,9 +194,9 @@ class GatherSchedule:
         context = self._context
         held = set(context.held)
         live = context.gatherer.live - held
-        plan = plan_pass(trace, self._sizes, context.sharded - held, self._settings, live)
+        operations = plan_pass(trace, self._sizes, context.sharded - held, self._settings, live)
         rest = self._rest_of(key[0], record)
-        return FollowedPass(context, plan.operations, rest, layer_major=key[0] == "layer_major")
+        return FollowedPass(context, operations, rest, layer_major=key[0] == "layer_major")
 
     def _rest_of(self, kind: PassKind, record: _Record) -> RecordedPass | None:
         """What may follow a plan without reductions; the ranks then ask each other at its end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,7 +12,6 @@ from hytrain.zero3.plan import (
     Action,
     GatherSettings,
     Operation,
-    PassPlan,
     PassTrace,
     most_live,
     persistent_layers,
@@ -27,11 +27,10 @@ def settings(
     return GatherSettings(prefetch, max_live, max_reuse, persistence, NO_LIMIT)
 
 
-def text(plan: PassPlan) -> str:
+def text(plan: Sequence[Operation]) -> str:
     letters = {Action.USE: "u", Action.GATHER: "g", Action.RELEASE: "r", Action.REDUCE: "R"}
     return " ".join(
-        "end" if o.action is Action.END else f"{letters[o.action]}{o.layer}"
-        for o in plan.operations
+        "end" if o.action is Action.END else f"{letters[o.action]}{o.layer}" for o in plan
     )
 
 
@@ -60,11 +59,10 @@ def test_max_live_stops_the_prefetch() -> None:
 def test_what_the_next_pass_begins_with_stays() -> None:
     trace = PassTrace((0, 1, 2), next_uses=(2, 1, 0))
     forward = plan_pass(trace, [10, 10, 10], {0, 1, 2}, settings(max_reuse=11), ())
-    assert forward.live_after == {2}
+    assert text(forward) == "u0 g0 u1 r0 g1 u2 r1 g2 end"
     forward = plan_pass(trace, [10, 10, 10], {0, 1, 2}, settings(max_reuse=21), ())
     assert text(forward) == "u0 g0 u1 r0 g1 u2 g2 end"
-    assert forward.live_after == {1, 2}
-    backward = plan_pass(PassTrace((2, 1, 0)), [10] * 3, {0, 1, 2}, settings(), forward.live_after)
+    backward = plan_pass(PassTrace((2, 1, 0)), [10] * 3, {0, 1, 2}, settings(), {1, 2})
     assert text(backward).startswith("u2")
     assert "g2" not in text(backward)
 
@@ -98,18 +96,15 @@ def test_any_pass(seed: int) -> None:
     live = {i for i in sharded if rng.random() < 0.3}
     keys = settings(rng.randint(0, 40), rng.randint(0, 80), rng.randint(0, 60))
     plan = plan_pass(PassTrace(uses, following), sizes, sharded, keys, live)
-    assert (
-        plan.operations
-        == plan_pass(
-            PassTrace(uses, following), sizes, sharded, keys, sorted(live, reverse=True)
-        ).operations
+    assert plan == plan_pass(
+        PassTrace(uses, following), sizes, sharded, keys, sorted(live, reverse=True)
     )
     seen: list[int] = []
-    for at, operation in enumerate(plan.operations):
+    for at, operation in enumerate(plan):
         layer = operation.layer
         if operation.action is Action.USE:
             seen.append(layer)
-            following_operations = plan.operations[at + 1 :]
+            following_operations = plan[at + 1 :]
             upto = next(
                 i
                 for i, o in enumerate(following_operations)
@@ -126,7 +121,6 @@ def test_any_pass(seed: int) -> None:
         elif operation.action is Action.RELEASE:
             live.remove(layer)
     assert tuple(seen) == uses
-    assert live == plan.live_after
     assert keys.max_reuse > 0 or not live
 
 
