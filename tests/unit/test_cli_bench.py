@@ -83,3 +83,9 @@ def test_machine_facts_are_sane() -> None:
     assert machine.usable_cores() >= 1
     assert machine.last_level_cache_bytes() >= 2**18
     assert 0 < host_room.available_host_bytes() < 2**50
+
+
+def test_a_misspelt_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["trce"])
+    assert 'did you mean "trace"?' in capsys.readouterr().err

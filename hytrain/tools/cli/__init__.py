@@ -9,15 +9,19 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from hytrain.errors import HostMemoryError, HyTrainError
+from hytrain.errors import HostMemoryError, HyTrainError, did_you_mean
 from hytrain.tools.cli import bench, checkpoint, doctor, explain, export, plan, profile, trace
 from hytrain.tools.cli.arguments import one_line
 from hytrain.version import __version__
 
 __all__ = ["main"]
+
+_COMMANDS = ("bench", "profile", "plan", "explain", "doctor", "export", "checkpoint", "trace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,8 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse's, which guesses what a misspelt command means."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"argument COMMAND: invalid choice: '(.*?)'", message)
+        meant = did_you_mean(wrong[1], _COMMANDS) if wrong is not None else ""
+        super().error(meant + message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hytrain", description="Offloaded training, measured.")
+    parser = _Parser(prog="hytrain", description="Offloaded training, measured.")
     parser.add_argument("--version", action="version", version=f"hytrain {__version__}")
     # DeepSpeed's launcher gives every script this argument.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)

@@ -48,5 +48,7 @@ def _kernel(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
     else:
         print(format_table(result))
-        print(json.dumps(result["machine"]))
+        machine = result["machine"]
+        versions = ", ".join(f"{name} {it}" for name, it in machine["versions"].items() if it)
+        print(f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}; {versions}")
     return 0

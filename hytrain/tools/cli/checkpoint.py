@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
+
+from hytrain.errors import CheckpointError
 
 
 def add(checkpoint: argparse.ArgumentParser) -> None:
@@ -13,28 +16,36 @@ def add(checkpoint: argparse.ArgumentParser) -> None:
     actions = checkpoint.add_subparsers(required=True, metavar="ACTION")
     words = "read every byte and hold it against what was saved"
     verify = actions.add_parser("verify", help=words)
-    verify.add_argument("--tag", help="which checkpoint (default: the latest)")
     verify.add_argument("--all", action="store_true", help="all checkpoints of the folder")
     verify.set_defaults(run=_verify)
     info = actions.add_parser("info", help="which checkpoints there are, and what is in them")
     info.set_defaults(run=_info)
-    for action in (verify, info):
-        action.add_argument("folder", type=Path, metavar="DIR", help="folder of checkpoints")
+    for action, which in ((verify, "the latest"), (info, "all")):
+        help_text = "folder of checkpoints, or a Trainer's output folder"
+        action.add_argument("folder", type=Path, metavar="DIR", help=help_text)
+        action.add_argument("--tag", help=f"which checkpoint (default: {which})")
         action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     # Imported here: it needs torch, which `hytrain --help` should not wait for.
-    from hytrain.checkpoint.inspection import locate, saved_checkpoints, verify
+    from hytrain.checkpoint.inspection import Verdict, locate, saved_checkpoints, verify
     from hytrain.tools.checkpoints.report import verdict_text
+    from hytrain.tools.checkpoints.trainer_folders import newest_folder, trainer_folders
 
     given: Path = arguments.folder
-    folders = (
-        [given / tag for tag in saved_checkpoints(given)]
-        if arguments.all
-        else [locate(given, arguments.tag)]
-    )
-    verdicts = [verify(folder) for folder in folders]
+    if arguments.all:
+        places = trainer_folders(given) or [given]
+        folders = [place / tag for place in places for tag in saved_checkpoints(place)]
+    else:
+        folders = [locate(newest_folder(given, arguments.tag), arguments.tag)]
+
+    def read(number: int, folder: Path) -> Verdict:
+        if sys.stderr.isatty():  # of large ones it takes minutes
+            print(f"reading {folder} ({number} of {len(folders)})", file=sys.stderr)
+        return verify(folder)
+
+    verdicts = [read(number, folder) for number, folder in enumerate(folders, 1)]
     if arguments.json:
         print(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
     else:
@@ -45,12 +56,19 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from hytrain.checkpoint.inspection import describe_folder, locate
     from hytrain.tools.checkpoints.report import folder_text
+    from hytrain.tools.checkpoints.trainer_folders import trainer_folders
 
     given: Path = arguments.folder
-    facts = list(describe_folder(given)) if given.is_dir() else []
+    places = trainer_folders(given) or [given]
+    facts = [fact for place in places if place.is_dir() for fact in describe_folder(place)]
     if not facts:
         one = locate(given, None)  # a checkpoint's own folder, or the error that there is none
         facts = [fact for fact in describe_folder(one.parent) if fact.tag == one.name]
+    if arguments.tag is not None:
+        tags = ", ".join(fact.tag for fact in facts)
+        facts = [fact for fact in facts if fact.tag == arguments.tag]
+        if not facts:
+            raise CheckpointError(f"{given} has no checkpoint {arguments.tag!r}, but {tags}")
     if arguments.json:
         print(json.dumps([asdict(fact) for fact in facts], indent=2))
     else:

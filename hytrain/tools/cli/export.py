@@ -15,7 +15,10 @@ _DTYPES = ("fp32", "bf16", "fp16")
 def add(export: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     export.add_argument(
-        "folder", type=Path, metavar="CHECKPOINT_DIR", help="folder that checkpoints were saved in"
+        "folder",
+        type=Path,
+        metavar="CHECKPOINT_DIR",
+        help="folder that checkpoints were saved in, or a Trainer's output folder",
     )
     export.add_argument("--out", type=Path, required=True, help="folder for the weights")
     export.add_argument("--tag", help="which checkpoint (default: the latest)")
@@ -53,9 +56,10 @@ def _size(text: str) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     from hytrain.tools.checkpoints.export import ExportRequest, export_weights
+    from hytrain.tools.checkpoints.trainer_folders import newest_folder
 
     request = ExportRequest(
-        folder=arguments.folder,
+        folder=newest_folder(arguments.folder, arguments.tag),
         out=arguments.out,
         tag=arguments.tag,
         one_file=arguments.format == "fp32",

@@ -39,16 +39,15 @@ def run_text(history: History) -> str:
     if len(history.ranks) > 1:
         head = f"Rank {history.rank} of the {len(history.ranks)} that wrote decisions.\n"
     found = decision_text(explained(history), history.measured_at)
-    return f"{head}Decisions\n\n{_history_table(history)}\n\n{found}"
+    return f"{head}{found}\n\nDecisions\n\n{_history_table(history)}"
 
 
 def decision_text(decision: Decision, measured_at: Callable[[int], Median | None]) -> str:
     """A decision's choice, costs, candidates and memory."""
     target, num_layers = decision.gpu_layers_target, decision.num_layers
-    costs = "Nothing yet: only sizes are known, no times."
-    columns = sorted({0, target, num_layers})
+    measured, columns = "", sorted({0, target, num_layers})
     if decision.costs is not None:
-        costs, columns = costs_text(decision.costs), [target]
+        measured, columns = f"Measured\n\n{costs_text(decision.costs)}\n\n", [target]
     fitting = fitting_bounds(decision)
     fits = f"No number of the {num_layers} layers on the GPU fits."
     if fitting.fits:
@@ -58,7 +57,7 @@ def decision_text(decision: Decision, measured_at: Callable[[int], Median | None
     return (
         f"{target} of {num_layers} layers on the GPU (k = {target / num_layers:.3g}): "
         f"{decision.reason}.\n\n"
-        f"Measured\n\n{costs}\n\n"
+        f"{measured}"
         f"Candidates\n\n{candidates_text(candidate_rows(decision, measured_at))}\n\n"
         f"Memory\n\n{fits}\n{memory}"
     )

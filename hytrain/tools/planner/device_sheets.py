@@ -94,6 +94,13 @@ SHEETS: dict[str, DeviceSheet] = {
     "h200": DeviceSheet("NVIDIA H200", 132, 139.8, 989.0, 66.9, 4800, 40),
 }
 
+_ALIASES = {
+    "3090": "rtx3090", "4090": "rtx4090", "rtxa6000": "a6000", "v100pcie16gb": "v100",
+    "v10016gb": "v100", "v100pcie32gb": "v10032gb", "a10080gb": "a100", "a100sxm480gb": "a100",
+    "a100sxm440gb": "a10040gb", "h10080gb": "h100", "h10080gbhbm3": "h100", "h100sxm": "h100",
+}  # fmt: skip
+"""Other words for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -106,7 +113,8 @@ class ModelShape:
 
 def sheet_of(name: str) -> DeviceSheet | None:
     """The sheet that a user's word means, however it is spelt; None where there is none."""
-    return SHEETS.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+    word = re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+    return SHEETS.get(_ALIASES.get(word, word))
 
 
 def estimated_device(sheet: DeviceSheet, shape: ModelShape, host: str) -> DeviceProfile:

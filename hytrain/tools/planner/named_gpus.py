@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hytrain.errors import PlanError
+from hytrain.errors import PlanError, did_you_mean
 from hytrain.formats.profile_file import CollectiveProfile, DeviceProfile, HostProfile, ProfileFile
 from hytrain.tools.planner.device_sheets import (
     SHEETS,
@@ -141,7 +141,8 @@ def estimated_cluster(
             sheet = sheet_of(name)
             if sheet is None:
                 raise PlanError(
-                    f"no data sheet of a GPU called {name}: there are {', '.join(SHEETS)}"
+                    f"no data sheet of a GPU called {name}: {did_you_mean(name, SHEETS)}"
+                    f"there are {', '.join(SHEETS)}"
                 )
             device = estimated_device(sheet, shape, host)
             devices[host, device.label] = device

@@ -67,6 +67,8 @@ def plan_text(
             "the model fits without --offload-param, too: a step would take "
             f"{1e3 * without_offload.predicted_seconds:.1f} ms"
         )
+    if len(problem.cluster.ranks) == 1:
+        return "\n".join(parts)  # there is nothing to deal out otherwise
     for other in others:
         parts += ["", other.name]
         if isinstance(other.result, Infeasible):

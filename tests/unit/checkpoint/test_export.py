@@ -252,6 +252,26 @@ def test_verify_misses_what_is_not_there(
     assert cli.main(["checkpoint", "verify", str(saved.folder), "--all"]) == 0
 
 
+def test_a_trainers_output_folder(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (9, 10):
+        shutil.copytree(saved.folder, tmp_path / f"checkpoint-{number}")
+    given = str(tmp_path)
+    assert cli.main(["checkpoint", "verify", given]) == 0
+    out = capsys.readouterr().out
+    assert "checkpoint-10" in out
+    assert "checkpoint-9" not in out
+    assert cli.main(["checkpoint", "verify", given, "--all"]) == 0
+    assert capsys.readouterr().out.count("whole") == 2
+    assert cli.main(["checkpoint", "info", given, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    assert cli.main(["checkpoint", "info", given, "--tag", "no"]) == 2
+    assert "no checkpoint 'no', but global_step2" in capsys.readouterr().err
+    assert cli.main(["export", given, "--out", str(tmp_path / "out")]) == 0
+    assert "checkpoint-10" in capsys.readouterr().out
+
+
 def test_info(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     (saved.folder / "hytrain-saving-x-1234").mkdir(exist_ok=True)
     assert cli.main(["checkpoint", "info", str(saved.folder), "--json"]) == 0

@@ -197,8 +197,8 @@ def test_a_run_that_has_measured_nothing_yet() -> None:
     history = read_history(text_of([decision(0, 0, 0).metrics_record()]))
     text = run_text(history)
     assert "0 of 26 layers on the GPU (k = 0): nothing measured yet" in text
-    assert "Nothing yet" in text
-    assert "predicted s" not in text.split("Candidates")[1]
+    assert "Measured\n" not in text
+    assert "predicted s" not in text.split("Candidates")[1].split("Decisions")[0]
     assert run_json(history)["sums"] is None
 
 
