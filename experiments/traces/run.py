@@ -95,7 +95,7 @@ def _trace(path: str | None) -> Any:
 
 
 def _busy(analysis: Any) -> float | None:
-    from hytrain.tools.trace.accounts import COMPUTE_PARTS
+    from hytrain.tools.trace.step_times import COMPUTE_PARTS
 
     if analysis is None:
         return None

@@ -14,7 +14,7 @@ import statistics
 from collections import deque
 
 from hytrain.placement.memory import Bounds
-from hytrain.placement.turns import VISIT_STEPS, Turns
+from hytrain.placement.paired_trial import VISIT_STEPS, PairedTrial
 
 
 class LaunchBoundPlacement:
@@ -24,7 +24,7 @@ class LaunchBoundPlacement:
         self.is_seen = False
         """Steps of this workload were: with few layers on the GPU a wait for the CPU may hide it,
         so that it is not forgotten until the workload is another one."""
-        self._turns = Turns()
+        self._trial = PairedTrial()
         self._most: int | None = None
         self._other: int | None = None
         self._fewer_are_faster: bool | None = None
@@ -59,12 +59,12 @@ class LaunchBoundPlacement:
             self._other = solved
         if self._other >= most and not self.is_settled:
             self._fewer_are_faster = False
-        at_other = self._turns.is_at_other
+        at_other = self._trial.is_at_other
         is_there = here == (self._other if at_other else most) == self._here
         if not self.is_settled and is_there and len(self._steps) == VISIT_STEPS:
-            self._fewer_are_faster = self._turns.add_visit(statistics.median(self._steps))
+            self._fewer_are_faster = self._trial.add_visit(statistics.median(self._steps))
             self._steps.clear()
-            at_other = self._turns.is_at_other
+            at_other = self._trial.is_at_other
         if self.is_settled:
             return None if self._fewer_are_faster else most
         return self._other if at_other else most

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from hytrain.placement.turns import VISIT_STEPS, Turns
+from hytrain.placement.paired_trial import VISIT_STEPS, PairedTrial
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ThreadTrials:
         """Of the best count so far."""
         self._direction = -1 if self.position > 0 else 1  # fewer first: the calibration has cores
         self._may_turn_round = 0 < self.position < len(self.counts) - 1
-        self._turns = Turns()
+        self._trial = PairedTrial()
         self.settled = len(self.counts) == 1
 
     @property
@@ -49,12 +49,12 @@ class ThreadTrials:
     @property
     def visiting(self) -> int:
         """The count for the steps that come now."""
-        is_other = not self.settled and self._turns.is_at_other
+        is_other = not self.settled and self._trial.is_at_other
         return self.counts[self.position + self._direction] if is_other else self.chosen
 
     def forget_visits(self) -> None:
         """The comparison at hand begins anew."""
-        self._turns = Turns()
+        self._trial = PairedTrial()
 
     def add_visit(self, seconds: float) -> None:
         """A visit is over.
@@ -62,10 +62,10 @@ class ThreadTrials:
         Args:
             seconds: of its steps, the median; the largest of all ranks'.
         """
-        is_faster = None if self.settled else self._turns.add_visit(seconds)
+        is_faster = None if self.settled else self._trial.add_visit(seconds)
         if is_faster is None:
             return
-        self._turns = Turns()
+        self._trial = PairedTrial()
         if is_faster:
             self.position += self._direction
         elif self._may_turn_round:

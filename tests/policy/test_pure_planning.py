@@ -36,7 +36,7 @@ PURE = (
 )
 DECISIONS = (
     "backoff", "choose_gpu_layers", "closed_form", "launch_bound", "measure", "memory",
-    "peak_memory", "records", "turns",
+    "peak_memory", "records", "paired_trial",
 )  # fmt: skip
 """Of placement/: what decides; the rest measures and moves."""
 

@@ -9,15 +9,15 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from hytrain.tools.trace import accounts
 from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace.accounts import StepAccount, account
+from hytrain.tools.trace import step_times
 from hytrain.tools.trace.blockers import Blockers
 from hytrain.tools.trace.fixes import Fix, fixes
 from hytrain.tools.trace.graph import Graph
 from hytrain.tools.trace.rates import Energy, Rate, energy, rates
 from hytrain.tools.trace.replay import Replay
 from hytrain.tools.trace.spans import NONE, RankTrace
+from hytrain.tools.trace.step_times import StepTimes, times_of
 
 _Key = TypeVar("_Key")
 _SLOW: Final = 1.5
@@ -61,7 +61,7 @@ class Analysis:
     """Of one run's traces."""
 
     ranks: tuple[RankTrace, ...]
-    steps: Mapping[int, tuple[StepAccount, ...]]
+    steps: Mapping[int, tuple[StepTimes, ...]]
     """By rank."""
     critical: Mapping[int, Mapping[str, float]]
     """Rank -> seconds of the mean step's critical path, by what is on it; they sum to the step."""
@@ -91,7 +91,7 @@ class Analysis:
         steps = self.steps[rank]
         return {
             part: sum(one.parts[part] for one in steps) / len(steps) * 1e-9
-            for part in accounts.PARTS
+            for part in step_times.PARTS
         }
 
 
@@ -99,7 +99,7 @@ def analyse(ranks: Sequence[RankTrace]) -> Analysis:
     """Of the traces of one run, a trace a rank."""
     graph = Graph(ranks)
     walkers = {rank.rank: Blockers(graph, rank.rank) for rank in ranks}
-    steps = {rank.rank: account(rank, walkers[rank.rank]) for rank in ranks}
+    steps = {rank.rank: times_of(rank, walkers[rank.rank]) for rank in ranks}
     idle = {number: [b for one in of_rank for b in one.idle] for number, of_rank in steps.items()}
     replay = Replay(graph, idle)
     return Analysis(
@@ -122,7 +122,7 @@ def _critical(rank: RankTrace, walker: Blockers) -> dict[str, float]:
     return {cause: length / len(rank.steps) * 1e-9 for cause, length in found.most_common()}
 
 
-def _causes(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[Cause, ...]:
+def _causes(steps: Mapping[int, Sequence[StepTimes]]) -> tuple[Cause, ...]:
     found: list[Cause] = []
     for rank, of_rank in steps.items():
         for cause in causes.CAUSES:
@@ -146,10 +146,15 @@ def _most(pairs: Iterable[tuple[_Key, int]], nothing: _Key) -> tuple[_Key, int]:
     return max(sums.items(), key=lambda item: item[1], default=(nothing, 0))
 
 
-def _slow_layers(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[SlowLayer, ...]:
+def _slow_layers(steps: Mapping[int, Sequence[StepTimes]]) -> tuple[SlowLayer, ...]:
     """By comparison with the median of layers, and of ranks."""
     found: list[SlowLayer] = []
-    for activity in (accounts.FORWARD, accounts.BACKWARD, accounts.CPU_UPDATE, accounts.GPU_UPDATE):
+    for activity in (
+        step_times.FORWARD,
+        step_times.BACKWARD,
+        step_times.CPU_UPDATE,
+        step_times.GPU_UPDATE,
+    ):
         means = {rank: _layer_means(of_rank, activity) for rank, of_rank in steps.items()}
         for rank, of_layers in means.items():
             least = _SLOW_LEAST * float(np.mean([one.step.length for one in steps[rank]])) * 1e-9
@@ -165,7 +170,7 @@ def _slow_layers(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[SlowLayer,
     return tuple(sorted(found, key=lambda row: row.usual - row.seconds))
 
 
-def _layer_means(steps: Sequence[StepAccount], activity: str) -> dict[int, float]:
+def _layer_means(steps: Sequence[StepTimes], activity: str) -> dict[int, float]:
     totals: dict[int, list[int]] = {}
     for one in steps:
         for layer, activities in one.layers.items():
@@ -211,7 +216,7 @@ def _rank_json(analysis: Analysis, rank: RankTrace) -> dict[str, Any]:
     }
 
 
-def _step_json(one: StepAccount) -> dict[str, Any]:
+def _step_json(one: StepTimes) -> dict[str, Any]:
     idle = [
         {"begin_ns": b.begin - one.step.begin, "length_ns": b.length, "cause": b.cause}
         | _known({"evidence": b.evidence, "layer": b.layer, "rank": b.rank, "detail": b.detail})

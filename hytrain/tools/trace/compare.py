@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hytrain.formats.text_table import align
-from hytrain.tools.trace import accounts
+from hytrain.tools.trace import step_times
 from hytrain.tools.trace.analysis import Analysis
 from hytrain.tools.trace.report_text import percent
 
@@ -44,12 +44,12 @@ def compare(before: Analysis, after: Analysis) -> Comparison:
     """A run and another, of the same work."""
     one, other = before.mean_parts(before.slowest), after.mean_parts(after.slowest)
     parts = tuple(
-        Row(part, one[part], other[part]) for part in accounts.PARTS if one[part] or other[part]
+        Row(part, one[part], other[part]) for part in step_times.PARTS if one[part] or other[part]
     )
     step = Row("step", before.step_seconds(before.slowest), after.step_seconds(after.slowest))
     shares = {
         activity: (_hidden(before, activity), _hidden(after, activity))
-        for activity in accounts.ACTIVITIES[2:]
+        for activity in step_times.ACTIVITIES[2:]
     }
     hidden = {activity: pair for activity, pair in shares.items() if pair != (None, None)}
     words = (_step_words(step, before, after), _part_words(step, parts))
@@ -57,7 +57,7 @@ def compare(before: Analysis, after: Analysis) -> Comparison:
 
 
 def _hidden(analysis: Analysis, activity: str) -> float | None:
-    found = accounts.overlap(analysis.steps[analysis.slowest], activity)
+    found = step_times.overlap(analysis.steps[analysis.slowest], activity)
     return found.hidden / found.total if found.total else None
 
 

@@ -8,15 +8,15 @@ from typing import Final
 
 import numpy as np
 
-from hytrain.tools.trace import accounts
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import spans as kinds
-from hytrain.tools.trace.accounts import StepAccount
+from hytrain.tools.trace import step_times
 from hytrain.tools.trace.graph import FUSED, Graph
 from hytrain.tools.trace.intervals import united
 from hytrain.tools.trace.nodes import Node
 from hytrain.tools.trace.replay import Change, Replay
 from hytrain.tools.trace.spans import NONE, RankTrace
+from hytrain.tools.trace.step_times import StepTimes
 
 GPU_LAYERS: Final = "more GPU layers"
 CORES: Final = "more cores"
@@ -47,7 +47,7 @@ class Fix:
 
 
 def fixes(
-    graph: Graph, replay: Replay, steps: Mapping[int, Sequence[StepAccount]]
+    graph: Graph, replay: Replay, steps: Mapping[int, Sequence[StepTimes]]
 ) -> tuple[Fix, ...]:
     """The ceilings of all changes, the largest first; ``steps``: of each rank."""
     base = replay.seconds_per_step()
@@ -112,9 +112,9 @@ def _cores(graph: Graph, replay: Replay) -> tuple[float, str]:
     return replay.seconds_per_step(_faster(kinds.CPU_UPDATE, by=share)), words
 
 
-def _batch(steps: Mapping[int, Sequence[StepAccount]]) -> tuple[float, str]:
+def _batch(steps: Mapping[int, Sequence[StepTimes]]) -> tuple[float, str]:
     """Per token only forward and backward are left of a step, on the rank that takes longest."""
-    names = (accounts.FORWARD, accounts.BACKWARD, accounts.RECOMPUTE, accounts.OTHER)
+    names = (step_times.FORWARD, step_times.BACKWARD, step_times.RECOMPUTE, step_times.OTHER)
     # Of those that a replay counts: the first one's beginning was not recorded.
     computes = [
         float(np.mean([sum(one.parts[name] for name in names) for one in of_rank[1:] or of_rank]))
@@ -200,14 +200,14 @@ def _gpu_update_cost(graph: Graph, replay: Replay) -> int:
 
 
 def _host(
-    graph: Graph, replay: Replay, steps: Mapping[int, Sequence[StepAccount]], base: float
+    graph: Graph, replay: Replay, steps: Mapping[int, Sequence[StepTimes]], base: float
 ) -> Iterator[tuple[str, float, str]]:
     """Fixes of the host. A host that comes earlier hides what follows, launches too: a ceiling is
     the step without any of its lateness, or the step less what the fix takes from the host."""
     ranks = graph.ranks.values()
     prompt = replay.seconds_per_step(Change(without=causes.HOST_CAUSES | {causes.KERNEL_GAPS}))
-    accounted = [one for of_rank in steps.values() for one in of_rank]
-    lost = {cause for cause in causes.HOST_CAUSES if any(one.parts[cause] for one in accounted)}
+    of_all = [one for of_rank in steps.values() for one in of_rank]
+    lost = {cause for cause in causes.HOST_CAUSES if any(one.parts[cause] for one in of_all)}
     if lost and any(len(rank[kinds.SYNC]) for rank in ranks):
         # What drained the queue lets other work of the host show.
         lost.add(causes.SYNCHRONIZATION)

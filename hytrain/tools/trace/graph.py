@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace.begun_nodes import BegunNodes, Pass
 from hytrain.tools.trace.nodes import Edge, Node, nodes_of
-from hytrain.tools.trace.past import Pass, Past
 from hytrain.tools.trace.spans import NONE, RankTrace
 
 _ISSUED: Final = 200_000
@@ -40,7 +40,7 @@ class Graph:
         for number, node in enumerate(nodes):
             node.number = number
         self.nodes = nodes
-        self._past = Past()
+        self._begun = BegunNodes()
         self._lanes: dict[tuple[int, int], Node] = {}
         self._copies: dict[tuple[int, int], list[Node]] = {}
         """To the GPU, by (rank, layer)."""
@@ -53,7 +53,7 @@ class Graph:
             self._link_data(node)
             if node.resource == kinds.D2H and node.slot != NONE:
                 self._link_slot(node)
-            self._past.add(node)
+            self._begun.add(node)
             if node.resource == kinds.H2D:
                 self._copies.setdefault((node.rank, node.layer), []).append(node)
         if len(ranks) > 1:
@@ -118,7 +118,7 @@ class Graph:
         if before is not None and (readers := self._last_readers(before)) is not None:
             node.edges += [Edge(reader, is_data=True) for reader in readers.numbers]
         self._slots[node.rank, node.slot] = node
-        ended = [one for one in self._past.updates.get(node.rank, ()) if one.end <= node.begin]
+        ended = [one for one in self._begun.updates.get(node.rank, ()) if one.end <= node.begin]
         if ended and node.begin - ended[-1].end < _ISSUED:
             node.edges.append(Edge(ended[-1].number, is_data=False))
 
@@ -129,7 +129,7 @@ class Graph:
         published without has been dropped.
         """
         is_previewed = False
-        for one in self._past.passes_since(gradient):
+        for one in self._begun.passes_since(gradient):
             if one.task in ("commit", "publish") or (one.task == FUSED and is_previewed):
                 return one
             is_previewed = True
@@ -137,21 +137,21 @@ class Graph:
 
     def passes_before(self, node: Node) -> list[Edge]:
         """The spans of the pass over a chunk that came before a pass or a copy of its step."""
-        found = self._past.pass_before(node)
+        found = self._begun.pass_before(node)
         if found is None or (NONE not in (node.step, found.step) and found.step != node.step):
             return []
         return [Edge(number, is_data=True) for number in found.numbers]
 
     def latest(self, node: Node, key: str, *, or_step_before: bool = False) -> list[Edge]:
         """The last span of the node's layer that began before it, by what it is."""
-        found = self._past.latest(node, key, node.layer, or_step_before=or_step_before)
+        found = self._begun.latest(node, key, node.layer, or_step_before=or_step_before)
         return [] if found is None else [Edge(found.number, is_data=True)]
 
     def barrier(self, node: Node) -> list[Edge]:
         """All of backward, and the norm's collective."""
         edges: list[Edge] = []
         for key in ("any backward", "norm"):
-            found = self._past.latest(node, key, NONE)
+            found = self._begun.latest(node, key, NONE)
             if found is not None and found.end <= node.begin:
                 edges.append(Edge(found.number, is_data=True, is_barrier=True))
         return edges

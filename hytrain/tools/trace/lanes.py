@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import spans as kinds
-from hytrain.tools.trace.accounts import StepAccount
 from hytrain.tools.trace.intervals import Intervals
 from hytrain.tools.trace.spans import RankTrace, Span, Spans, table
+from hytrain.tools.trace.step_times import StepTimes
 
 IDLE: Final = "GPU waits for"
 _MOST_DEPTH: Final = 5
@@ -89,7 +89,7 @@ class Row:
     """Percent of each bar under GPU compute; 255 where that says nothing."""
 
 
-def rows_of(rank: RankTrace, steps: Sequence[StepAccount], begin: int, end: int) -> list[Row]:
+def rows_of(rank: RankTrace, steps: Sequence[StepTimes], begin: int, end: int) -> list[Row]:
     """All rows of a rank between two times, from top to bottom; empty ones are left out."""
     rows = [_idle_row(steps)]
     busy = rank.busy()
@@ -108,7 +108,7 @@ def rows_of(rank: RankTrace, steps: Sequence[StepAccount], begin: int, end: int)
     return [row for row in rows if len(row.bars)]
 
 
-def _idle_row(steps: Sequence[StepAccount]) -> Row:
+def _idle_row(steps: Sequence[StepTimes]) -> Row:
     blames = [blame for one in steps for blame in one.idle]
     names = [
         Span(b.begin, b.end, b.cause, layer=b.layer, step=one.step.number, detail=b.detail)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from hytrain.formats.text_table import align
-from hytrain.tools.trace import accounts
 from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace.accounts import StepAccount, overlap
+from hytrain.tools.trace import step_times
 from hytrain.tools.trace.analysis import Analysis, Cause
 from hytrain.tools.trace.rates import Rate
 from hytrain.tools.trace.spans import NONE, RankTrace
+from hytrain.tools.trace.step_times import StepTimes, overlap
 
 _WORTH: Final = 0.01
 """Share of a step below which a cause or a fix is not worth a word."""
@@ -65,7 +65,7 @@ def _overlap_words(analysis: Analysis) -> str:
     who = "The GPU" if len(analysis.ranks) == 1 else f"The GPU of rank {rank}, the slowest,"
     words = f"{who} computes {percent(share)} of a step ({_ms(share * step)} of {_ms(step)} ms)"
     hidden: list[str] = []
-    for activity in accounts.ACTIVITIES[3:]:
+    for activity in step_times.ACTIVITIES[3:]:
         found = overlap(analysis.steps[rank], activity)
         if found.total:
             hidden.append(f"{percent(found.hidden / found.total)} of the {activity}")
@@ -149,14 +149,14 @@ def _steps(analysis: Analysis) -> str:
     lines = [(rank.rank, one) for rank in analysis.ranks for one in analysis.steps[rank.rank]]
     for rank, one in lines[:_MOST_STEPS]:
         parts = one.parts
-        backward = parts[accounts.BACKWARD] + parts[accounts.RECOMPUTE]
+        backward = parts[step_times.BACKWARD] + parts[step_times.RECOMPUTE]
         idle = {cause: parts[cause] for cause in causes.CAUSES if parts[cause]}
         most = max(idle, key=lambda cause: idle[cause], default="")
         rows.append(
             (
                 *(str(rank), str(one.step.number), _ns(one.step.length)),
                 percent(one.busy / one.step.length if one.step.length else 0.0),
-                *(_ns(parts[accounts.FORWARD]), _ns(backward), _ns(parts[accounts.GPU_UPDATE])),
+                *(_ns(parts[step_times.FORWARD]), _ns(backward), _ns(parts[step_times.GPU_UPDATE])),
                 *(_ns(sum(idle.values())), f"{most} {_ns(idle[most])}" if most else ""),
             )
         )
@@ -180,10 +180,10 @@ def _rank(analysis: Analysis, rank: RankTrace) -> list[str]:
     return blocks
 
 
-def _activities(steps: Sequence[StepAccount]) -> str:
+def _activities(steps: Sequence[StepTimes]) -> str:
     heading = ("activity, ms a step", "total", "hidden", "exposed", "blocking", "hidden share")
     rows: list[tuple[str, ...]] = [heading]
-    for activity in accounts.ACTIVITIES:
+    for activity in step_times.ACTIVITIES:
         found = overlap(steps, activity)
         if found.total:
             share = percent(found.hidden / found.total)
@@ -202,11 +202,11 @@ def _idle(analysis: Analysis, rank: int) -> str:
     return "\n".join(align(rows, left=(0, 4))) if len(rows) > 1 else "The GPU is never idle."
 
 
-def _layers(steps: Sequence[StepAccount]) -> str:
+def _layers(steps: Sequence[StepTimes]) -> str:
     layers = sorted({layer for one in steps for layer in one.layers})
     if not layers:
         return ""
-    passes = (accounts.FORWARD, accounts.BACKWARD)
+    passes = (step_times.FORWARD, step_times.BACKWARD)
     rows: list[tuple[float, tuple[str, ...]]] = []
     for layer in layers:
         beside = [overlap(steps, name, layer) for name in _SHORT]
@@ -226,10 +226,10 @@ def _layers(steps: Sequence[StepAccount]) -> str:
 
 
 _SHORT: Final = {
-    accounts.CPU_UPDATE: "CPU",
-    accounts.D2H: "D2H",
-    accounts.H2D: "H2D",
-    accounts.COMMUNICATION: "comm.",
+    step_times.CPU_UPDATE: "CPU",
+    step_times.D2H: "D2H",
+    step_times.H2D: "H2D",
+    step_times.COMMUNICATION: "comm.",
 }
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hytrain.errors import ConfigError
-from hytrain.tools.trace import accounts
+from hytrain.tools.trace import step_times
 from hytrain.tools.trace.analysis import Analysis
 from hytrain.tools.trace.lanes import COLOURS, LEGEND, Row, legend_of_cause, rows_of
 from hytrain.tools.trace.spans import RankTrace
@@ -136,7 +136,7 @@ def _parts(run: Analysis) -> list[list[Any]]:
     parts: list[list[Any]] = []
     for part, seconds in found.items():
         if seconds > 0.0:
-            legend = part if part in accounts.COMPUTE_PARTS else legend_of_cause(part)
+            legend = part if part in step_times.COMPUTE_PARTS else legend_of_cause(part)
             parts.append([part, seconds / step, LEGEND.index(legend), seconds])
     return parts
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from hytrain.offload.threads import candidates
+from hytrain.placement.paired_trial import VISIT_STEPS
 from hytrain.placement.threads import ThreadTrials
-from hytrain.placement.turns import VISIT_STEPS
 from tests.support.machines import Machine
 
 COUNTS = candidates(16)

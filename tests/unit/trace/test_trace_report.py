@@ -27,11 +27,11 @@ from support.trace_schedule import (
 
 from hytrain.tools import cli
 from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace.accounts import PARTS
 from hytrain.tools.trace.analysis import Analysis, analyse
 from hytrain.tools.trace.intervals import Intervals, of_pairs
 from hytrain.tools.trace.load import load
 from hytrain.tools.trace.report_text import sentences
+from hytrain.tools.trace.step_times import PARTS
 
 US = 1000
 """Nanoseconds."""

@@ -12,7 +12,7 @@ from hytrain.tools.trace.nodes import Node
 from hytrain.tools.trace.spans import NONE
 
 _LATEST: Final = 6
-"""Spans of the update's threads that are kept for :attr:`Past.updates`."""
+"""Spans of the update's threads that are kept for :attr:`BegunNodes.updates`."""
 
 
 @dataclass(slots=True)
@@ -33,11 +33,11 @@ class Pass:
         return (self.step, self.task) == (node.step, node.detail) and node.lane not in self.lanes
 
 
-class Past:
+class BegunNodes:
     """What has begun so far."""
 
     def __init__(self) -> None:
-        self._begun: dict[tuple[int, str, int], list[Node]] = {}
+        self._by_key: dict[tuple[int, str, int], list[Node]] = {}
         """By (rank, what, layer)."""
         self._passes: dict[tuple[int, int, int], list[Pass]] = {}
         """Of (rank, layer, chunk)."""
@@ -48,7 +48,7 @@ class Past:
         """The next node begins."""
         for what, layer in _keys(node):
             if layer != NONE or what in ("any backward", "norm"):
-                self._begun.setdefault((node.rank, what, layer), []).append(node)
+                self._by_key.setdefault((node.rank, what, layer), []).append(node)
         if node.resource == kinds.CPU_UPDATE:
             self.updates.setdefault(node.rank, deque(maxlen=_LATEST)).append(node)
             if node.layer != NONE:
@@ -63,7 +63,7 @@ class Past:
     ) -> Node | None:
         """The last one, of the node's step and chunk."""
         steps, chunks = (NONE, node.step, node.step - or_step_before), (NONE, node.chunk)
-        for one in reversed(self._begun.get((node.rank, what, layer), ())):
+        for one in reversed(self._by_key.get((node.rank, what, layer), ())):
             is_of_step = node.step == NONE or one.step in steps
             if is_of_step and (node.chunk == NONE or one.chunk in chunks):
                 return one

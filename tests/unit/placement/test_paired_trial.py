@@ -6,7 +6,7 @@ import pytest
 
 from hytrain.placement.launch_bound import LaunchBoundPlacement
 from hytrain.placement.memory import Bounds
-from hytrain.placement.turns import VISIT_STEPS, Turns
+from hytrain.placement.paired_trial import VISIT_STEPS, PairedTrial
 
 LAYERS, SOLVED = 26, 20
 
@@ -21,10 +21,10 @@ LAYERS, SOLVED = 26, 20
     ],
 )
 def test_what_seems_faster_is_measured_twice(visits: list[float], verdict: bool) -> None:
-    turns, found = Turns(), list[bool | None]()
+    trial, found = PairedTrial(), list[bool | None]()
     for number, seconds in enumerate(visits):
-        assert turns.is_at_other is (number % 2 == 0)
-        found.append(turns.add_visit(seconds))
+        assert trial.is_at_other is (number % 2 == 0)
+        found.append(trial.add_visit(seconds))
     assert found == [*[None] * (len(visits) - 1), verdict]
 
 

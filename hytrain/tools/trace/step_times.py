@@ -63,7 +63,7 @@ class Overlap(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StepAccount:
+class StepTimes:
     """A step of a rank."""
 
     step: Step
@@ -82,14 +82,14 @@ class StepAccount:
         return sum(self.parts[part] for part in COMPUTE_PARTS)
 
 
-def overlap(steps: Sequence[StepAccount], activity: str, layer: int | None = None) -> Overlap:
+def overlap(steps: Sequence[StepTimes], activity: str, layer: int | None = None) -> Overlap:
     """An activity's in all of the steps together, of one layer or of all."""
     found = [one.activities if layer is None else one.layers.get(layer, {}) for one in steps]
     rows = [activities[activity] for activities in found if activity in activities]
     return Overlap(*(sum(column) for column in zip((0, 0, 0, 0), *rows, strict=True)))
 
 
-def account(rank: RankTrace, blockers: Blockers) -> tuple[StepAccount, ...]:
+def times_of(rank: RankTrace, blockers: Blockers) -> tuple[StepTimes, ...]:
     """All steps of a rank."""
     computes = _compute_parts(rank)
     spans = {activity: rank[resource] for activity, (resource, _) in _SPANS.items()}
@@ -110,15 +110,15 @@ def account(rank: RankTrace, blockers: Blockers) -> tuple[StepAccount, ...]:
         activity: united(computes[part] for part in COMPUTE_PARTS if part not in own[activity])
         for activity in ACTIVITIES
     }
-    accounts: list[StepAccount] = []
+    found: list[StepTimes] = []
     for step in rank.steps:
         idle = tuple(blockers.idle(step.begin, step.end))
         blocked = {
             activity: of_pairs((b.begin, b.end) for b in idle if b.cause in led_to)
             for activity, led_to in _BLOCKS.items()
         }
-        accounts.append(
-            StepAccount(
+        found.append(
+            StepTimes(
                 step=step,
                 parts=_parts(computes, idle, step),
                 activities=_overlaps(covered, others, blocked, step),
@@ -126,7 +126,7 @@ def account(rank: RankTrace, blockers: Blockers) -> tuple[StepAccount, ...]:
                 idle=idle,
             )
         )
-    return tuple(accounts)
+    return tuple(found)
 
 
 def _compute_parts(rank: RankTrace) -> dict[str, Intervals]:

@@ -12,7 +12,7 @@ LEAST_GAIN = 0.04
 """Share of the step that the other way must win in both comparisons: twice by more than noise."""
 
 
-class Turns:
+class PairedTrial:
     """The other way, the present one, and both again if the other seemed faster."""
 
     def __init__(self) -> None:
