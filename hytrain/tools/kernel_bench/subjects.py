@@ -6,12 +6,9 @@ around it, torch's fused optimizer, and a loop that only reads and writes.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
-import os
-import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +19,7 @@ from hytrain.formats.moment_kinds import FP32, MOMENTS, moment_bytes, state_byte
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, commit_then_preview, preview
 from hytrain.kernels.moments import Rounding, native_moments
 from hytrain.model.moment_format import MomentFormat, StateArrays
+from hytrain.tools.stdout import stdout_to
 
 logger = logging.getLogger(__name__)
 
@@ -166,20 +164,7 @@ def _run_with_threads(run: Callable[[], object], num_threads: int) -> None:
 
 def build_deepspeed_adam(weight: torch.nn.Parameter) -> torch.optim.Optimizer:
     """DeepSpeedCPUAdam for one parameter; raises ImportError or RuntimeError if not to be had."""
-    with _stdout_to_stderr():
+    # Compilers and DeepSpeed write to the standard output.
+    with stdout_to(2):
         adam = importlib.import_module("deepspeed.ops.adam")
         return adam.DeepSpeedCPUAdam([weight], lr=_LR, weight_decay=_WEIGHT_DECAY, adamw_mode=True)
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Generator[None]:
-    """Compilers and DeepSpeed write to file descriptor 1, which may be carrying our JSON."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(saved, 1)
-        os.close(saved)

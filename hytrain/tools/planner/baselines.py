@@ -7,8 +7,7 @@ each rank's samples are proportional to its speed, its micro-batch is its own, s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hytrain.tools.infeasible import Infeasible
@@ -55,9 +54,7 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     """
     if problem.needs_rounds and problem.offload_param:
         # What fetches take of the host is by rounds.
-        return best_mode(
-            problem, lambda one, _: even_split(one), lambda one: some_rounds(one, even_split)
-        )
+        return _of_each_mode(problem, even_split)
     num_ranks = problem.cluster.num_ranks
     if problem.batch < num_ranks:
         return Infeasible(f"a batch of {problem.batch} cannot be split evenly over {num_ranks}")
@@ -76,28 +73,15 @@ def even_split(problem: PlanProblem) -> Plan | Infeasible:
     ]
     if not tried:
         return Infeasible(f"an even split does not make {problem.rounds} rounds")
-    best: Found | None = None
-    for workloads in sorted(tried, key=lambda workloads: max(work.compute for work in workloads)):
-        least = max(work.compute for work in workloads)
-        if best is None or least < best.step:
-            found = settle(problem, workloads, least, even=True)
-            if found is not None and (best is None or found.step < best.step):
-                best = found
-    if best is not None:
-        return to_plan(problem, best, best.step)
     # The smallest room decides.
     roomiest = max(tried, key=lambda workloads: min(work.room for work in workloads))
-    return _missing(problem, [[work] for work in roomiest])
+    return _best_of(problem, tried) or _missing(problem, [[work] for work in roomiest])
 
 
 def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
     """Each rank computes samples by its speed; all own equally much."""
     if problem.needs_rounds:
-        return best_mode(
-            problem,
-            lambda one, _: samples_by_speed(one),
-            lambda one: some_rounds(one, samples_by_speed),
-        )
+        return _of_each_mode(problem, samples_by_speed)
     make = WorkloadMaker(problem, Collectives.of(problem, even=True))
     speeds = [_speed(problem, make, gpu) for _, gpu in problem.cluster.ranks]
     if max(speeds) == 0.0:
@@ -120,14 +104,34 @@ def samples_by_speed(problem: PlanProblem) -> Plan | Infeasible:
         if key not in known:
             known[key] = _of_even_shard(problem, host, gpu, menu)
         chosen.append(known[key])
-    plans = [
-        found
-        for workloads in zip(*chosen, strict=True)
-        if (least := max(work.compute for work in workloads)) < math.inf
-        and (found := settle(problem, workloads, least, even=True)) is not None
-    ]
-    best = min(plans, key=lambda found: found.step, default=None)
-    return _missing(problem, menus) if best is None else to_plan(problem, best, best.step)
+    return _best_of(problem, zip(*chosen, strict=True)) or _missing(problem, menus)
+
+
+def allowed_by_speed(problem: PlanProblem) -> Plan | None:
+    """Samples by speed, where that fits and no rank is idle that must not be."""
+    found = samples_by_speed(problem)
+    if isinstance(found, Infeasible):
+        return None
+    is_allowed = problem.allow_idle or all(rank.batch_size for rank in found.ranks)
+    return found if is_allowed else None
+
+
+def _of_each_mode(
+    problem: PlanProblem, rule: Callable[[PlanProblem], Plan | Infeasible]
+) -> Plan | Infeasible:
+    return best_mode(problem, lambda one, _: rule(one), lambda one: some_rounds(one, rule))
+
+
+def _best_of(problem: PlanProblem, tried: Iterable[Sequence[Workload]]) -> Plan | None:
+    """Of workloads of all ranks those with the shortest step, all shards even; None: none fit."""
+    best: Found | None = None
+    pairs = [(max(work.compute for work in workloads), workloads) for workloads in tried]
+    for least, workloads in sorted(pairs, key=lambda pair: pair[0]):
+        if best is None or least < best.step:
+            found = settle(problem, workloads, least, even=True)
+            if found is not None and (best is None or found.step < best.step):
+                best = found
+    return None if best is None else to_plan(problem, best, best.step)
 
 
 def own_speeds(problem: PlanProblem) -> list[float]:

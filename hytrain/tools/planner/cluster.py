@@ -115,7 +115,7 @@ class GpuProfile:
         sizes: micro-batches that may be chosen, 1 and more, ascending; None for all. The last one
             of a rank, which has what is left, may be of any size below.
         accumulation_ms: what adding a further micro-batch's gradient takes, a layer, against the
-            micro-batch's samples; None for the problem's.
+            micro-batch's samples.
         fetch_rate: bytes/s from the host while nothing goes there; None for copy_rate.
         layer_peak_bytes: the part of C that is there in a layer's passes; None for all of it.
         launches: what the host takes to launch its work; None where that was not measured.
@@ -136,7 +136,7 @@ class GpuProfile:
     limit_bytes: int | None = None
     most_samples: int | None = None
     sizes: tuple[int, ...] | None = None
-    accumulation_ms: Table | None = None
+    accumulation_ms: Table = FREE
     fetch_rate: float | None = None
     layer_peak_bytes: Table | None = None
     launches: LaunchTimes | None = None
@@ -256,6 +256,15 @@ class Cluster:
     def num_ranks(self) -> int:
         """GPUs of all hosts."""
         return sum(len(host.gpus) for host in self.hosts)
+
+    def collective_seconds(
+        self, gathered: float, reduced: float, *, even: bool
+    ) -> tuple[float, float]:
+        """An all-gather and a reduce-scatter of so many bytes, over even or unequal shards."""
+        if self.num_ranks == 1:
+            return 0.0, 0.0
+        factor = (1.0 if even else self.uneven_factor) / 1e3
+        return factor * self.all_gather_ms.at(gathered), factor * self.reduce_scatter_ms.at(reduced)
 
     @property
     def host_ranks(self) -> list[tuple[Host, range]]:

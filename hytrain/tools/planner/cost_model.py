@@ -32,8 +32,9 @@ as the longest of these bounds, a step of the job as that of its slowest rank:
 
 With weights in host memory (stage 3, ``offload_param``) a rank's part of a layer, so much of it as
 its shard is, is copied from there before each gather: AG becomes AG + fetch, in forward and in
-backward, and the first layer's fetch of every forward is waited for (passes.py). The copies to the
-host have the new copies of GPU-placed parameters, too; those of CPU-placed ones are written there.
+backward, and the first layer's fetch of every forward is waited for (layer_seconds.py). The copies
+to the host have the new copies of GPU-placed parameters, too; those of CPU-placed ones are written
+there.
 
 These are the roofline bounds of a step (docs/internals.md); planned_step.py is finer, it has the
 steps of all ranks simulated together. Memory of the GPU, where an element of the training copy has
@@ -65,13 +66,13 @@ import numpy as np
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.arrays import Floats
 from hytrain.tools.planner.cluster import GpuProfile, Host
-from hytrain.tools.planner.passes import (
+from hytrain.tools.planner.layer_seconds import (
     Collectives,
     FetchLine,
     fetch_lines,
     layer_passes,
-    micro_sizes,
     outside_seconds,
+    split_batch,
 )
 from hytrain.tools.planner.peaks import peaks
 from hytrain.tools.planner.problem import PlanProblem
@@ -138,7 +139,7 @@ def workload(
 ) -> Workload:
     """What ``batch`` samples take on a GPU, ``microbatch`` at once; 0 and 0 for none."""
     model = problem.model
-    sizes = micro_sizes(batch, microbatch)
+    sizes = split_batch(batch, microbatch)
     offloaded = 0.0
     if activations == "offload":
         offloaded = float(batch * model.num_layers * model.boundary_bytes)
@@ -177,27 +178,21 @@ class WorkloadMaker:
         return self._known[key]
 
 
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """Seconds of each bound of a rank's step, but for its host's bandwidth."""
-
-    gpu: float
-    cpu: float
-    copies: float
-
-
 def roofline(
     problem: PlanProblem, host: Host, gpu: GpuProfile, work: Workload, on_gpu: float, on_cpu: float
-) -> Roofline:
-    """With so many parameters of state on either side."""
+) -> dict[str, float]:
+    """Seconds of each bound of a rank's step, but for its host's bandwidth.
+
+    With so many parameters of state on either side.
+    """
     copied = problem.model.itemsize * on_cpu
     written = problem.written_bytes * on_gpu
     cpu = max(on_cpu / host.rank_update_rate, copied / gpu.copy_rate)
-    return Roofline(
-        gpu=work.compute + work.fetching(on_gpu + on_cpu) + on_gpu / gpu.update_rate,
-        cpu=work.startup + cpu if on_cpu > 0.0 else 0.0,
-        copies=(copied + written + work.offloaded) / gpu.copy_rate,
-    )
+    return {
+        "gpu": work.compute + work.fetching(on_gpu + on_cpu) + on_gpu / gpu.update_rate,
+        "cpu": work.startup + cpu if on_cpu > 0.0 else 0.0,
+        "copies": (copied + written + work.offloaded) / gpu.copy_rate,
+    }
 
 
 def traffic(problem: PlanProblem, on_gpu: _Number, on_cpu: _Number, offloaded: _Number) -> _Number:

@@ -5,7 +5,7 @@ collectives are faster, and for unequal ones, and proves that no plan is faster 
 ``lower_bound``. So a plan comes with a gap: it is at most that share longer than the best. The step
 that it promises is simulated (planned_step.py); where that is not close to the bound, plans of
 fewer policies are searched as well, and local_search.py makes the best of each choice better. Where
-all ranks have to make as many micro-batches (stage 3), rounds.py finds how many.
+all ranks have to make as many micro-batches (stage 3), micro_batch_counts.py finds how many.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import replace
 from hytrain.formats.policies import ACCUMULATION_MODES, LAYER_MAJOR, Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.accumulation_modes import best_mode
-from hytrain.tools.planner.baselines import samples_by_speed
+from hytrain.tools.planner.baselines import allowed_by_speed
 from hytrain.tools.planner.infeasibility import missing
 from hytrain.tools.planner.local_search import local_search, unevenly
+from hytrain.tools.planner.micro_batch_counts import best_rounds
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, to_plan
-from hytrain.tools.planner.rounds import best_rounds
-from hytrain.tools.planner.search import CLOSE, Search, longer, search
+from hytrain.tools.planner.search import CLOSE, Search, search
 
 # A plan that is not that close is compared with plans of a step up to so many times as long by the
 # roofline bounds; so many of them are simulated, and refined.
@@ -77,11 +77,7 @@ def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeas
             f"a batch of {problem.batch} is less than {cluster.num_ranks} ranks, each of which "
             "must compute a sample: raise the batch, or let ranks be idle"
         )
-    simple = samples_by_speed(problem)
-    if isinstance(simple, Infeasible) or (
-        not problem.allow_idle and any(rank.batch_size == 0 for rank in simple.ranks)
-    ):
-        simple = None
+    simple = allowed_by_speed(problem)
     # Rounded up: it may be the best plan there is.
     worst = math.inf if simple is None else simple.step_seconds * (1.0 + TOLERANCE)
     found = search(problem, worst)
@@ -110,7 +106,7 @@ def _refined(problem: PlanProblem, found: Search, step: float) -> list[Plan]:
         found: what the search has come by.
         step: of the best by the roofline bounds, seconds.
     """
-    trail = [*found.trail, *longer(problem, step)]
+    trail = list(found.trail)
     for policies in _choices(problem.activations):
         trail += search(replace(problem, activations=policies), _NEARBY * step).trail
     distinct = {(one.workloads, one.shares): one for one in trail if one.step <= _NEARBY * step}

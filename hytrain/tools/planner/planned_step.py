@@ -20,13 +20,13 @@ from hytrain.formats.policies import LAYER_MAJOR
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import Workload
-from hytrain.tools.planner.passes import (
+from hytrain.tools.planner.layer_seconds import (
     Collectives,
     fetch_seconds,
     layer_passes,
     micro_seconds,
-    micro_sizes,
     outside_seconds,
+    split_batch,
 )
 from hytrain.tools.planner.problem import PlanProblem
 
@@ -149,16 +149,11 @@ def _placed(rank: Rank, gpu_layers: int) -> Rank:
 
 def _layer_collectives(problem: PlanProblem, *, even: bool) -> LayerCollectives:
     """Of each layer that training updates."""
-    cluster, model = problem.cluster, problem.model
-    none = (0.0,) * len(model.update_sizes)
-    if cluster.num_ranks == 1:
-        return LayerCollectives(none, none)
-    factor = (1.0 if even else cluster.uneven_factor) / 1e3
-    sizes = [model.itemsize * size for size in model.update_sizes]
+    sizes = [problem.model.itemsize * size for size in problem.model.update_sizes]
+    pairs = [problem.cluster.collective_seconds(size, size, even=even) for size in sizes]
+    gather, scatter = zip(*pairs, strict=True)
     # In stage 3 layers are gathered where they are used: the passes have that.
-    gather = [factor * cluster.all_gather_ms.at(size) for size in sizes]
-    scatter = [factor * cluster.reduce_scatter_ms.at(size) for size in sizes]
-    return LayerCollectives(none if problem.stage == 3 else gather, scatter)
+    return LayerCollectives((0.0,) * len(sizes) if problem.stage == 3 else gather, scatter)
 
 
 def _own_passes(
@@ -173,7 +168,7 @@ def _own_passes(
     ``fetch``: seconds of a layer's weights, in forward and in backward.
     """
     layers = problem.model.num_layers
-    sizes = micro_sizes(work.batch, work.microbatch)
+    sizes = split_batch(work.batch, work.microbatch)
     if not sizes:
         return _Passes()
     # What the layers wait for outside of stage 3 is simulated.
@@ -213,7 +208,7 @@ def _round_seconds(
     layers = problem.model.num_layers
     rounds: list[float] = []
     for (_, gpu), work in zip(problem.cluster.ranks, workloads, strict=True):
-        sizes = micro_sizes(work.batch, work.microbatch)
+        sizes = split_batch(work.batch, work.microbatch)
         each = [size for count, size in sizes for _ in range(count)]
         rounds += [0.0] * (len(each) - len(rounds))
         for number, size in enumerate(reversed(each)):
@@ -280,7 +275,7 @@ def step_launches(
     problem: PlanProblem, gpu: GpuProfile, work: Workload, fraction: float
 ) -> Launches:
     """What the host takes to launch a rank's step with such a part of the state."""
-    times, sizes = gpu.launches, micro_sizes(work.batch, work.microbatch)
+    times, sizes = gpu.launches, split_batch(work.batch, work.microbatch)
     if times is None or not sizes:
         return Launches()
     passes = taken = needed = 0.0

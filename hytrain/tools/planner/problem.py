@@ -8,7 +8,6 @@ activations between forward and backward. cost_model.py has the times and the me
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,8 +118,6 @@ class PlanProblem:
         batch: samples of the global batch.
         stage: of ZeRO; 3 shards the training copy too.
         activations: which policies for activations may be used.
-        accumulation_ms: what each further micro-batch adds to a layer's backward, on GPUs that
-            have no number of their own.
         gradient_bytes: bytes a parameter of the gradient before it is reduced. It is there whole
             while micro-batches pass through the model one by one, and at the end of the first
             backward of several ranks, which have not agreed on an order yet, or layer by layer,
@@ -151,7 +148,6 @@ class PlanProblem:
     batch: int
     stage: Literal[1, 2, 3] = 2
     activations: tuple[Activations, ...] = ("keep", "offload")
-    accumulation_ms: float = 0.0
     gpu_state_bytes: float = 12
     host_state_bytes: float = 14
     update_bytes: float = 30
@@ -250,8 +246,6 @@ class PlanProblem:
             )
         if self.gradient_bytes < 0:
             raise PlanError(f"gradient_bytes must not be negative, got {self.gradient_bytes}")
-        if not 0.0 <= self.accumulation_ms < math.inf:
-            raise PlanError(f"accumulation_ms must not be negative, got {self.accumulation_ms}")
         require_positive(
             "bytes a parameter",
             gpu_state_bytes=self.gpu_state_bytes,

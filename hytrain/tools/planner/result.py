@@ -104,7 +104,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Loads with their shares, of even or of unequal shards."""
+    """Workloads with their shares, of even or of unequal shards."""
 
     workloads: tuple[Workload, ...]
     shares: tuple[Share, ...]
@@ -155,8 +155,7 @@ def _bounds(
         moved = sum(traffic(problem, *both[rank], workloads[rank].offloaded) for rank in ranks)
         for rank, gpu in zip(ranks, host.gpus, strict=True):
             own = roofline(problem, host, gpu, workloads[rank], *both[rank])
-            seconds = {"gpu": own.gpu, "cpu": own.cpu, "copies": own.copies}
-            bounds.append(seconds | {"host": moved / host.bandwidth})
+            bounds.append(own | {"host": moved / host.bandwidth})
     return bounds
 
 

@@ -31,8 +31,6 @@ PRECISION = 4e-3
 """Between a plan and a bound that differ by no more than this share nothing is searched for."""
 # Where whole ranks and layers leave plans longer than the bound, longer steps are tried up to here.
 _FARTHEST = 1.0
-_MOST_MOVES = 64
-_LONGER = (1.01, 1.03, 1.1)
 
 
 @dataclass(slots=True)
@@ -72,17 +70,6 @@ def search(problem: PlanProblem, worst: float) -> Search:
     return found
 
 
-def longer(problem: PlanProblem, step: float) -> list[Found]:
-    """Plans of steps that are longer than so many seconds, in which the CPU has more time."""
-    found: list[Found] = []
-    for even in (False, True)[problem.cluster.num_ranks == 1 :]:
-        program = StepProgram(problem, even=even, worst=_LONGER[-1] * step)
-        deal = Dealer(problem, even=even)
-        for factor in _LONGER:
-            found += deal.plans(program.choose(factor * step), factor * step)
-    return found
-
-
 def search_program(program: StepProgram, worst: float) -> Search:
     """A bound on a program's steps, and plans of steps up to ``worst`` seconds or little longer."""
     longest = min(program.longest, worst)
@@ -90,11 +77,12 @@ def search_program(program: StepProgram, worst: float) -> Search:
         return Search()
     low = _bisect(lambda step: program.spare_samples(step) >= 0, 0.0, longest, TOLERANCE)
     trail: list[Found] = []
-    deal = Dealer(program.problem, even=program.even)
+    dealer = Dealer(program.problem, even=program.even)
 
     def able(step: float) -> bool:
         choices = program.choose(step)
-        trail.extend(deal.plans(choices, low))
+        if choices and (found := dealer.plan(choices, low)) is not None:
+            trail.append(found)
         return choices is not None
 
     growth, high = PRECISION, min(low * (1.0 + TOLERANCE), longest)
@@ -155,16 +143,10 @@ class Dealer:
         roomy = (work for work in made if work is not None)
         return min(roomy, key=lambda work: work.compute, default=None)
 
-    def plans(self, choices: Sequence[Choice] | None, least: float) -> list[Found]:
+    def plan(self, choices: Sequence[Choice], least: float) -> Found | None:
         """What was chosen, as a plan with its own shortest step, from ``least`` seconds on."""
-        dealt = self._whole(choices) if choices else None
-        if dealt is None:
-            return []
-        found = settle(self._problem, dealt, least, even=self._even)
-        if found is None:
-            return []
-        balanced = self._balanced(found)
-        return [found] if balanced is found else [found, balanced]
+        dealt = self._whole(choices)
+        return None if dealt is None else settle(self._problem, dealt, least, even=self._even)
 
     def _whole(self, choices: Sequence[Choice]) -> list[Workload] | None:
         """Whole samples that are the batch, in micro-batches of the sizes that were chosen."""
@@ -192,46 +174,3 @@ class Dealer:
                 return None
             dealt[rank] = fewer
         return dealt
-
-    def _balanced(self, found: Found) -> Found:
-        """The slowest rank gives samples, each to who is fastest with it, while that gains."""
-        for _ in range(_MOST_MOVES):
-            moved = self._move(found.workloads)
-            if moved is None:
-                break
-            least = max(work.compute for work in moved)
-            if least >= found.step * (1.0 - TOLERANCE):
-                break
-            better = settle(self._problem, moved, least, even=found.even)
-            if better is None or better.step >= found.step * (1.0 - TOLERANCE):
-                break
-            found = better
-        return found
-
-    def _move(self, workloads: Sequence[Workload]) -> list[Workload] | None:
-        """The workloads after one move; None where the slowest rank has none to give."""
-        moved = list(workloads)
-        slowest = max(range(len(moved)), key=lambda rank: moved[rank].compute)
-        work = moved[slowest]
-        least = 0 if self._problem.allow_idle else 1
-        fewer = (
-            self.fastest(self._gpus[slowest], batch, work.activations)
-            for batch in range(work.batch - 1, least - 1, -1)
-        )
-        enough = work.compute * (1.0 - TOLERANCE)
-        faster = next((one for one in fewer if one is not None and one.compute < enough), None)
-        if faster is None:
-            return None
-        moved[slowest] = faster
-        for _ in range(work.batch - faster.batch):
-            given = [
-                (more.compute, rank, more)
-                for rank, other in enumerate(moved)
-                if rank != slowest
-                and (more := self.fastest(self._gpus[rank], other.batch + 1, other.activations))
-            ]
-            if not given:
-                return None
-            _, rank, taken = min(given, key=lambda row: row[:2])
-            moved[rank] = taken
-        return moved

@@ -20,12 +20,9 @@ revised simplex method", 2018) solves the programs, by way of scipy.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
 import os
-import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +40,7 @@ from hytrain.tools.planner.cost_model import (
 )
 from hytrain.tools.planner.frontier import RankFrontier
 from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.stdout import stdout_to
 
 try:
     from scipy import optimize
@@ -279,7 +277,8 @@ class StepProgram:
         constraints = limited(np.vstack([upper, equal]), lower, np.append(limits, counts))
         options = {"node_limit": _MOST_NODES, "mip_rel_gap": _ROOMY * least}
         integrality = (np.arange(width) >= vertices).astype(np.float64)
-        with _without_output():
+        # HiGHS prints a line of its own now and then, whatever it is told.
+        with open(os.devnull, "wb") as nowhere, stdout_to(nowhere.fileno()):
             found = optimize.milp(
                 -gain, integrality=integrality, constraints=constraints, options=options
             )
@@ -312,21 +311,6 @@ class StepProgram:
             on_cpu=shard * (1.0 - model.gpu_parts[np.maximum(layers, 0)]),
             offloaded=np.array([work.offloaded for work in works])[rows],
         )
-
-
-@contextlib.contextmanager
-def _without_output() -> Generator[None, None, None]:
-    """HiGHS prints a line of its own now and then, whatever it is told: not into a plan's JSON."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-        yield
-    finally:
-        ctypes.CDLL(None).fflush(None)
-        os.dup2(kept, 1)
-        os.close(nowhere)
-        os.close(kept)
 
 
 def _bends(shards: Floats, gpu_parts: Floats) -> tuple[Ints, Ints]:

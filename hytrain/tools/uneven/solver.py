@@ -22,14 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hytrain.tools.infeasible import Infeasible
+from hytrain.tools.planner.arrays import Floats, Ints
 from hytrain.tools.planner.shards import water_fill
 from hytrain.tools.uneven.problem import UnevenGpu, UnevenProblem, layer_time
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """Whether a plan may be as fast as some step: one mixed-integer program in which steps are bounded.
 
-It shares the cost of a load with the planner (cost_model.workload) and nothing of its search: equal
-ranks are not merged, and workloads are not interpolated. A rank has
+It shares the cost of a workload with the planner (cost_model.workload) and nothing of its search:
+equal ranks are not merged, and workloads are not interpolated. A rank has
 
     y     for each policy and micro-batch size, whether it takes it           (0 or 1)
     b, n  samples with it, micro-batches             (whole numbers: n; of small batches b, too)
     v     seconds, memory: above the lines through workloads of 2, 3, 4, 5, 8, 9, 16, ... full
-          micro-batches, which no load is below, since they are convex
+          micro-batches, which no workload is below, since they are convex
     g, c  parameters that are updated on its GPU, and by the CPU; of a whole number of layers only
           where that is needed to deny a step
 

@@ -99,7 +99,7 @@ def check_plan(given: PlanProblem, plan: Plan) -> None:
     for one in given.cluster.hosts:
         assert by_host[one.name] <= one.memory_bytes * (1.0 + 1e-9) + 1.0
     assert plan.lower_bound <= plan.step_seconds
-    # The finer model has all that the lines have, and what they leave out.
+    # The finer model has all that the roofline bounds have, and what they leave out.
     assert plan.predicted_seconds >= plan.lower_bound * (1.0 - 1e-9)
     assert plan.gap >= plan.limits_gap
     assert plan.predicted_seconds >= max(rank.step_seconds for rank in plan.ranks)
@@ -121,7 +121,9 @@ def _gpus(draw: st.DrawFn, name: str) -> GpuProfile:
         recompute_ms=draw(st.sampled_from((None, Table(((1.0, 5.0),))))),
         stored_bytes=Table(((1.0, 1e9), (2.0, draw(st.integers(10, 30)) * 1e8))),
         sizes=draw(st.sampled_from((None, (1, 2), (1, 3)))),
-        accumulation_ms=draw(st.sampled_from((None, Table(((1.0, 0.0), (2.0, 4.0), (3.0, 4.0)))))),
+        accumulation_ms=Table(
+            draw(st.sampled_from((((1.0, 0.0), (2.0, 4.0), (3.0, 4.0)), ((1.0, 5.0), (2.0, 5.0)))))
+        ),
         fetch_rate=draw(st.sampled_from((None, 8e10))),
     )
 
@@ -167,7 +169,6 @@ def plan_problems(draw: st.DrawFn, most_ranks: int, most_batch: int) -> PlanProb
         stage=stage,
         rounds=rounds,
         activations=activations,
-        accumulation_ms=draw(st.sampled_from((0.0, 5.0))),
         gradient_bytes=draw(st.sampled_from((0, 2))),
         offload_param=stage == 3 and draw(st.booleans()),
         allow_idle=draw(st.booleans()),
@@ -194,7 +195,7 @@ def best_step(problem: PlanProblem) -> float | None:
 def _best_step(problem: PlanProblem) -> float | None:
     best: float | None = None
     for even in (True, False):
-        for workloads in _all_loads(problem, even=even):
+        for workloads in _all_workloads(problem, even=even):
             numbers = range(problem.model.num_layers + 1)
             for layers in itertools.product(numbers, repeat=len(workloads)):
                 high = 1e6 if best is None else best * (1.0 - 1e-6)
@@ -222,7 +223,7 @@ def _sizes(problem: PlanProblem, gpu: GpuProfile, batch: int) -> list[int]:
     return sorted({*gpu.micro_sizes(batch), min(batch, largest)} - {0})
 
 
-def _all_loads(problem: PlanProblem, *, even: bool) -> Iterator[tuple[Workload, ...]]:
+def _all_workloads(problem: PlanProblem, *, even: bool) -> Iterator[tuple[Workload, ...]]:
     collectives = Collectives.of(problem, even=even)
     ranks = problem.cluster.ranks
     least = 0 if problem.allow_idle else 1
@@ -292,7 +293,7 @@ def _possible(
 def _largest(
     problem: PlanProblem, host: Host, gpu: GpuProfile, work: Workload, gpu_layers: int, step: float
 ) -> float:
-    """The largest shard, of the model; negative where the load itself takes longer."""
+    """The largest shard, of the model; negative where the workload itself takes longer."""
     if step < work.compute or step * gpu.copy_rate < work.offloaded:
         return -1.0
     whole = float(problem.model.parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
@@ -45,14 +46,20 @@ def large_problem(seed: int) -> PlanProblem:
     number = draw.randint(1, len(_POLICIES))
     policies = tuple(sorted(draw.sample(_POLICIES, number), key=_POLICIES.index))
     stage = draw.choice((2, 2, 3))
+    batch, gradient_bytes = round(2.0 ** draw.uniform(6.0, 16.0)), draw.choice((0, 2, 4))
+    adding = draw.choice((0.0, 0.5))
+    alike = {
+        id(gpu): replace(gpu, accumulation_ms=Table(((1.0, adding), (2.0, adding))))
+        for gpu in types
+    }
+    hosts = tuple(replace(host, gpus=tuple(alike[id(gpu)] for gpu in host.gpus)) for host in hosts)
     return PlanProblem(
-        cluster,
+        replace(cluster, hosts=hosts),
         model,
-        batch=round(2.0 ** draw.uniform(6.0, 16.0)),
+        batch=batch,
         stage=stage,
         activations=policies,
-        gradient_bytes=draw.choice((0, 2, 4)),
-        accumulation_ms=draw.choice((0.0, 0.5)),
+        gradient_bytes=gradient_bytes,
         allow_idle=draw.random() < 0.7,
     )
 

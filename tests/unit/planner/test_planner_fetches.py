@@ -26,12 +26,12 @@ from hytrain.tools.planner.cost_model import (
     workload,
 )
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.passes import (
+from hytrain.tools.planner.layer_seconds import (
     Collectives,
     fetch_lines,
     fetch_seconds,
     layer_passes,
-    micro_sizes,
+    split_batch,
 )
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.plan_report import plan_text
@@ -79,9 +79,9 @@ def problem(
 
 
 def seconds(given_problem: PlanProblem, work: Workload, shard: float) -> float:
-    """The GPU's line, with all state on the host."""
+    """The GPU's bound, with all state on the host."""
     one = given_problem.cluster.hosts[0]
-    return roofline(given_problem, one, one.gpus[0], work, 0.0, shard).gpu
+    return roofline(given_problem, one, one.gpus[0], work, 0.0, shard)["gpu"]
 
 
 # -- what it takes -----------------------------------------------------------------------------
@@ -122,10 +122,14 @@ def test_activations_share_the_way_with_weights() -> None:
 def test_what_the_gpu_updates_goes_to_the_host() -> None:
     given_problem = problem()
     host, work = given_problem.cluster.hosts[0], workload(problem(), GPU, FREE, 8, 2, "keep")
-    assert roofline(given_problem, host, GPU, work, 2 * GB, 0.0).copies == pytest.approx(4e9 / 2e10)
-    assert roofline(given_problem, host, GPU, work, 0.0, 2 * GB).copies == pytest.approx(4e9 / 2e10)
+    assert roofline(given_problem, host, GPU, work, 2 * GB, 0.0)["copies"] == pytest.approx(
+        4e9 / 2e10
+    )
+    assert roofline(given_problem, host, GPU, work, 0.0, 2 * GB)["copies"] == pytest.approx(
+        4e9 / 2e10
+    )
     on_gpu = replace(given_problem, offload_param=False)
-    assert roofline(on_gpu, host, GPU, work, 2 * GB, 0.0).copies == 0.0
+    assert roofline(on_gpu, host, GPU, work, 2 * GB, 0.0)["copies"] == 0.0
 
 
 def test_traffic_and_memory_of_a_host() -> None:
@@ -176,22 +180,21 @@ def test_fetch_lines_are_the_passes_with_longer_gathers(
     share: float,
     boundary: int,
 ) -> None:
-    given_problem = problem(
-        GPU, GPU, ms=ms, accumulation_ms=adding, model=Model("m", LAYERS, 2 * GB, boundary)
-    )
+    gpu = replace(GPU, accumulation_ms=Table(((1.0, adding), (2.0, adding))))
+    given_problem = problem(gpu, gpu, ms=ms, model=Model("m", LAYERS, 2 * GB, boundary))
     cluster = replace(given_problem.cluster, contention=contention)
     rounds = None if policy in LAYER_MAJOR else max(1, -(-batch // size))
     given_problem = replace(given_problem, cluster=cluster, rounds=rounds)
     collectives = Collectives.of(given_problem, even=True)
-    sizes = micro_sizes(batch, size)
-    copy = batch * boundary / GPU.copy_rate if policy == "offload" else 0.0
+    sizes = split_batch(batch, size)
+    copy = batch * boundary / gpu.copy_rate if policy == "offload" else 0.0
     shard = share * 2 * GB
-    added = fetch_lines(given_problem, GPU, collectives, sizes, copy, policy)
+    added = fetch_lines(given_problem, gpu, collectives, sizes, copy, policy)
     assert all(line.slope > 0.0 for line in added)
     found = max(0.0, *(line.slope * shard - line.hidden for line in added))
-    fetch = fetch_seconds(given_problem, GPU, policy, shard)
+    fetch = fetch_seconds(given_problem, gpu, policy, shard)
     longer, plain = (
-        layer_passes(given_problem, GPU, collectives, sizes, copy, policy, times).total
+        layer_passes(given_problem, gpu, collectives, sizes, copy, policy, times).total
         for times in (fetch, (0.0, 0.0))
     )
     forwards = 0 if not sizes else 1 if rounds is None else rounds
@@ -231,9 +234,9 @@ def test_the_largest_shards_are_those_that_the_bounds_allow(
     )
 
     def fits(on_gpu: float, on_cpu: float) -> bool:
-        line = roofline(given_problem, host, gpu, work, on_gpu, on_cpu)
+        bounds = roofline(given_problem, host, gpu, work, on_gpu, on_cpu)
         has_room = gpu_bytes(given_problem, gpu, work, on_gpu, on_cpu) <= gpu.memory_bytes + 1.0
-        return max(line.gpu, line.cpu, line.copies) <= step * (1.0 + 1e-9) and has_room
+        return max(bounds.values()) <= step * (1.0 + 1e-9) and has_room
 
     shards = largest_shards(given_problem, host, gpu, [work], step)[0]
     for gpu_layers, shard in enumerate(shards.tolist()):

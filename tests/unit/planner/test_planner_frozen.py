@@ -22,7 +22,7 @@ from hytrain.tools.planner.cost_model import (
     workload,
 )
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.passes import Collectives, fetch_seconds
+from hytrain.tools.planner.layer_seconds import Collectives, fetch_seconds
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
@@ -101,7 +101,9 @@ def test_in_host_memory_they_are_fetched_and_never_written() -> None:
     # 2 B a parameter: written once, read in two passes; of what is not trained only that.
     assert traffic(given, GB, 0.0, 0.0) == pytest.approx((2 + 2 * 2 * 4) * GB)
     host = given.cluster.hosts[0]
-    assert roofline(given, host, GPU, idle(given), GB, 0.0).copies == pytest.approx(2 * GB / 2e10)
+    assert roofline(given, host, GPU, idle(given), GB, 0.0)["copies"] == pytest.approx(
+        2 * GB / 2e10
+    )
     # A tenth of 8 GB a layer.
     assert fetch_seconds(given, GPU, "keep", GB)[0] == pytest.approx(0.8 * GB / 4e10)
 

@@ -33,13 +33,14 @@ def _changes(problem: PlanProblem) -> list[tuple[Found, Found]]:
 @given(random_problem=plan_problems(most_ranks=3, most_batch=8))
 def test_refined_plans_are_faster_and_keep_to_all_limits(random_problem: PlanProblem) -> None:
     for before, after in _changes(random_problem):
-        walked = [
-            max(found.step, _walked(random_problem, found).seconds()) for found in (before, after)
+        steps = [
+            max(found.step, _simulated(random_problem, found).seconds())
+            for found in (before, after)
         ]
-        assert walked[1] <= walked[0]
+        assert steps[1] <= steps[0]
         assert after.even == before.even
         check_plan(random_problem, to_plan(random_problem, after, after.step))
 
 
-def _walked(problem: PlanProblem, found: Found) -> PlannedStep:
+def _simulated(problem: PlanProblem, found: Found) -> PlannedStep:
     return PlannedStep(problem, found.workloads, found.shares, even=found.even)

@@ -31,22 +31,16 @@ class Collectives:
     @staticmethod
     def of(problem: PlanProblem, *, even: bool) -> Collectives:
         """Even or unequal shards; one rank has none."""
-        cluster = problem.cluster
-        if cluster.num_ranks == 1:
-            return Collectives(0.0, 0.0)
-        factor = (1.0 if even else cluster.uneven_factor) / 1e3
-        model = problem.model
+        cluster, model = problem.cluster, problem.model
         # What is not trained is gathered where it is sharded, and never reduced.
         gathered = model.layer_weight_bytes if problem.stage == 3 else model.layer_bytes
-        gather = cluster.all_gather_ms.at(gathered)
-        scatter = cluster.reduce_scatter_ms.at(model.layer_bytes)
-        gather, scatter = factor * gather, factor * scatter
+        gather, scatter = cluster.collective_seconds(gathered, model.layer_bytes, even=even)
         return Collectives(
             gather, scatter, cluster.contention * gather, cluster.contention * scatter
         )
 
 
-def micro_sizes(batch: int, microbatch: int) -> list[tuple[int, int]]:
+def split_batch(batch: int, microbatch: int) -> list[tuple[int, int]]:
     """(how many, their samples), in order: full ones, and the last with what is left."""
     if not batch:
         return []
@@ -84,7 +78,7 @@ def layer_passes(
     activations: Activations,
     fetch: tuple[float, float] = (0.0, 0.0),
 ) -> LayerPasses:
-    """One layer's passes with micro-batches of these sizes (:func:`micro_sizes`).
+    """One layer's passes with micro-batches of these sizes (:func:`split_batch`).
 
     Args:
         problem: what is planned.
@@ -107,7 +101,7 @@ def layer_passes(
         # Others need this rank's shard in every round.
         further = ((problem.rounds or 1) - 1) * (gather + least) if is_sharded else 0.0
         return LayerPasses(max(gather, copy), further, least)
-    adding = [accumulation_seconds(problem, gpu, size) for _, size in sizes]
+    adding = [gpu.accumulation_ms.at(size) / 1e3 for _, size in sizes]
     forwards, backwards = zip(
         *(micro_seconds(gpu, size, activations) for _, size in sizes), strict=True
     )
@@ -193,7 +187,7 @@ def fetch_lines(
             backward += collectives.gather_delay + collectives.scatter_delay
             last = int(number == len(sizes))
             add(count, forward + collectives.gather_delay, is_forward=True)
-            adding = accumulation_seconds(problem, gpu, size)
+            adding = gpu.accumulation_ms.at(size) / 1e3
             add(count - last, backward + adding, is_forward=False)
             add(last, backward, is_forward=False)
     if sizes:
@@ -218,13 +212,6 @@ def fetch_seconds(
 def outside_seconds(gpu: GpuProfile, sizes: Sequence[tuple[int, int]]) -> float:
     """Seconds outside of the layers, of all micro-batches."""
     return sum(count * gpu.outside_ms.at(size) for count, size in sizes) / 1e3
-
-
-def accumulation_seconds(problem: PlanProblem, gpu: GpuProfile, microbatch: int) -> float:
-    """Seconds by which a layer's backward is longer where its gradient is added to others."""
-    if gpu.accumulation_ms is None:
-        return problem.accumulation_ms / 1e3
-    return gpu.accumulation_ms.at(microbatch) / 1e3
 
 
 def micro_seconds(
