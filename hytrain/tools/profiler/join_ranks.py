@@ -15,30 +15,27 @@ from hytrain.formats.profile_file import (
     UpdateRate,
 )
 from hytrain.formats.record import Record
-from hytrain.hardware.device_facts import DeviceFacts
 from hytrain.hardware.host_share import RankHost
-from hytrain.tools.profiler.rank_measurements import Measured
+from hytrain.tools.profiler.rates import CpuRates
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a rank is.
+class RankProfile:
+    """What a rank has measured.
 
     Attributes:
-        host: name of its machine, the same for all ranks there and for no others.
-        facts: of its device.
+        device: of its own; the host's name is the same for all ranks there and for no others.
         cores: those of the machine that it may use.
         memory_bytes: its part of the host's memory.
         cpu: the CPU's name.
-        settings: what makes its device differ from its kind, in words.
+        rates: of the CPU's update, and of the host's memory.
     """
 
-    host: str
-    facts: DeviceFacts
+    device: DeviceProfile
     cores: frozenset[int]
     memory_bytes: int
     cpu: str
-    settings: str = ""
+    rates: CpuRates
 
 
 def host_names(machines: Sequence[tuple[str, RankHost]]) -> list[str]:
@@ -56,72 +53,60 @@ def host_names(machines: Sequence[tuple[str, RankHost]]) -> list[str]:
 
 
 def device_profiles(
-    everybody: Sequence[tuple[RankPlace, Measured]], layer_parameters: int, now: datetime.datetime
+    everybody: Sequence[RankProfile], now: datetime.datetime
 ) -> tuple[DeviceProfile, ...]:
     """One for the ranks of each host whose devices have one label."""
-    members: dict[tuple[str, str], list[tuple[RankPlace, Measured]]] = {}
-    for place, measured in everybody:
-        members.setdefault((place.host, place.facts.label), []).append((place, measured))
-    return tuple(_device(of_label, layer_parameters, now) for of_label in members.values())
+    members: dict[tuple[str, str], list[DeviceProfile]] = {}
+    for rank in everybody:
+        members.setdefault((rank.device.host, rank.device.label), []).append(rank.device)
+    return tuple(_slowest_device(of_label, now) for of_label in members.values())
 
 
-def _device(
-    ranks: Sequence[tuple[RankPlace, Measured]], layer_parameters: int, now: datetime.datetime
-) -> DeviceProfile:
-    (first, _), measured = ranks[0], [one for _, one in ranks]
-    layers = [one.layer for one in measured]
-    usable = min(place.facts.memory_bytes for place, _ in ranks)
-    return DeviceProfile(
-        host=first.host,
-        label=first.facts.label,
-        device=first.facts.name,
-        multiprocessors=first.facts.multiprocessors,
-        limit_bytes=first.facts.limit_bytes,
-        memory_bytes=min(first.facts.limit_bytes, usable),
-        idle_bytes=max(layer.idle_bytes for layer in layers),
-        layer=_slowest([layer.layer for layer in layers]),
-        outside=_slowest([layer.outside for layer in layers]),
-        update_rate=min(one.update_rate for one in measured),
-        copies=_joined(min, [one.copies for one in measured]),
-        accumulation_ms=1e3 * layer_parameters * max(one.accumulation for one in measured),
-        launch_slowdown=_known(max, [layer.launch_slowdown for layer in layers]),
-        launch_spread=_known(max, [layer.launch_spread for layer in layers]),
-        update_launches=_joined(max, [one.update_launches for one in measured]),
-        measured=now,
-        settings=first.settings,
-    )
+def _slowest_device(ranks: Sequence[DeviceProfile], now: datetime.datetime) -> DeviceProfile:
+    def picked(pick: _Pick, *names: str) -> dict[str, Any]:
+        return {name: _known(pick, [getattr(rank, name) for rank in ranks]) for name in names}
+
+    changes = {
+        **picked(min, "memory_bytes", "update_rate"),
+        **picked(max, "idle_bytes", "accumulation_ms", "launch_slowdown", "launch_spread"),
+        "layer": _slowest([rank.layer for rank in ranks]),
+        "outside": _slowest([rank.outside for rank in ranks]),
+        "copies": _joined(min, [rank.copies for rank in ranks]),
+        "update_launches": _joined(max, [rank.update_launches for rank in ranks]),
+        "measured": now,
+    }
+    return ranks[0].model_copy(update=changes)
 
 
 def host_profiles(
-    everybody: Sequence[tuple[RankPlace, Measured]], now: datetime.datetime
+    everybody: Sequence[RankProfile], now: datetime.datetime
 ) -> tuple[HostProfile, ...]:
     """One for each host, in the order of the ranks."""
-    hosts = dict.fromkeys(place.host for place, _ in everybody)
+    hosts = dict.fromkeys(rank.device.host for rank in everybody)
     return tuple(
-        _host([(place, one) for place, one in everybody if place.host == host], now)
-        for host in hosts
+        _host([rank for rank in everybody if rank.device.host == host], now) for host in hosts
     )
 
 
-def _host(ranks: Sequence[tuple[RankPlace, Measured]], now: datetime.datetime) -> HostProfile:
-    places, cpu = [place for place, _ in ranks], [one.cpu for _, one in ranks]
+def _host(ranks: Sequence[RankProfile], now: datetime.datetime) -> HostProfile:
+    rates = [rank.rates for rank in ranks]
     # Ranks that are bound to cores may have unlike numbers of them.
-    threads = sorted(set[int].intersection(*(set(one.updates) for one in cpu)))
+    threads = sorted(set[int].intersection(*(set(one.updates) for one in rates)))
     return HostProfile(
-        host=places[0].host,
-        ranks=tuple(place.facts.label for place in places),
-        cores=len(frozenset[int]().union(*(place.cores for place in places))),
-        memory_bytes=sum(place.memory_bytes for place in places),
-        bandwidth=max(sum(one.memory[t] for one in cpu) for t in threads),
+        host=ranks[0].device.host,
+        ranks=tuple(rank.device.label for rank in ranks),
+        cores=len(frozenset[int]().union(*(rank.cores for rank in ranks))),
+        memory_bytes=sum(rank.memory_bytes for rank in ranks),
+        bandwidth=max(sum(one.memory[t] for one in rates) for t in threads),
         updates=tuple(
             UpdateRate(
                 threads=t,
-                rate=min(one.updates[t] for one in cpu),
-                in_training=min(one.in_training[t] for one in cpu),
+                rate=min(one.updates[t] for one in rates),
+                in_training=min(one.in_training[t] for one in rates),
             )
             for t in threads
         ),
-        cpu=places[0].cpu,
+        cpu=ranks[0].cpu,
         measured=now,
     )
 

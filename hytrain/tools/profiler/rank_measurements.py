@@ -7,13 +7,14 @@ between.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from hytrain.formats.profile_file import CopyRates, UpdateLaunches
+from hytrain.formats.profile_file import DeviceProfile, ProfiledModel
+from hytrain.hardware.device_facts import DeviceFacts
 from hytrain.offload.update_arrays import UpdateArrays
 from hytrain.placement.calibration import (
     accumulation_seconds_per_parameter,
@@ -22,7 +23,7 @@ from hytrain.placement.calibration import (
 from hytrain.tools.profiler import rates
 from hytrain.tools.profiler.copies import TrainingLoad, copy_rates
 from hytrain.tools.profiler.launch_slowdown import measure_slowdown
-from hytrain.tools.profiler.layer_profile import LayerProfile, LayerProfiling
+from hytrain.tools.profiler.layer_profile import LayerProfiling
 from hytrain.tools.profiler.measured_model import MeasuredModel
 from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.progress import Progress
@@ -33,27 +34,6 @@ _PAUSES = 3
 """For launches, besides those between the CPU's rates."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Of a rank.
-
-    Attributes:
-        layer: times and memory of passes.
-        update_rate: parameters/s of the GPU's update.
-        copies: between host and device.
-        cpu: rates of the CPU's update, and of the host's memory.
-        accumulation: seconds a parameter, to add a gradient to another.
-        update_launches: of training; None without a GPU.
-    """
-
-    layer: LayerProfile
-    update_rate: float
-    copies: CopyRates
-    cpu: rates.CpuRates
-    accumulation: float
-    update_launches: UpdateLaunches | None = None
-
-
 def measure_rank(
     subject: MeasuredModel,
     device: torch.device,
@@ -61,10 +41,12 @@ def measure_rank(
     ranks: Ranks,
     progress: Progress,
     *,
+    model: ProfiledModel,
+    host: str,
+    facts: DeviceFacts,
     cores: Sequence[int],
     ranks_on_host: int,
-    shard: int,
-) -> Measured:
+) -> tuple[DeviceProfile, rates.CpuRates, int]:
     """All that a rank measures by itself; leaves nothing on the device.
 
     Args:
@@ -73,9 +55,14 @@ def measure_rank(
         options: the same on all ranks, but for ``multiprocessors`` and ``settings``.
         ranks: all measure at once.
         progress: told how far the work is.
+        model: the subject's sizes.
+        host: this rank's machine.
+        facts: of its device.
         cores: of the host, each rank's part.
         ranks_on_host: that share this rank's.
-        shard: parameters that this rank will update.
+
+    Returns:
+        Its device; rates of its CPU; and bytes of activations between two blocks, a sample.
     """
     mine, dtype, moments = cores[ranks.rank], subject.dtype, options.moments
     rounds = max(len(rates.thread_counts(each)) for each in cores)
@@ -118,7 +105,7 @@ def measure_rank(
             seconds=options.rate_seconds,
             elements=options.cpu_elements,
             moments=moments,
-            parameters=shard,
+            parameters=model.parameters // ranks.world_size,
             between=pause,
         )
         progress.show(0.85, "launches of training")
@@ -128,7 +115,26 @@ def measure_rank(
         )
         is_cuda = device.type == "cuda"  # else nothing is launched
         launches = ranks.together(lambda: update_launches(device, kind) if is_cuda else None)
-        return Measured(layer, 1.0 / update, copies, cpu, adding, launches)
+        profile = DeviceProfile(
+            host=host,
+            label=facts.label,
+            device=facts.name,
+            multiprocessors=facts.multiprocessors,
+            limit_bytes=facts.limit_bytes,
+            memory_bytes=min(facts.limit_bytes, facts.memory_bytes),
+            idle_bytes=layer.idle_bytes,
+            layer=layer.layer,
+            outside=layer.outside,
+            update_rate=1.0 / update,
+            copies=copies,
+            accumulation_ms=1e3 * model.layer_parameters * adding,
+            launch_slowdown=layer.launch_slowdown,
+            launch_spread=layer.launch_spread,
+            update_launches=launches,
+            measured=datetime.datetime.now(datetime.timezone.utc),
+            settings=options.settings,
+        )
+        return profile, cpu, layer.boundary_bytes
 
 
 def _update_seconds(device: torch.device, subject: MeasuredModel, options: ProfileOptions) -> float:

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import datetime
 import socket
-from dataclasses import replace
 
 import torch
 
 from hytrain.formats.profile_file import CollectiveProfile, ProfileFile
-from hytrain.hardware.device_facts import device_facts
+from hytrain.hardware.device_facts import DeviceFacts, device_facts
 from hytrain.hardware.host_share import divide_host, this_host
 from hytrain.hardware.machine import cpu_model, package_version
 from hytrain.kernels.host_limits import host_memory_pools
 from hytrain.tools.profiler import collective_profile
 from hytrain.tools.profiler.join_ranks import (
-    RankPlace,
+    RankProfile,
     device_profiles,
     host_names,
     host_profiles,
@@ -66,28 +65,25 @@ def profile_ranks(
     machines = ranks.gather((socket.gethostname(), this_host()))
     share = divide_host([machine for _, machine in machines], ranks.rank)
 
-    def place() -> RankPlace:
-        return RankPlace(
-            host=host_names(machines)[ranks.rank],
-            facts=device_facts(
-                device, multiprocessors=options.multiprocessors, ranks_on_host=share.ranks
-            ),
-            cores=machines[ranks.rank][1].cores,
-            memory_bytes=share.memory(host_memory_pools()),
-            cpu=cpu_model(),
-            settings=options.settings,
+    def facts(ranks_on_host: int = 1) -> DeviceFacts:
+        return device_facts(
+            device, multiprocessors=options.multiprocessors, ranks_on_host=ranks_on_host
         )
 
-    model, me = ranks.together(lambda: (subject.sizes(), place()))
-    measured = measure_rank(
+    model, mine, host_bytes = ranks.together(
+        lambda: (subject.sizes(), facts(share.ranks), share.memory(host_memory_pools()))
+    )
+    own, cpu_rates, boundary_bytes = measure_rank(
         subject,
         device,
         options,
         ranks,
         progress,
+        model=model,
+        host=host_names(machines)[ranks.rank],
+        facts=mine,
         cores=ranks.gather(share.cores),
         ranks_on_host=share.ranks,
-        shard=model.parameters // ranks.world_size,
     )
     progress.show(0.9, "collectives")
     samples = collective_profile.collective_samples(
@@ -95,18 +91,20 @@ def profile_ranks(
     )
     if device.type == "cuda":
         # What NCCL has taken by now, training will miss as well.
-        me = replace(me, facts=device_facts(device, multiprocessors=options.multiprocessors))
-    everybody = ranks.gather((me, measured))
+        usable = min(own.limit_bytes, facts().memory_bytes)
+        own = own.model_copy(update={"memory_bytes": usable})
+    cores = machines[ranks.rank][1].cores
+    everybody = ranks.gather(RankProfile(own, cores, host_bytes, cpu_model(), cpu_rates))
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
     collectives: tuple[CollectiveProfile, ...] = ()
     if samples:
-        names = tuple(place.host for place, _ in everybody)
+        names = tuple(rank.device.host for rank in everybody)
         found = CollectiveProfile(hosts=names, backend=ranks.backend, samples=samples, measured=now)
         collectives = (found,)
-    known = {"boundary_bytes": measured.layer.boundary_bytes, "moments": options.moments}
+    known = {"boundary_bytes": boundary_bytes, "moments": options.moments}
     profile = ProfileFile(
         model=model.model_copy(update=known),
-        devices=device_profiles(everybody, model.layer_parameters, now),
+        devices=device_profiles(everybody, now),
         hosts=host_profiles(everybody, now),
         collectives=collectives,
         versions=_versions(),

@@ -11,8 +11,14 @@ import pytest
 from support.configs import write_llama
 
 from hytrain.errors import PlanError
-from hytrain.formats.profile_file import CopyRates, LayerSample, OutsideSample, read_profile
-from hytrain.hardware.device_facts import DeviceFacts
+from hytrain.formats.profile_file import (
+    CopyRates,
+    DeviceProfile,
+    LayerSample,
+    OutsideSample,
+    device_label,
+    read_profile,
+)
 from hytrain.hardware.host_share import RankHost
 from hytrain.tools import cli
 from hytrain.tools.planner.library import add_to_library, default_folder, file_name, read_library
@@ -21,15 +27,14 @@ from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.result import Plan
 from hytrain.tools.profiler import layer_bench, profile_options, rates
 from hytrain.tools.profiler.join_ranks import (
-    RankPlace,
+    RankProfile,
     device_profiles,
     host_names,
     host_profiles,
 )
-from hytrain.tools.profiler.layer_profile import LayerProfile, LayerProfiling
+from hytrain.tools.profiler.layer_profile import LayerProfiling
 from hytrain.tools.profiler.profile_report import profile_table
 from hytrain.tools.profiler.progress import Progress
-from hytrain.tools.profiler.rank_measurements import Measured
 from hytrain.tools.profiler.rates import CpuRates
 
 Capture = pytest.CaptureFixture[str]
@@ -49,36 +54,46 @@ def layer_sample(samples: int, slowness: float) -> LayerSample:
     )
 
 
-def measured(slowness: float, sizes: tuple[int, ...]) -> Measured:
-    outside = OutsideSample(samples=1, forward_ms=1.0, backward_ms=slowness, peak_bytes=5)
-    return Measured(
-        layer=LayerProfile(
-            tuple(layer_sample(size, slowness) for size in sizes), (outside,), 64, int(slowness)
-        ),
+def measured(
+    host: str,
+    memory: int,
+    cores: range,
+    slowness: float,
+    sizes: tuple[int, ...],
+    settings: str = "",
+) -> RankProfile:
+    device = DeviceProfile(
+        host=host,
+        label=device_label("GPU", 100, memory * GIB),
+        device="GPU",
+        multiprocessors=100,
+        limit_bytes=memory * GIB,
+        memory_bytes=memory * GIB - int(slowness),
+        idle_bytes=int(slowness),
+        layer=tuple(layer_sample(size, slowness) for size in sizes),
+        outside=(OutsideSample(samples=1, forward_ms=1.0, backward_ms=slowness, peak_bytes=5),),
         update_rate=8.0 / slowness,
         copies=CopyRates(to_host=4.0, from_host=5.0 / slowness, to_host_both=3.0, from_host_both=2),
-        cpu=CpuRates(
-            {1: 10.0 / slowness, 2: 16.0},
-            {1: 8.0 / slowness, 2: 12.0},
-            {1: 100.0, 2: 170.0 / slowness},
-        ),
-        accumulation=0.5 * slowness,
+        accumulation_ms=1500.0 * slowness,
+        measured=NOW - datetime.timedelta(seconds=slowness),
+        settings=settings,
     )
-
-
-def rank(host: str, memory: int, cores: range, settings: str = "") -> RankPlace:
-    facts = DeviceFacts("GPU", 100, memory * GIB, memory * GIB - 7)
-    return RankPlace(host, facts, frozenset(cores), 50 * GIB, "a CPU", settings)
+    cpu_rates = CpuRates(
+        {1: 10.0 / slowness, 2: 16.0},
+        {1: 8.0 / slowness, 2: 12.0},
+        {1: 100.0, 2: 170.0 / slowness},
+    )
+    return RankProfile(device, frozenset(cores), 50 * GIB, "a CPU", cpu_rates)
 
 
 def test_ranks_of_a_label_are_one_device_and_the_slowest_counts() -> None:
     everybody = [
-        (rank("one", 80, range(0, 4)), measured(1.0, (1, 2, 4))),
-        (rank("one", 40, range(4, 8), "half"), measured(1.0, (1,))),
-        (rank("one", 80, range(0, 4)), measured(2.0, (1, 2))),
-        (rank("two", 80, range(0, 2)), measured(1.0, (1, 2))),
+        measured("one", 80, range(0, 4), 1.0, (1, 2, 4)),
+        measured("one", 40, range(4, 8), 1.0, (1,), "half"),
+        measured("one", 80, range(0, 4), 2.0, (1, 2)),
+        measured("two", 80, range(0, 2), 1.0, (1, 2)),
     ]
-    devices = device_profiles(everybody, 3, NOW)
+    devices = device_profiles(everybody, NOW)
     large, small, other = devices
     assert [(d.host, d.limit_bytes // GIB, d.settings) for d in devices] == [
         ("one", 80, ""),
@@ -91,8 +106,8 @@ def test_ranks_of_a_label_are_one_device_and_the_slowest_counts() -> None:
     assert (large.update_rate, small.update_rate) == (4.0, 8.0)
     assert (large.accumulation_ms, small.accumulation_ms) == (3000.0, 1500.0)
     assert (large.copies.from_host, large.copies.to_host) == (2.5, 4.0)
-    assert (large.idle_bytes, large.memory_bytes) == (2, 80 * GIB - 7)
-    assert (large.launch_slowdown, large.update_launches) == (None, None)
+    assert (large.idle_bytes, large.memory_bytes) == (2, 80 * GIB - 2)
+    assert (large.launch_slowdown, large.update_launches, large.measured) == (None, None, NOW)
     assert other.layer == (layer_sample(1, 1.0), layer_sample(2, 1.0))
 
     one, two = host_profiles(everybody, NOW)
