@@ -7,6 +7,8 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from hytrain.kernels.host_limits import memory_limit_files
+
 
 def parse_list(text: str) -> list[int]:
     """Numbers of a kernel's list, as in "0-3,8"."""
@@ -65,21 +67,9 @@ class HostTree:
 
     def cgroup_limits(self) -> list[int]:
         """Memory limits of the process's control groups, in bytes; of either version."""
-        limits: list[int] = []
-        base = self.root / "sys/fs/cgroup"
-        for line in (_read(self.root / "proc/self/cgroup") or "0::/").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            top = base if controllers == "" else base / "memory"
-            name = "memory.max" if controllers == "" else "memory.limit_in_bytes"
-            inside = Path(path.strip("/"))
-            for folder in (inside, *inside.parents):
-                text = (_read(top / folder / name) or "max").strip()
-                # Version 1 says "no limit" with a number near 2 ** 63.
-                if text.isdigit() and int(text) < 2**62:
-                    limits.append(int(text))
-        return limits
+        texts = [(_read(file) or "max").strip() for file in memory_limit_files(self.root)]
+        # Version 1 says "no limit" with a number near 2 ** 63.
+        return [int(text) for text in texts if text.isdigit() and int(text) < 2**62]
 
     def memory(self) -> dict[str, int]:
         """Bytes of /proc/meminfo's lines."""

@@ -118,18 +118,33 @@ def _process_pools() -> dict[str, int]:
     }
 
 
-def _cgroup_folders(hierarchy: _Hierarchy) -> list[Path]:
+def memory_limit_files(root: Path) -> list[Path]:
+    """Files of the memory limits around this process, of either version, where they are there.
+
+    Args:
+        root: "/"; another one stands for another machine.
+    """
+    return [
+        folder / hierarchy.limit
+        for hierarchy in _HIERARCHIES
+        for folder in _cgroup_folders(hierarchy, root)
+    ]
+
+
+def _cgroup_folders(hierarchy: _Hierarchy, root: Path = Path("/")) -> list[Path]:
     """This process's group and those around it, the root included; the root alone if unknown."""
+    top = root / hierarchy.root.relative_to("/")
     try:
-        lines = [line.split(":", 2) for line in _OWN_CGROUPS.read_text().splitlines()]
+        text = (root / _OWN_CGROUPS.relative_to("/")).read_text()
+        lines = [line.split(":", 2) for line in text.splitlines()]
     except OSError:
         lines = []
     for line in lines:
         if len(line) == 3 and hierarchy.controller in line[1].split(","):
             own = Path(line[2].strip("/"))
-            inside = own if (hierarchy.root / own).is_dir() and ".." not in own.parts else Path()
-            return [hierarchy.root / folder for folder in dict.fromkeys((inside, *inside.parents))]
-    return [hierarchy.root]
+            inside = own if (top / own).is_dir() and ".." not in own.parts else Path()
+            return [top / folder for folder in dict.fromkeys((inside, *inside.parents))]
+    return [top]
 
 
 def _reclaimable_bytes(memory_stat: str) -> int:
