@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -164,13 +163,13 @@ class StreamGate:
             stream: the gate's own.
             base: address of the flags for the stream.
             rank: this rank.
-            others: ranks that it waits for; they wait for this one.
+            others: ranks that it waits for, before the first collective; they wait for this one.
         """
         self._flags = flags
         self._stream = stream
         self._base = base
         self._rank = rank
-        self._others = others
+        self.others = others
         self._number = 0
         self._is_open = False
         # An abort's thread may open the gate while another one closes it: without the lock it could
@@ -180,6 +179,22 @@ class StreamGate:
         self._is_closed = False
         self._keeper: threading.Thread | None = None
         self._keeper_ends = threading.Event()
+
+    def write(self, token: int) -> None:
+        """Has the stream write a number, which the other ranks will look for.
+
+        Raises:
+            RuntimeError: a driver may have the calls and refuse them: rather here than in a step.
+        """
+        own = self._base + self._rank * _LINE
+        self._stream.set(own, token)
+        self._stream.wait(own, token)
+        if not _settled(self._stream) or self._flags.get(self._rank) != token:
+            raise RuntimeError("the host and the device do not see what the device has written")
+
+    def written_by(self, rank: int) -> int:
+        """The number of a rank."""
+        return self._flags.get(rank)
 
     def arrive(self) -> None:
         """The current stream goes on when the others' have come to as many collectives.
@@ -194,7 +209,7 @@ class StreamGate:
         # multiprocessors, while this rank is still computing what the collective sends.
         self._stream.follow()
         self._stream.set(self._base + self._rank * _LINE, self._number)
-        for other in self._others:
+        for other in self.others:
             self._stream.wait(self._base + other * _LINE, self._number)
         # Without it the collective, on the current stream, would not be held by the waits above.
         self._stream.lead()
@@ -215,7 +230,7 @@ class StreamGate:
                     self._keeper = keeper
 
     def _set_ahead(self) -> None:
-        for rank in (self._rank, *self._others):
+        for rank in (self._rank, *self.others):
             self._flags.set(rank, (self._number + _FOR_GOOD) % _NUMBERS)
 
     def _keep_ahead(self) -> None:
@@ -248,7 +263,8 @@ class StreamGate:
             self._keeper.join()  # or it would write to memory that is no longer mapped
         # This rank's last number may have been written since: others may still wait for more.
         self._set_ahead()
-        _unmap(self._flags, self._stream)
+        self._stream.unregister(self._flags.address)
+        self._flags.close()
 
 
 def _settled(stream: GateStream) -> bool:
@@ -259,17 +275,6 @@ def _settled(stream: GateStream) -> bool:
             return False
         time.sleep(1e-3)
     return True
-
-
-def _give_back(flags: SharedFlags, stream: GateStream) -> None:
-    # The stream may still read them: unmapped, that would be a fault of the device.
-    if _settled(stream):
-        _unmap(flags, stream)
-
-
-def _unmap(flags: SharedFlags, stream: GateStream) -> None:
-    stream.unregister(flags.address)
-    flags.close()
 
 
 def open_gate(
@@ -298,58 +303,44 @@ def open_gate(
     # another file. Who shares one is seen by what they have written there.
     path = os.path.join(_MEMORY_FOLDER, f"hytrain-gate-{names[0]}")
     token = _BEHIND + secrets.randbelow(_NUMBERS - _BEHIND)
-    made = _make(path, world_size, make_stream, rank, token) if is_wanted else None
+    gate = _make(path, world_size, make_stream, rank, token) if is_wanted else None
     tokens: list[int | None] = [None] * world_size
-    dist.all_gather_object(tokens, None if made is None else token, group=group)
+    dist.all_gather_object(tokens, None if gate is None else token, group=group)
     with suppress(OSError):
         os.unlink(path)  # after the gather above, so every rank that can has mapped it
-    others: list[int] = []
-    if made is not None:
-        others = [
+    if gate is not None:
+        gate.others = [
             other
             for other, written in enumerate(tokens)
-            if other != rank and written is not None and written == made.flags.get(other)
+            if other != rank and written is not None and written == gate.written_by(other)
         ]
     # A barrier: without it a rank could write its first number over a token that another has yet to
     # read. (dist.barrier might choose another device.)
     seen: list[bool] = [False] * world_size
     dist.all_gather_object(seen, True, group=group)
-    if made is None:
-        return None
-    if not others:
-        _give_back(made.flags, made.stream)
-        return None
-    return StreamGate(made.flags, made.stream, made.base, rank, others)
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    flags: SharedFlags
-    stream: GateStream
-    base: int
+    if gate is None or gate.others:
+        return gate
+    gate.close()
+    return None
 
 
 def _make(
     path: str, num_ranks: int, make_stream: Callable[[], GateStream], rank: int, token: int
-) -> _Made | None:
-    """A rank's part of a gate, whose stream has written ``token``; None where it cannot."""
+) -> StreamGate | None:
+    """A gate that waits for nobody yet, whose stream has written ``token``; None: it cannot."""
     flags: SharedFlags | None = None
-    made: _Made | None = None
+    gate: StreamGate | None = None
     try:
         flags = SharedFlags(path, num_ranks)
         stream = make_stream()
-        made = _Made(flags, stream, stream.register(flags.address, flags.num_bytes))
-        # A driver may have the calls and refuse them: rather here than in a step.
-        own = made.base + rank * _LINE
-        stream.set(own, token)
-        stream.wait(own, token)
-        if not _settled(stream) or flags.get(rank) != token:
-            raise RuntimeError("the host and the device do not see what the device has written")
-        return made
+        base = stream.register(flags.address, flags.num_bytes)
+        gate = StreamGate(flags, stream, base, rank, [])
+        gate.write(token)
+        return gate
     except (OSError, RuntimeError, AttributeError) as error:  # no /dev/shm, no such driver call
         logger.info("ranks wait for each other in NCCL's kernels: %s", error)
-        if made is not None:
-            _give_back(made.flags, made.stream)
+        if gate is not None:
+            gate.close()
         elif flags is not None:
             flags.close()
         return None

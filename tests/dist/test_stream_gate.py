@@ -169,7 +169,7 @@ def test_numbers_may_wrap(tmp_path: Path) -> None:
 @on_ranks(3)
 def test_ranks_without_common_memory_do_not_wait(tmp_path: Path) -> None:
     bench = Bench(str(tmp_path) if dist.get_rank() == 1 else None)
-    others = [] if bench.gate is None else bench.gate._others
+    others = [] if bench.gate is None else bench.gate.others
     early_starts(bench, str(tmp_path / "ready"), gated=True)
     bench.close()
     assert from_all_ranks(others) == [[2], [], [0]]
@@ -218,7 +218,7 @@ def test_a_rank_that_has_no_gate_is_left_out(how: str) -> None:
     others: list[int] = []
     if gate is not None:
         gate.close()
-        others = gate._others
+        others = gate.others
     assert from_all_ranks(others) == [[2], [], [0]]
 
 
