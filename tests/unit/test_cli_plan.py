@@ -489,7 +489,7 @@ def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
     l4, other, a6000, p40 = (rank["batch_size"] for rank in record["ranks"])
     assert l4 == pytest.approx(other, abs=2)
     assert a6000 > l4 > p40
-    assert "h1000: did you mean \"h100\"?" in _error(
+    assert 'h1000: did you mean "h100"?' in _error(
         capsys, "--gpus", "h1000", "--model", model, "--batch", 64
     )
     record = _json(capsys, "--gpus", "4090", "--model", model, "--batch", 8)
