@@ -139,6 +139,26 @@ class AllGpu(System):
         return loss
 
 
+class TorchaoOffload(System):
+    """torchao's CPUOffloadOptimizer around torch's fused AdamW, without clipping, which it has not.
+
+    Its state has the weights' dtype: bf16 here, 6 bytes a parameter, without fp32 master weights.
+    """
+
+    def __init__(self, model: Any) -> None:
+        # Only this system needs it.
+        from torchao.optim import CPUOffloadOptimizer
+
+        super().__init__(model)
+        self._optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
+
+    def step(self, batches: Sequence[Batch]) -> torch.Tensor:
+        loss = self._add_gradients(batches)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss
+
+
 class Fsdp2(System):
     """PyTorch FSDP2 with CPUOffloadPolicy: fp32 weights, gradients and moments live on the host.
 
@@ -270,7 +290,7 @@ class HyTrain(DeepSpeed):
 
 
 REFERENCE = "forward_backward"
-NAMES = (REFERENCE, "all_gpu", "fsdp2", "hytrain", *ZERO)
+NAMES = (REFERENCE, "all_gpu", "torchao", "fsdp2", "hytrain", *ZERO)
 
 
 def build(job: Json, make_model: MakeModel) -> Any:
@@ -287,6 +307,8 @@ def build(job: Json, make_model: MakeModel) -> Any:
     model = make_model(torch.bfloat16)
     if name == REFERENCE:
         return System(model, drops=job.get("drops", False))
+    if name == "torchao":
+        return TorchaoOffload(model)
     if name == "all_gpu":
         return AllGpu(model, job.get("clip"))
     return HyTrain(model, job) if name == "hytrain" else DeepSpeed(model, job)

@@ -82,6 +82,8 @@ PARTS = {
         _other("fsdp2 keeping weights", "fsdp2", clip=None, reshard_after_forward=False),
         _hytrain(0.0),
     ],
+    # torchao's optimizer, which keeps no fp32 weights.
+    "E": lambda _: [_hytrain(0.7), _other("torchao", "torchao", clip=None), _hytrain(0.0)],
 }
 
 
