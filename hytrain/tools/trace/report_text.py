@@ -80,14 +80,21 @@ def _wait_words(analysis: Analysis) -> str:
     idle = max(1.0 - analysis.busy_share(rank.rank) for rank in analysis.ranks)
     if idle < _WORTH:
         return f"It waits for next to nothing: it is idle {percent(idle)}."
+    several = len(analysis.ranks) > 1
     named = [
-        f"{_cause_words(cause, analysis)} ({percent(share)})"
+        f"rank {cause.rank} for " * several + f"{_cause_words(cause, analysis)} ({percent(share)})"
         for share, cause in _distinct(shares)
         if share >= _WORTH / 5 and cause.cause != causes.UNRESOLVED
     ]
     unresolved = max((s for s, cause in shares if cause.cause == causes.UNRESOLVED), default=0.0)
     rest = f"{percent(unresolved)} of a step is unresolved"
-    return f"It waits for {_and(named[:4])}; {rest}." if named else f"It is idle, and {rest}."
+    if not named:
+        return f"It is idle, and {rest}."
+    return (
+        f"Who waits: {_and(named[:4])}; {rest}."
+        if several
+        else f"It waits for {_and(named[:4])}; {rest}."
+    )
 
 
 def _distinct(shares: Sequence[tuple[float, Cause]]) -> list[tuple[float, Cause]]:
@@ -110,8 +117,6 @@ def _cause_words(cause: Cause, analysis: Analysis) -> str:
         elif cause.layer != NONE and not is_of_host:
             mostly = "mostly " if cause.layer_share < 0.995 else ""
             words += f", {mostly}of layer {cause.layer}" if mostly else f" of layer {cause.layer}"
-    if len(analysis.ranks) > 1:
-        words += f", on rank {cause.rank}"
     return words
 
 
@@ -125,7 +130,7 @@ def _change_words(analysis: Analysis) -> str:
     if not worth:
         return "No change wins more than 1 %: what is left of the step is compute."
     named = [f"{fix.name} {percent(fix.gain)}" for fix in worth[:3]]
-    return f"Of a step win at most: {_and(named)} (ceilings; each alone)."
+    return f"Most that a change could save of a step: {_and(named)} (upper bounds, each alone)."
 
 
 def _and(parts: Sequence[str]) -> str:
@@ -243,6 +248,8 @@ def _rates(rates: Sequence[Rate]) -> str:
     rows = [("rate while it runs", "achieved", "measured peak", "of peak", "runs")]
     for rate in rates:
         share = "unknown" if rate.share is None else percent(rate.share)
+        if rate.share is not None and rate.share > 1.0:  # as on a CPU, whose peak moves
+            share = "> 100 %"
         achieved, peak = _quantity(rate.achieved, rate.unit), _quantity(rate.peak, rate.unit)
         rows.append((rate.name, achieved, peak, share, percent(rate.busy_share)))
     return "\n".join(align(rows)) if len(rows) > 1 else ""
