@@ -169,6 +169,8 @@ AROUND = (
     "HyTrainEngine.",
     "HyTrainZeroOptimizer.overlapping_partition_gradients_reduce_epilogue",
     "BatchTraining.samples",
+    "PlacementManager.decisions",
+    "RunReport.after_step",
     "ShardCollectives.reporting_failures",
     "ThawedParameters.warn",
     "Tracing.",
