@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hytrain.checkpoint.file_checks import load_file
-from hytrain.checkpoint.gather import STATES, ParameterPlace
-from hytrain.checkpoint.inert import Unknown, walk
+from hytrain.checkpoint import inert
+from hytrain.checkpoint.gather import ParameterPlace
+from hytrain.checkpoint.stored_files import listed, shortened
 from hytrain.checkpoint.universal import (
     CheckpointPaths,
     OptimizerRecord,
     group_names,
-    is_plain_path,
+    no_parameters,
     unpack_tensor,
 )
 from hytrain.errors import CheckpointError
-
-_SHOWN = 5
-"""Names that a message lists at most."""
 
 
 def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torch.Tensor:
@@ -31,7 +28,7 @@ def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torc
         CheckpointError: the file is missing or damaged, or has another shape.
     """
     path = paths.state(place.name, kind)
-    stored = load_file(path)
+    stored = inert.load(path)
     tensor = unpack_tensor(stored, path)
     if isinstance(stored, torch.Tensor) and tensor.shape == (place.numel,):
         # What DeepSpeed's converter makes of ZeRO-3 has no shapes.
@@ -42,27 +39,6 @@ def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torc
             f"{tuple(place.shape)}: build the model with the configuration that it was saved with"
         )
     return tensor
-
-
-def stored_names(files: Iterable[str]) -> set[str]:
-    """Names of the parameters that a checkpoint, of these files, has state of."""
-    # A name with "/" is a path, and on the way to it are folders that are no parameter's.
-    # DeepSpeed's converter writes values of buffers and of weights that are not trained, too, but
-    # no moments.
-    found = map(CheckpointPaths.state_of, files)
-    return {state[0] for state in found if state is not None and state[1] != STATES[0]}
-
-
-def unusable_names(names: Iterable[str]) -> str | None:
-    """What is wrong with parameter names that cannot be folders' paths; None for nothing."""
-    wrong = sorted(name for name in names if not is_plain_path(name))
-    if not wrong:
-        return None
-    return (
-        f"{listed(wrong)} cannot be the path of a folder, which a universal checkpoint has for "
-        'each parameter: rename the modules, so that their names have no empty part, "." or ".." '
-        'between "/"'
-    )
 
 
 def check_names(
@@ -81,36 +57,6 @@ def check_names(
         yield f"{paths.zero} has no state of {listed(missing)}: {advice}"
     if strict and stored and extra:
         yield f"{paths.zero} has state of {listed(extra)}, which the model does not train: {advice}"
-
-
-def no_parameters(paths: CheckpointPaths) -> str:
-    """The message about a checkpoint without parameters' state."""
-    return (
-        f"{paths.zero} has no parameters: this is no universal checkpoint; convert it with `python "
-        f"-m deepspeed.checkpoint.ds_to_universal --input_folder {paths.folder} --output_folder "
-        f"{paths.folder}_universal --inject_missing_state`, or pass load_optimizer_states=False to "
-        "load its weights"
-    )
-
-
-def check_states(
-    paths: CheckpointPaths,
-    places: Iterable[ParameterPlace],
-    kinds: Sequence[str],
-    found: dict[tuple[str, str], torch.Tensor],
-) -> Iterator[str]:
-    """The state files can be read and have their parameters' shapes.
-
-    Args:
-        paths, places, kinds: whose files.
-        found: gets them, (name, kind) -> the whole tensor, mapped.
-    """
-    for place in places:
-        for kind in kinds:
-            try:
-                found[place.name, kind] = read_state(paths, place, kind)
-            except CheckpointError as error:
-                yield str(error)
 
 
 def check_groups(
@@ -203,13 +149,13 @@ def check_plain(path: Path, stored: object) -> Iterator[str]:
     """Nothing was left unmade (``inert.py``) in what is restored or given to the user."""
     unknown = {
         f"{value.name} (at '{'.'.join(where[:3])}')"
-        for where, value in walk(stored)
-        if isinstance(value, Unknown)
+        for where, value in inert.walk(stored)
+        if isinstance(value, inert.Unknown)
     }
     if unknown:
         yield (
             f"{path} has objects of other classes than tensors, containers, numbers and text: "
-            f"{', '.join(sorted(unknown)[:_SHOWN])}. They are not made, as that runs code that the "
+            f"{shortened(sorted(unknown), ', ')}. They are not made, as that runs code that the "
             "file names: save plain values, or, if you trust whoever has written the file, set "
             '"hytrain": {"checkpoint": {"run_pickled_code": true}}'
         )
@@ -223,10 +169,3 @@ def check_keys(path: Path, stored: Mapping[str, Any], keys: Collection[str]) -> 
     for key in set(keys) - {"module"} - set(missing):
         if type(stored[key]) is not int or stored[key] < 0:
             yield f"{path}: '{key}' is {str(stored[key])[:80]!r}, which is no count"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names for a message: the first ones, and how many more there are."""
-    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
-    more = len(names) - _SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown

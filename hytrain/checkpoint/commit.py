@@ -65,47 +65,33 @@ def too_long(tag: str) -> bool:
     return any(len(part.encode(errors="surrogatepass")) > _MOST_BYTES for part in parts)
 
 
-def lock_tag(folder: Path) -> TagLock:
-    """No other job saves under the tag, of this folder, until the lock is released.
-
-    Raises:
-        CheckpointError: another one does, or the folder cannot be made.
-    """
-    folder = _target(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return TagLock(folder)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-
-
-def _unusable(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"nothing can be saved in {folder.parent} ({type(error).__name__}: {error}): free "
-        "space or mend the folder and save again; what was saved before is unchanged"
-    )
-
-
-def begin_save(folder: Path) -> Path:
+def begin_save(folder: Path) -> tuple[Path, TagLock]:
     """Makes the folder to write into, beside the tag's; what earlier saves have left is tidied up.
 
     Its name was never there: no host has seen another folder under it, as it might with a file
-    system that remembers names.
+    system that remembers names. No other job saves under the tag until the lock is released.
 
     Raises:
-        CheckpointError: it cannot be made; the tag is as it was.
+        CheckpointError: it cannot be made, or another job saves under the tag, which is as it was.
     """
     folder = _target(folder)
+    lock: TagLock | None = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = TagLock(folder)
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(f"{folder} is a file")
-        folder.parent.mkdir(parents=True, exist_ok=True)
         _tidy(folder)  # first, as it may be what fills the disk
         saving = _unused_name(folder)
         saving.mkdir()
-        return saving
     except OSError as error:
-        raise _unusable(folder, error) from error
+        if lock is not None:
+            lock.release()
+        raise CheckpointError(
+            f"nothing can be saved in {folder.parent} ({type(error).__name__}: {error}): free "
+            "space or mend the folder and save again; what was saved before is unchanged"
+        ) from error
+    return saving, lock
 
 
 def finish_save(saving: Path, folder: Path) -> None:
@@ -131,11 +117,6 @@ def finish_save(saving: Path, folder: Path) -> None:
         raise
     if replaced.exists():
         _discard(replaced, folder)
-
-
-def give_up_save(saving: Path) -> None:
-    """Removes what a failed save has written. Never raises: the failure is told, not this."""
-    _remove(saving)
 
 
 def find_replaced(folder: Path) -> Path | None:
@@ -184,7 +165,7 @@ def _tidy(folder: Path) -> None:
             tag = path.name.removeprefix(_SAVING).rpartition("-")[0]
             is_old = time.time() - _last_change(path) > _ABANDONED_SECONDS
             if tag == folder.name or (is_old and _try_lock(path.with_name(tag))):
-                _remove(path)
+                remove_save(path)
         elif path.name.startswith(_REPLACED):
             owner = path.with_name(path.name.removeprefix(_REPLACED))
             if owner.exists():
@@ -223,10 +204,11 @@ def _discard(replaced: Path, folder: Path) -> None:
     except OSError as error:
         logger.warning("%s, which was replaced, cannot be removed: %s", replaced, error)
     else:
-        _remove(remains)
+        remove_save(remains)
 
 
-def _remove(path: Path) -> None:
+def remove_save(path: Path) -> None:
+    """Removes what a failed save has written, or what was replaced; never raises."""
     try:
         shutil.rmtree(path)
     except OSError as error:

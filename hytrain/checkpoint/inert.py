@@ -14,9 +14,8 @@ import pickle
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -27,7 +26,7 @@ from torch import nn
 from torch.serialization import StorageType
 from torch.storage import TypedStorage
 
-from hytrain.errors import CheckpointError
+from hytrain.errors import CheckpointError, DamagedCheckpointError
 from hytrain.kernels.host_limits import describe_free_memory
 from hytrain.kernels.host_memory import is_out_of_host_memory
 
@@ -91,10 +90,24 @@ class Unpickler(_Python):
         self._left = 4 * len(content) + 1000
 
     def charge(self, count: int) -> None:
-        """``count`` elements are copied or hashed, which the pickle might ask for without end."""
+        """So many elements are copied or hashed, which a pickle might ask for without end."""
         self._left -= count
         if self._left < 0:
             raise pickle.UnpicklingError("it makes more than it has bytes for")
+
+    def charge_all(self, values: Iterable[object]) -> None:
+        """All that is in ``values``, each as often as it is in there: so a tuple is hashed."""
+        left: list[Any] = list(values)
+        while left:
+            value = left.pop()
+            if isinstance(value, (torch.Tensor, np.ndarray, TypedStorage)):
+                raise pickle.UnpicklingError("elements of a tensor where there are none")
+            if isinstance(value, (str, bytes, bytearray, list, tuple, dict, set, frozenset)):
+                self.charge(len(cast("Sized", value)))
+            if isinstance(value, dict):
+                left += value.items()
+            elif isinstance(value, (list, tuple, set, frozenset)):
+                left += value
 
     def find_class(self, module: str, name: str) -> Any:
         module = _MOVED.get(module, module)
@@ -114,8 +127,11 @@ class Unpickler(_Python):
         values = cast("tuple[object, ...]", arguments)
         if not isinstance(function, Unknown):
             return Unknown(getattr(function, "__name__", repr(type(function))), values)
-        make = _MAKERS.get(function.name) if function.arguments is None else None
-        return Unknown(function.name, values) if make is None else make(self, *values)
+        name = function.name if function.arguments is None else None
+        if name in _COPIES:
+            self.charge_all(values)
+            return _COPIES[name](*values)
+        return _MAKERS[name](self, *values) if name in _MAKERS else Unknown(function.name, values)
 
     def load_reduce(self) -> None:
         arguments = self.stack.pop()
@@ -145,9 +161,9 @@ class Unpickler(_Python):
 
     def _fill_array(self, target: Any, state: Any) -> None:
         _, shape, kind, by_columns, content = state
-        dtype = _numpy_type(kind)
-        target.__setstate__((1, _sizes(shape), dtype, bool(by_columns), bytes(content)))
         self.charge(len(content))
+        dtype = _numpy_type(kind)
+        target.__setstate__((1, _sizes(shape), dtype, bool(by_columns), _bytes(content)))
 
     def load_binpersid(self) -> None:
         pid = self.stack.pop()
@@ -192,27 +208,21 @@ class Unpickler(_Python):
             return
         if not isinstance(target, dict):
             raise pickle.UnpicklingError(f"entries of a {type(target).__name__}")
-        for key, value in zip(values[::2], values[1::2], strict=True):
-            self.check_key(key)
-            target[key] = value
+        self._hash(values[::2])
+        target.update(zip(values[::2], values[1::2], strict=True))
 
-    def check_key(self, key: object) -> None:
-        """A tuple's hash is that of all its elements, each as often as it is in there."""
-        if isinstance(key, (tuple, frozenset)):
-            elements = cast("tuple[object, ...]", key)
-            self.charge(len(elements))
-            for element in elements:
-                self.check_key(element)
+    def _hash(self, keys: list[object]) -> None:
+        self.charge_all(key for key in keys if isinstance(key, (tuple, frozenset)))
 
     def load_additems(self) -> None:
         values, target = self.pop_mark(), self.stack[-1]
-        for value in values:
-            self.check_key(value)
+        self._hash(values)
         target.update(values)
 
     def load_frozenset(self) -> None:
-        elements = self.pop_mark()  # puts another stack in place
-        self.append(_set(self, elements, kind=frozenset))
+        values = self.pop_mark()  # puts another stack in place
+        self._hash(values)
+        self.append(frozenset(values))
 
     def load_dict(self) -> None:
         values = self.pop_mark()
@@ -253,67 +263,29 @@ def _set_fields(target: Any, state: object) -> None:
         vars(target)[name] = value
 
 
-def _set(
-    reader: Unpickler, values: object = (), kind: Callable[[list[object]], object] = set
-) -> object:
-    elements = _elements(reader, values)
-    for element in elements:
-        reader.check_key(element)
-    return kind(elements)
-
-
-def _elements(reader: Unpickler, values: object) -> list[Any]:
-    if not isinstance(values, (list, tuple)):
-        raise pickle.UnpicklingError(f"the elements are a {type(values).__name__}")
-    found = cast("list[object]", values)
-    reader.charge(len(found))
-    return list(found)
-
-
-def _ordered(reader: Unpickler, pairs: object = ()) -> OrderedDict[Any, Any]:
-    made: OrderedDict[Any, Any] = OrderedDict()
-    for key, value in (_elements(reader, pair) for pair in _elements(reader, pairs)):
-        reader.check_key(key)
-        made[key] = value
-    return made
-
-
-def _counter(reader: Unpickler, counts: object = None) -> object:
-    if not isinstance(counts, dict):
-        raise pickle.UnpicklingError("a Counter's counts are no dict")
-    found = cast("dict[Any, int]", counts)
-    reader.charge(len(found))
-    return collections.Counter(found)
-
-
-def _default_dict(reader: Unpickler, factory: Any = None) -> object:
+def _default_dict(factory: Any = None) -> object:
     if factory is not None and factory not in (dict, float, int, list, str):
         return Unknown("collections.defaultdict", (factory,))
     return collections.defaultdict(factory)
 
 
-def _bytes(reader: Unpickler, text: object = b"", encoding: object = "latin1") -> bytes:
-    if isinstance(text, (str, bytes)) and encoding in ("latin1", "latin-1"):
-        reader.charge(len(text))
-        return text.encode("latin-1") if isinstance(text, str) else text
+def _bytes(text: object = b"", encoding: object = "latin1") -> bytes:
+    if isinstance(text, (str, bytes, bytearray)) and encoding in ("latin1", "latin-1"):
+        return text.encode("latin-1") if isinstance(text, str) else bytes(text)
     raise pickle.UnpicklingError("bytes of something else than text")
 
 
-def _byte_array(reader: Unpickler, *given: object) -> bytearray:
-    return bytearray(_bytes(reader, *given))
+def _byte_array(*given: object) -> bytearray:
+    return bytearray(_bytes(*given))
 
 
-def _complex(reader: Unpickler, real: Any, imaginary: Any) -> complex:
-    return complex(float(real), float(imaginary))
-
-
-def _stage(reader: Unpickler, number: object) -> int:
+def _stage(number: object) -> int:
     """DeepSpeed computes with it where it reads its own checkpoints."""
     return _sizes((number,))[0]
 
 
-def _size(reader: Unpickler, sizes: object = ()) -> torch.Size:
-    return torch.Size(_sizes(_elements(reader, sizes)))
+def _size(sizes: object = ()) -> torch.Size:
+    return torch.Size(_sizes(sizes))
 
 
 def _sizes(values: object) -> tuple[int, ...]:
@@ -329,10 +301,6 @@ def _unknown(reader: Unpickler, name: Any, arguments: Any, fields: Any, items: A
     """One that was written again, as DeepSpeed's converter does."""
     reader.charge(len(fields) + len(items))
     return Unknown(str(name), arguments, fields, items)
-
-
-def _device(reader: Unpickler, *arguments: Any) -> torch.device:
-    return torch.device(*arguments)
 
 
 def _tensor(
@@ -381,14 +349,14 @@ def _typed(
     return made
 
 
-def _array(reader: Unpickler, kind: object, *_: object) -> object:
+def _array(kind: object, *_: object) -> object:
     if isinstance(kind, Unknown) and kind.name == "numpy.ndarray":
         return np.empty(0, np.uint8)  # its state follows
     return Unknown("an array", (kind,))
 
 
-def _scalar(reader: Unpickler, kind: object, content: object) -> object:
-    return np.frombuffer(_bytes(reader, content), _numpy_type(kind))[0]
+def _scalar(kind: object, content: object) -> object:
+    return np.frombuffer(_bytes(content), _numpy_type(kind))[0]
 
 
 def _numpy_type(kind: object) -> np.dtype[Any]:
@@ -415,28 +383,33 @@ _VALUES: dict[str, object] = {
     **{"torch.Tensor": torch.Tensor, "torch.nn.parameter.Parameter": nn.Parameter},
 }
 
-_MAKERS: dict[str, Callable[..., object]] = {
+_COPIES: dict[str | None, Callable[..., object]] = {
     "_codecs.encode": _bytes,
     "builtins.bytearray": _byte_array,
     "builtins.bytes": _bytes,
-    "builtins.complex": _complex,
-    "builtins.frozenset": partial(_set, kind=frozenset),
-    "builtins.set": _set,
-    "collections.Counter": _counter,
-    "collections.OrderedDict": _ordered,
+    "builtins.complex": complex,
+    "builtins.frozenset": frozenset,
+    "builtins.set": set,
+    "collections.Counter": collections.Counter,
+    "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": _default_dict,
     "deepspeed.runtime.zero.config.ZeroStageEnum": _stage,
-    f"{__name__}.Unknown": _unknown,
     "numpy._core.multiarray._reconstruct": _array,
     "numpy._core.multiarray.scalar": _scalar,
     "torch.Size": _size,
-    "torch.device": _device,
+    "torch.device": torch.device,
+}
+"""What takes time and memory as its arguments are large, and calls nothing."""
+
+_MAKERS: dict[str | None, Callable[..., object]] = {
+    f"{__name__}.Unknown": _unknown,
     "torch._tensor._rebuild_from_type_v2": _typed,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
 }
+"""What shares its arguments."""
 
 
 def walk(objects: object) -> Iterator[tuple[tuple[str, ...], object]]:
@@ -473,12 +446,13 @@ def walk(objects: object) -> Iterator[tuple[tuple[str, ...], object]]:
 _NO_PARTS = (str, int, float, bytes, bytearray, type(None), complex, torch.dtype, np.generic)
 
 
-def load(path: str | Path, *, mmap: bool = False, trusted: bool = False) -> Any:
+def load(path: str | Path, *, mmap: bool = True, trusted: bool = False) -> Any:
     """``torch.load``, on the CPU; ``trusted``: objects of all classes are made, which runs code.
 
+    ``mmap``: tensors' elements are mapped, and read where they are used.
+
     Raises:
-        CheckpointError: it is not what ``torch.save`` writes, or is damaged.
-        OSError: it cannot be read.
+        CheckpointError: it is not what ``torch.save`` writes, is damaged, or cannot be read.
     """
     try:
         module: Any = pickle
@@ -489,20 +463,41 @@ def load(path: str | Path, *, mmap: bool = False, trusted: bool = False) -> Any:
         return torch.serialization.load(
             path, map_location="cpu", pickle_module=module, weights_only=False, mmap=mmap
         )
-    except OSError:
-        raise
     except Exception as error:  # what a file makes of itself is manifold
         raise unreadable(path, error) from error
 
 
+def load_states(path: Path, *, trusted: bool = False) -> Mapping[str, Any]:
+    """As :func:`load`, of a file whose contents have names.
+
+    Raises:
+        DamagedCheckpointError: they have none.
+        CheckpointError: it cannot be read.
+    """
+    stored = load(path, trusted=trusted)
+    if not isinstance(stored, Mapping):
+        raise DamagedCheckpointError(
+            f"{path} holds an object of type {type(stored).__name__} where a checkpoint has a "
+            "mapping of names: load another tag"
+        )
+    return cast("Mapping[str, Any]", stored)
+
+
+IS_MISSING = "is missing: the checkpoint is incomplete or another tool's; load another tag"
+
+
 def unreadable(path: object, error: Exception) -> CheckpointError:
-    """That a file is not what ``torch.save`` writes, or that there is no memory for it."""
+    """That a file is not there, not what ``torch.save`` writes, or that it cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{path} {IS_MISSING}")
     why = "the file is damaged or not torch's; load another tag"
     if is_out_of_host_memory(error):
         why = (
             f"the host has no memory for it; {describe_free_memory()}: free some, or use more "
             "ranks or hosts"
         )
+    elif isinstance(error, OSError):
+        why = "mend the file system, or load another tag"
     return CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}): {why}")
 
 

@@ -6,25 +6,25 @@ One process, no engine, no torch.distributed.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hytrain.checkpoint.checks import no_parameters, stored_names
+from hytrain.checkpoint import inert
 from hytrain.checkpoint.commit import is_unfinished, saved_tags
-from hytrain.checkpoint.file_checks import (
-    Listing,
-    check_files,
-    list_files,
-    load_file,
-    load_states,
-    missing_file,
-)
 from hytrain.checkpoint.gather import STATES
 from hytrain.checkpoint.manifest import MANIFEST
+from hytrain.checkpoint.stored_files import StoredFiles
 from hytrain.checkpoint.tags import look_up_tag
-from hytrain.checkpoint.universal import LATEST, RECORD, STEP, CheckpointPaths, OptimizerRecord
+from hytrain.checkpoint.universal import (
+    LATEST,
+    RECORD,
+    STEP,
+    CheckpointPaths,
+    OptimizerRecord,
+    no_parameters,
+)
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 OPTIMIZER_SHARD = "optim_states.pt"
@@ -139,14 +139,12 @@ def _told(paths: CheckpointPaths, error: Exception) -> str:
 
 
 def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFacts:
-    listing = list_files(paths)
-    check_files(paths, listing, [paths.name_of(paths.optimizer_state)])
-    record = OptimizerRecord.unpack(load_file(paths.optimizer_state), paths.optimizer_state)
-    # The weights in it are not read, nor are its bytes checked, of which there are many.
-    stored = load_states(paths.model_states)
-    _check_complete(paths, listing, stored, record)
-    module: Mapping[str, Any] = stored.get("module") or {}
-    trained = stored_names(listing.found)
+    files = StoredFiles.of(paths)
+    files.check([paths.name_of(paths.optimizer_state)])
+    # The weights in them are not read, nor are their bytes checked, of which there are many.
+    stored = _read_complete(files)
+    module: Mapping[str, Any] = stored["module"]
+    trained = files.parameters
     dtypes = {str(module[name].dtype).removeprefix("torch.") for name in trained & module.keys()}
     shapes: list[Mapping[str, Any]] = stored.get("param_shapes") or []
     own: Mapping[str, Any] = stored.get(RECORD) or {}
@@ -156,7 +154,7 @@ def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFact
     }
     return CheckpointFacts(
         tag=paths.folder.name,
-        kind="hytrain" if listing.manifest is not None else "universal",
+        kind="hytrain" if files.manifest is not None else "universal",
         is_latest=is_latest,
         num_bytes=size,
         step=_count(stored, "global_steps"),
@@ -164,7 +162,7 @@ def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFact
         num_ranks=_count(stored, "dp_world_size"),
         parameters=sum(shape.numel() for group in shapes for shape in group.values()),
         tensors=len(trained),
-        saved_at=listing.saved_at or None,
+        saved_at=files.saved_at or None,
         dtype=", ".join(sorted(dtypes)) or None,
         versions={name: text for name, text in versions.items() if text},
     )
@@ -209,59 +207,53 @@ def verify(folder: Path) -> Verdict:
     try:
         if is_unfinished(folder):
             raise CheckpointError(f"{folder} is a save that was broken off: load another tag")
-        listing = list_files(paths)
-        wanted = sorted(listing.found if listing.manifest is None else listing.manifest)
-        check_files(paths, listing, wanted)
-        checked = list(listing.found.values())
+        files = StoredFiles.of(paths)
+        files.check(files.saved)
+        checked = list(files.found.values())
         if paths.zero.is_dir():
-            record = OptimizerRecord.unpack(load_file(paths.optimizer_state), paths.optimizer_state)
-            _check_complete(paths, listing, load_states(paths.model_states), record)
+            _read_complete(files)
         else:
-            _check_shards(paths, listing.found)
+            _check_shards(files)
     except Exception as error:  # what a file makes of itself is manifold
         problem = _told(paths, error)
     return Verdict(str(folder), has_manifest, len(checked), sum(checked), problem)
 
 
-def _check_complete(
-    paths: CheckpointPaths, listing: Listing, stored: Mapping[str, Any], record: OptimizerRecord
-) -> None:
-    """Raises a DamagedCheckpointError where a file is missing that a universal checkpoint needs."""
+def _read_complete(files: StoredFiles) -> Mapping[str, Any]:
+    """The model states of a universal checkpoint, whose files are all there.
+
+    Raises:
+        DamagedCheckpointError: one is missing.
+        CheckpointError: one cannot be read.
+    """
+    paths = files.paths
+    record = OptimizerRecord.read(paths.optimizer_state)
+    stored = inert.load_states(paths.model_states)
     shapes: list[Mapping[str, Any]] = stored.get("param_shapes") or []
     names = {name for group in (*shapes, *(record.names or ())) for name in group}
-    names |= stored_names(listing.found)
+    names |= files.parameters
     if not names or not isinstance(stored.get("module"), Mapping):
         raise DamagedCheckpointError(no_parameters(paths))
     kinds = (*STATES, STEP) if RECORD in stored else STATES
-    wanted = [paths.state(str(name), kind) for name in sorted(names) for kind in kinds]
-    _check_there(paths, listing.found, wanted)
+    files.check_there(paths.state(str(name), kind) for name in sorted(names) for kind in kinds)
+    return stored
 
 
-def _check_shards(paths: CheckpointPaths, found: Collection[str]) -> None:
+def _check_shards(files: StoredFiles) -> None:
     """Raises a DamagedCheckpointError where a file of DeepSpeed's own checkpoint is missing."""
-    shards = [name for name in found if name.endswith(OPTIMIZER_SHARD)]
-    parts = [paths.folder / name for name in found if _RANK_OF_ZERO3.match(name)]
+    paths = files.paths
+    shards = [name for name in files.found if name.endswith(OPTIMIZER_SHARD)]
+    parts = [paths.folder / name for name in files.found if _RANK_OF_ZERO3.match(name)]
     is_zero3 = bool(parts) and not paths.model_states.is_file()
-    stored = load_states(parts[0] if is_zero3 else paths.model_states)
+    stored = inert.load_states(parts[0] if is_zero3 else paths.model_states)
     if not shards and stored.get("optimizer") is not None:
         return  # without ZeRO the optimizer's state is in there
     prefixes = {name.partition("zero_pp_rank_")[0] for name in shards if "zero_pp_rank_" in name}
-    if not shards:
-        prefixes = {""}
-    kinds = [(prefix, OPTIMIZER_SHARD) for prefix in sorted(prefixes)]
+    kinds = [(prefix, OPTIMIZER_SHARD) for prefix in sorted(prefixes if shards else {""})]
     kinds += [("", "model_states.pt")] if is_zero3 else []
-    wanted = [
+    files.check_there(
         paths.folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_{part:02d}_{end}"
         for rank in range(_count(stored, "dp_world_size") or 1)
         for part in range(_count(stored, "mp_world_size") or 1)
         for prefix, end in kinds
-    ]
-    _check_there(paths, found, wanted)
-
-
-def _check_there(paths: CheckpointPaths, found: Container[str], wanted: Iterable[Path]) -> None:
-    names = [paths.name_of(path) for path in wanted]
-    missing = [name for name in names if name not in found]
-    if missing:
-        more = f"; and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise DamagedCheckpointError(missing_file(paths, missing[0]) + more)
+    )

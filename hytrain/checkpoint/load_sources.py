@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from typing import Any
 
-from hytrain.checkpoint.checks import listed
 from hytrain.checkpoint.gather import ParameterPlace
+from hytrain.checkpoint.stored_files import listed
 
 logger = logging.getLogger(__name__)
 

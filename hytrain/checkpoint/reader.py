@@ -9,34 +9,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from hytrain.checkpoint import inert
 from hytrain.checkpoint.checks import (
     check_groups,
     check_keys,
     check_module,
     check_names,
     check_plain,
-    check_states,
-    no_parameters,
     read_state,
-    stored_names,
-)
-from hytrain.checkpoint.file_checks import (
-    Listing,
-    find_damage,
-    first_of,
-    list_files,
-    load_file,
-    load_states,
 )
 from hytrain.checkpoint.gather import STATES, ParameterPlace, Piece, list_parameters
-from hytrain.checkpoint.inert import walk
 from hytrain.checkpoint.load_sources import (
     Origin,
     check_begun,
@@ -44,7 +34,14 @@ from hytrain.checkpoint.load_sources import (
     groups_left_alone,
     merge_steps,
 )
-from hytrain.checkpoint.universal import STEP, CheckpointPaths, OptimizerRecord, restore_group
+from hytrain.checkpoint.stored_files import StoredFiles, shortened
+from hytrain.checkpoint.universal import (
+    STEP,
+    CheckpointPaths,
+    OptimizerRecord,
+    no_parameters,
+    restore_group,
+)
 from hytrain.comm.exchange import from_first, raise_together
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 from hytrain.model.moment_format import MomentFormat
@@ -149,7 +146,7 @@ class _Load:
         self._paths, self._kept, self._request = CheckpointPaths(folder), kept, request
         self._module_tensors = module_tensors
         self._places = list_parameters(kept.layers)
-        self._listing = Listing({}, None)
+        self._files = StoredFiles(self._paths, {}, None)
         self.stored: dict[str, Any] = {}
         self.record: OptimizerRecord | None = None
         self._origins: list[Origin] = []
@@ -162,13 +159,12 @@ class _Load:
         Touches nothing of the engine.
         """
         ranks = self._kept.collectives
-        listing = from_first(lambda: list_files(self._paths), ranks)
-        assert isinstance(listing, Listing)
-        self._listing = listing
-        damage = find_damage(self._paths, listing, self._wanted(), ranks.rank, ranks.world_size)
+        files = from_first(lambda: StoredFiles.of(self._paths), ranks)
+        self._files = replace(files, paths=self._paths)  # the folder may have another name here
+        damage = self._files.find_damage(self._wanted(), ranks.rank, ranks.world_size)
         raise_together(damage, ranks, DamagedCheckpointError)
         try:
-            failure = first_of(list(self._look())) or None
+            failure = shortened(list(self._look()), "; ") or None
         except CheckpointError as error:
             failure = str(error)
         except Exception as error:
@@ -178,30 +174,29 @@ class _Load:
 
     def _wanted(self) -> list[str]:
         """The files that a load reads, whether they are there or not; the same on all ranks."""
-        paths, listing, request = self._paths, self._listing, self._request
+        paths, found, request = self._paths, self._files.found, self._request
+        manifest, known = self._files.manifest, self._files.parameters
         files = [paths.model_states]
-        known = stored_names(listing.found if listing.manifest is None else listing.manifest)
         states = [place.name for place in self._places if place.name in known]
         files += [paths.state(name, kind) for name in states for kind in request.kinds]
         if request.with_optimizer:
             files.append(paths.optimizer_state)
             files += [paths.state(name, STEP) for name in states]
         names = [paths.name_of(path) for path in files]
-        if request.with_optimizer and listing.manifest is not None:
-            # All that was saved is there, though a load that is not strict may not need it.
-            names += sorted(listing.manifest.keys() - set(names))
-        if listing.manifest is None:
+        if manifest is None:
             # Another tool's has what its kind has; what is missed is said where it is missed.
-            found = listing.found
             no_state = not any(name.startswith("zero/") for name in found)
             names = [n for n in names if n in found or not (no_state or n.endswith("step.pt"))]
+        elif request.with_optimizer:
+            # All that was saved is there, though a load that is not strict may not need it.
+            names += sorted(manifest.keys() - set(names))
         return names
 
     def _look(self) -> Iterator[str]:
         """Reads the small files; yields reasons why they do not fit."""
         paths, kept, request, places = self._paths, self._kept, self._request, self._places
-        states, current = stored_names(self._listing.found), self._module_tensors()
-        stored = self.stored = dict(load_states(paths.model_states, trusted=request.trusted))
+        states, current = self._files.parameters, self._module_tensors()
+        stored = self.stored = dict(inert.load_states(paths.model_states, trusted=request.trusted))
         yield from check_plain(paths.model_states, stored)
         yield from check_keys(paths.model_states, stored, request.keys)
         if request.custom_load is None:
@@ -209,8 +204,8 @@ class _Load:
         if request.with_optimizer:
             if not paths.zero.is_dir():
                 raise CheckpointError(no_parameters(paths))
-            content = load_file(paths.optimizer_state, trusted=request.trusted)
-            record = self.record = OptimizerRecord.unpack(content, paths.optimizer_state)
+            record = OptimizerRecord.read(paths.optimizer_state, trusted=request.trusted)
+            self.record = record
             yield from check_plain(paths.optimizer_state, record.groups)
             count = len(kept.hyper.groups)
             yield from check_groups(paths, record, count, places, strict=request.strict)
@@ -222,7 +217,11 @@ class _Load:
         # Every state file is looked at once, by the rank that will read most of it.
         rank = kept.collectives.rank
         mine = [place for place in places if place.name in states and _reader_of(place) == rank]
-        yield from check_states(paths, mine, request.kinds, self._states)
+        for place, kind in product(mine, request.kinds):
+            try:
+                self._states[place.name, kind] = read_state(paths, place, kind)
+            except CheckpointError as error:
+                yield str(error)
 
     def restore(self, module: nn.Module) -> None:
         """Changes the engine, on this rank."""
@@ -308,8 +307,8 @@ class _Load:
         steps: list[int | None] = [group.get(STEP) for group in groups]
         for place in self._places:
             path = self._paths.state(place.name, STEP)
-            if steps[place.group] is None and self._paths.name_of(path) in self._listing.found:
-                steps[place.group] = int(load_file(path))
+            if steps[place.group] is None and self._paths.name_of(path) in self._files.found:
+                steps[place.group] = int(inert.load(path))
         return steps
 
 
@@ -321,7 +320,7 @@ def _reader_of(place: ParameterPlace) -> int:
 def _own_memory(objects: object) -> None:
     """Tensors that the user is given are no longer those of a file, which may be written over."""
     own: dict[int, torch.UntypedStorage] = {}
-    for tensor in {id(found): found for _, found in walk(objects)}.values():
+    for tensor in {id(found): found for _, found in inert.walk(objects)}.values():
         if isinstance(tensor, torch.Tensor):
             mapped: Any = tensor.untyped_storage()
             if mapped._cdata not in own:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from hytrain.checkpoint.checks import no_parameters, stored_names
-from hytrain.checkpoint.file_checks import check_files, list_files, load_file, load_states
+from hytrain.checkpoint import inert
 from hytrain.checkpoint.gather import STATES
-from hytrain.checkpoint.universal import CheckpointPaths, unpack_tensor
+from hytrain.checkpoint.stored_files import StoredFiles
+from hytrain.checkpoint.universal import CheckpointPaths, no_parameters, unpack_tensor
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -56,17 +56,17 @@ def stored_model(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) 
     Raises:
         DamagedCheckpointError: a file is missing or damaged.
         CheckpointError: there is no universal checkpoint.
-        OSError: a file cannot be read.
+        OSError: the manifest cannot be read.
     """
     paths = CheckpointPaths(folder)
-    listing = list_files(paths)
-    trained = stored_names(listing.found)
+    files = StoredFiles.of(paths)
+    trained = files.parameters
     if not trained:
         raise CheckpointError(no_parameters(paths))
     first = f"{STATES[0]}.pt"
-    wanted = {name for name in listing.found if name.endswith(f"/{first}") or "/" not in name}
-    check_files(paths, listing, sorted(wanted | {paths.model_states.name}))
-    stored = load_states(paths.model_states)
+    wanted = {name for name in files.saved if name.endswith(f"/{first}") or "/" not in name}
+    files.check(wanted | {paths.model_states.name})
+    stored = inert.load_states(paths.model_states)
     module = stored.get("module")
     tensors: dict[str, torch.Tensor] = {
         name: value
@@ -113,7 +113,7 @@ def _from_master(
     path = paths.state(name, STATES[0])
 
     def master() -> torch.Tensor:
-        return unpack_tensor(load_file(path), path)
+        return unpack_tensor(inert.load(path), path)
 
     if copy is not None and copy.numel() and (dtype is None or dtype == copy.dtype):
         return _from_copy(name, copy, None)

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hytrain.checkpoint.checks import unusable_names
-from hytrain.checkpoint.commit import begin_save, give_up_save, lock_tag, seen_from
+from hytrain.checkpoint.commit import begin_save, remove_save, seen_from
 from hytrain.checkpoint.contents import SaveContents
 from hytrain.checkpoint.file_writers import UNCHANGED
+from hytrain.checkpoint.stored_files import listed
 from hytrain.checkpoint.tag_lock import TagLock
+from hytrain.checkpoint.universal import is_plain_path
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import from_first
 from hytrain.errors import CheckpointError
@@ -52,25 +53,28 @@ def writing(
         CheckpointError: it cannot be made, another job saves under the tag, there is no room for
             the checkpoint, or a parameter's name cannot be a folder's. The tag is as it was.
     """
-    wrong = unusable_names(place.name for place in contents.places)
-    if wrong is not None:
-        raise CheckpointError(wrong)
+    wrong = sorted(place.name for place in contents.places if not is_plain_path(place.name))
+    if wrong:
+        raise CheckpointError(
+            f"{listed(wrong)} cannot be the path of a folder, which a universal checkpoint has for "
+            'each parameter: rename the modules, so that their names have no empty part, "." or '
+            '".." between "/"'
+        )
     lock: TagLock | None = None
     saving: Path | None = None
 
     def begin() -> str:
         nonlocal lock, saving
-        lock = lock_tag(target.folder)
-        saving = begin_save(target.folder)
+        saving, lock = begin_save(target.folder)
         _check_room(saving, contents)
         return seen_from(target.save_dir, saving)
 
     try:
         # Of different tags, which DeepSpeed warns of, rank 0's counts: all write into one folder.
-        yield target.save_dir / str(from_first(begin, collectives))
+        yield target.save_dir / from_first(begin, collectives)
     except CheckpointError:
         if saving is not None and saving.exists():
-            give_up_save(saving)
+            remove_save(saving)
         raise
     finally:
         if lock is not None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hytrain.checkpoint.gather import ParameterPlace
-from hytrain.checkpoint.inert import Unknown
+from hytrain.checkpoint.inert import Unknown, load
 from hytrain.errors import CheckpointError
 from hytrain.formats.moment_kinds import FP32
 from hytrain.model.moment_format import MomentFormat
@@ -103,6 +103,16 @@ def is_plain_path(name: str) -> bool:
     path = PurePosixPath(name)
     return (
         bool(path.name) and str(path) == name and ".." not in path.parts and not path.is_absolute()
+    )
+
+
+def no_parameters(paths: CheckpointPaths) -> str:
+    """The message about a checkpoint without parameters' state."""
+    return (
+        f"{paths.zero} has no parameters: this is no universal checkpoint; convert it with `python "
+        f"-m deepspeed.checkpoint.ds_to_universal --input_folder {paths.folder} --output_folder "
+        f"{paths.folder}_universal --inject_missing_state`, or pass load_optimizer_states=False to "
+        "load its weights"
     )
 
 
@@ -210,12 +220,13 @@ class OptimizerRecord:
     moments: MomentFormat = field(default_factory=MomentFormat)
 
     @staticmethod
-    def unpack(stored: object, path: Path) -> OptimizerRecord:
-        """Reads the file's contents.
+    def read(path: Path, *, trusted: bool = False) -> OptimizerRecord:
+        """Reads the file, see :func:`inert.load`.
 
         Raises:
-            CheckpointError: it does not hold parameter groups, or is of a later version.
+            CheckpointError: it cannot be read, holds no parameter groups, or is of a later version.
         """
+        stored = load(path, trusted=trusted)
         if not isinstance(stored, Mapping) or PARAM_GROUPS not in stored:
             raise CheckpointError(f'{path} holds no "{PARAM_GROUPS}"')
         groups = [dict(group) for group in stored[PARAM_GROUPS]]

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from hytrain.checkpoint import inert
-from hytrain.checkpoint.checks import check_plain, no_parameters
-from hytrain.checkpoint.file_checks import load_file
+from hytrain.checkpoint.checks import check_plain
 from hytrain.checkpoint.files import write_file
 from hytrain.checkpoint.gather import STATES
 from hytrain.checkpoint.manifest import MANIFEST
@@ -37,6 +36,7 @@ from hytrain.checkpoint.universal import (
     MODEL_STATES_OF_ZERO3,
     RECORD,
     CheckpointPaths,
+    no_parameters,
     unpack_tensor,
 )
 from hytrain.engine.deepspeed_internals import (
@@ -135,7 +135,7 @@ def _complete(paths: CheckpointPaths, *, trusted: bool) -> None:
     if paths.model_states.is_file() or not first.is_file() or (paths.zero / MANIFEST).is_file():
         return
     ranks = sorted(paths.folder.glob(_MODEL_FILES), key=lambda path: int(path.name.split("_")[3]))
-    stored = [load_file(path, trusted=trusted) for path in ranks]
+    stored = [inert.load(path, trusted=trusted) for path in ranks]
     states = dict(stored[0])
     for problem in check_plain(first, states):
         raise CheckpointError(problem)
@@ -163,7 +163,7 @@ def _trained(
     for name, shape in shapes.items():
         path = paths.state(name, STATES[0])
         # The converter pads what did not divide among the ranks.
-        values = unpack_tensor(load_file(path), path).reshape(-1)[: shape.numel()].reshape(shape)
+        values = unpack_tensor(inert.load(path), path).reshape(-1)[: shape.numel()].reshape(shape)
         found[name] = values.to(module[name].dtype)
     return found
 
@@ -202,7 +202,16 @@ def convert(arguments: argparse.Namespace) -> None:
     """
     source, target = Path(arguments.input_folder), Path(arguments.output_folder)
     if not _is_universal(source):
-        _convert(arguments)
+        try:
+            convert_to_universal(arguments)
+        except AssertionError as error:
+            # It asks for what no engine of DeepSpeed's ZeRO saves by itself.
+            if "universal_checkpoint_info" not in str(error) or arguments.inject_missing_state:
+                raise
+            raise CheckpointError(
+                f"{arguments.input_folder} could not be converted ({error}): give ds_to_universal "
+                "--inject_missing_state, or load the checkpoint with hytrain as it is"
+            ) from error
         return
     print(f"{source} is universal already: nothing is to be converted")
     if target.resolve() == source.resolve():
@@ -215,19 +224,6 @@ def convert(arguments: argparse.Namespace) -> None:
             f"{source}, which is universal already, could not be put in {target} too "
             f"({type(error).__name__}: {error}): pass an --output_folder that is not there yet, or "
             f'load {source} as it is, with "load_universal": true'
-        ) from error
-
-
-def _convert(arguments: argparse.Namespace) -> None:
-    try:
-        convert_to_universal(arguments)
-    except AssertionError as error:
-        # It asks for what no engine of DeepSpeed's ZeRO saves by itself.
-        if "universal_checkpoint_info" not in str(error) or arguments.inject_missing_state:
-            raise
-        raise CheckpointError(
-            f"{arguments.input_folder} could not be converted ({error}): give ds_to_universal "
-            "--inject_missing_state, or load the checkpoint with hytrain as it is"
         ) from error
 
 

@@ -234,7 +234,11 @@ def test_where_nothing_can_be_made(engine: Any, tmp_path: Path) -> None:
 
 
 def test_names_of_folders_do_not_recur(tmp_path: Path) -> None:
-    folders = {begin_save(tmp_path / TAG) for _ in range(5)}
+    folders: set[Path] = set()
+    for _ in range(5):
+        saving, lock = begin_save(tmp_path / TAG)
+        folders.add(saving)
+        lock.release()
     assert len(folders) == 5
     assert len(_entries(tmp_path)) == 1
 

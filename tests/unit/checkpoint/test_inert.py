@@ -23,20 +23,19 @@ import torch
 from torch import nn
 
 from hytrain.checkpoint import inert
-from hytrain.checkpoint.file_checks import load_file
 from hytrain.errors import CheckpointError
 
 
 def _by_torch(path: Path) -> Any:
-    return inert.load(path)
+    return inert.load(path, mmap=False)
 
 
 def _by_torch_mapped(path: Path) -> Any:
-    return inert.load(path, mmap=True)
+    return inert.load(path)
 
 
 def _trusting(path: Path) -> Any:
-    return load_file(path, trusted=True)
+    return inert.load(path, trusted=True)
 
 
 READERS = (_by_torch, _by_torch_mapped)

@@ -9,17 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.utils import zero_to_fp32
 from support.damage import sums_of
 from support.engines import built, make_config
+from support.plain_deepspeed import plain_engine
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint import inert
-from hytrain.checkpoint.file_checks import load_states
-from hytrain.checkpoint.inert import Unknown
+from hytrain.checkpoint.inert import Unknown, load_states
 from hytrain.checkpoint.manifest import pack_manifest
 from hytrain.checkpoint.universal import OptimizerRecord
 from hytrain.engine.foreign_checkpoints import offer_conversions
@@ -106,12 +104,7 @@ def test_a_client_state_of_classes_is_refused_unless_trusted(
 @pytest.mark.parametrize("stage", [2, 3])
 def test_plain_deepspeeds_runs_nothing(stage: int, process_group: None, tmp_path: Path) -> None:
     model, folder, mark = torch.nn.Linear(4, 3), tmp_path / "in", tmp_path / "mark"
-    config = {
-        **{"train_micro_batch_size_per_gpu": 2, "steps_per_print": 10**9},
-        **{"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True},
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plain, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    plain = plain_engine(model, stage)
     plain.backward(plain(torch.ones(2, 4)).sum())
     plain.step()
     plain.save_checkpoint(str(folder), tag=TAG)
@@ -141,7 +134,7 @@ def test_a_loss_scaler_of_deepspeeds_is_read_by_its_fields(tmp_path: Path) -> No
     scaler = Unknown("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", ())
     scaler.fields = {"cur_scale": 1024.0}
     torch.save({"param_groups": [], "loss_scaler": scaler}, tmp_path / "again.pt")
-    record = OptimizerRecord.unpack(inert.load(tmp_path / "again.pt"), tmp_path / "again.pt")
+    record = OptimizerRecord.read(tmp_path / "again.pt")
     assert record.loss_scale == {"cur_scale": 1024.0}
 
 

@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint import commit, writer
-from hytrain.checkpoint.commit import begin_save, lock_tag
+from hytrain.checkpoint import writer
+from hytrain.checkpoint.commit import begin_save
 from hytrain.checkpoint.tag_lock import TagLock
 from hytrain.errors import CheckpointError
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from hytrain.checkpoint.commit import begin_save, lock_tag
-lock = lock_tag(Path(sys.argv[1]))
-saving = begin_save(Path(sys.argv[1]))
+from hytrain.checkpoint.commit import begin_save
+saving, lock = begin_save(Path(sys.argv[1]))
 (saving / "begun").write_text("")
 print("held", flush=True)
 time.sleep(100)
@@ -94,16 +93,14 @@ def test_a_save_of_the_same_process_is_told_too(
 def test_locks_of_killed_jobs_are_taken_and_tidied(tmp_path: Path) -> None:
     for tag in ("killed", "other"):
         (tmp_path / f"hytrain-lock-{tag}").write_text("process 1 on here")
-    lock = lock_tag(tmp_path / "killed")
+    _, lock = begin_save(tmp_path / "killed")
     with pytest.raises(CheckpointError, match=f"process {os.getpid()} on "):
-        lock_tag(tmp_path / "killed")
-    begin_save(tmp_path / "killed")
+        begin_save(tmp_path / "killed")
     assert (tmp_path / "hytrain-lock-killed").exists()
     assert not (tmp_path / "hytrain-lock-other").exists()
     # One that is removed while another waits for it is not taken for the new one.
     lock.release()
-    again = lock_tag(tmp_path / "killed")
-    again.release()
+    TagLock(tmp_path / "killed").release()
     assert not list(tmp_path.glob("hytrain-lock-*"))
 
 
@@ -111,9 +108,9 @@ def test_a_link_and_what_it_leads_to_are_one_tag(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk" / "real").mkdir()
     (tmp_path / "last").symlink_to(tmp_path / "disk" / "real")
-    lock = lock_tag(tmp_path / "last")
+    _, lock = begin_save(tmp_path / "last")
     with pytest.raises(CheckpointError, match="another job"):
-        lock_tag(tmp_path / "disk" / "real")
+        begin_save(tmp_path / "disk" / "real")
     lock.release()
 
 
@@ -123,4 +120,4 @@ def test_without_locks_it_saves_as_ever(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     for _ in range(2):
-        assert isinstance(commit.lock_tag(tmp_path / "last"), TagLock)
+        begin_save(tmp_path / "last")

@@ -1,0 +1,249 @@
+"""The files of a checkpoint: which there are, and are they those that were saved.
+
+With a manifest every byte of the wanted files is held against its checksums; without one, against
+the checksums that the archives themselves have (zip's CRC-32 of each record). In one pass, before
+anything is made of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from hytrain.checkpoint import inert
+from hytrain.checkpoint.files import BLOCK_BYTES, FileSums, damaged_blocks
+from hytrain.checkpoint.gather import STATES
+from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
+from hytrain.checkpoint.universal import CheckpointPaths
+from hytrain.errors import DamagedCheckpointError
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+_THREADS = 8
+"""They wait for the disk, or sum bytes: neither needs Python's lock."""
+_UNIT_BLOCKS = 64
+"""Of a large file, that one rank checks at once."""
+_SHOWN = 5
+_ADVICE = f"load another tag (or take {MANIFEST} away, if you have changed the file yourself)"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFiles:
+    """What is in a checkpoint's folder.
+
+    Attributes:
+        paths: the checkpoint's.
+        found: path in the folder -> bytes, of all that might be a checkpoint's.
+        manifest: what was saved; None where nothing says so.
+        saved_at: when, in seconds since 1970; 0 where nothing says so.
+    """
+
+    paths: CheckpointPaths
+    found: Mapping[str, int]
+    manifest: Mapping[str, FileSums] | None
+    saved_at: float = 0.0
+
+    @classmethod
+    def of(cls, paths: CheckpointPaths) -> StoredFiles:
+        """What this process finds.
+
+        Raises:
+            DamagedCheckpointError: the manifest is damaged, or names other files than there are.
+            CheckpointError: the manifest is of a later version.
+        """
+        found = dict(_find(paths))
+        path = paths.zero / MANIFEST
+        if not path.is_file():
+            logger.warning(
+                "%s has no %s, as checkpoints of plain DeepSpeed and of older versions: damage is "
+                "found by the files' own checksums where they have any, files of another save are "
+                "not",
+                paths.folder,
+                MANIFEST,
+            )
+            return cls(paths, found, None)
+        manifest = unpack_manifest(path)
+        _check_sizes(paths, found, manifest.files)
+        return cls(paths, found, manifest.files, manifest.saved_at)
+
+    @property
+    def saved(self) -> Collection[str]:
+        """Paths in the folder of what was saved, or, where nothing says so, of what is there."""
+        return self.found if self.manifest is None else self.manifest
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names of those that the checkpoint has state of."""
+        # A name with "/" is a path, and on the way to it are folders that are no parameter's.
+        # DeepSpeed's converter writes values of buffers and of weights that are not trained, too,
+        # but no moments.
+        states = map(CheckpointPaths.state_of, self.saved)
+        return {state[0] for state in states if state is not None and state[1] != STATES[0]}
+
+    def find_damage(self, wanted: Collection[str], rank: int = 0, num_ranks: int = 1) -> str | None:
+        """Reads a rank's share of the wanted files' bytes; never raises.
+
+        ``wanted``, paths in the folder, are the same on all ranks. Returns what is missing or
+        damaged, as one message.
+        """
+        missing = [name for name in wanted if name not in self.found]
+        if missing:
+            problems = [f"{_named(self.paths, name)} {inert.IS_MISSING}" for name in missing]
+        elif self.manifest is None:
+            sizes = [self.found[name] for name in wanted]
+            mine = _share(list(wanted), sizes, rank, num_ranks)
+            results = _in_threads(partial(_damage_by_own_sums, self.paths), mine)
+            problems = [problem for problem in results if problem is not None]
+        else:
+            problems = _damage_by_manifest(self.paths, self.manifest, wanted, rank, num_ranks)
+        return shortened(problems, "; ") or None
+
+    def check(self, wanted: Iterable[str]) -> None:
+        """As :meth:`find_damage`, for all of the bytes; raises a DamagedCheckpointError."""
+        problem = self.find_damage(sorted(wanted))
+        if problem is not None:
+            raise DamagedCheckpointError(problem)
+
+    def check_there(self, wanted: Iterable[Path]) -> None:
+        """Raises a DamagedCheckpointError where one of these files is missing."""
+        names = map(self.paths.name_of, wanted)
+        self.check(name for name in names if name not in self.found)
+
+
+def _find(paths: CheckpointPaths) -> Iterator[tuple[str, int]]:
+    """Every file that might be read by somebody as a part of the checkpoint, and its bytes."""
+    for path in paths.folder.glob("*_states.pt"):
+        yield path.name, path.stat().st_size
+    for folder, _, names in os.walk(paths.zero):
+        for name in names:
+            path = Path(folder, name)
+            if name.endswith(".pt") and path.is_file():
+                yield paths.name_of(path), path.stat().st_size
+
+
+def _check_sizes(
+    paths: CheckpointPaths, found: Mapping[str, int], manifest: Mapping[str, FileSums]
+) -> None:
+    """Raises a DamagedCheckpointError where a file was not saved, or has another length."""
+    wrong = [
+        f"{paths.folder / name} was not saved with the checkpoint (its {MANIFEST} does not have "
+        "it): take it away, or load another tag"
+        for name in sorted(found.keys() - manifest.keys())
+    ]
+    wrong += [
+        f"{_named(paths, name)} is damaged: it has {found[name]} bytes where "
+        f"{manifest[name].num_bytes} were saved; {_ADVICE}"
+        for name in sorted(found.keys() & manifest.keys())
+        if found[name] != manifest[name].num_bytes
+    ]
+    if wrong:
+        raise DamagedCheckpointError(shortened(wrong, "; "))
+
+
+def _unreadable(path: object, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return (
+            f"{path}, which rank 0 has found, is not there for this rank: load from a folder that "
+            "all hosts share"
+        )
+    return str(inert.unreadable(path, error))
+
+
+def _damage_by_manifest(
+    paths: CheckpointPaths,
+    manifest: Mapping[str, FileSums],
+    wanted: Iterable[str],
+    rank: int,
+    num_ranks: int,
+) -> list[str]:
+    """Large files are shared by blocks."""
+    units = [
+        (name, begin, min(begin + _UNIT_BLOCKS, len(manifest[name].blocks)))
+        for name in wanted
+        for begin in range(0, len(manifest[name].blocks), _UNIT_BLOCKS)
+    ]
+    sizes = [(end - begin) * BLOCK_BYTES for _, begin, end in units]
+    # What is used first is checked last, and is then still in memory where not all finds room.
+    mine = _share(units, sizes, rank, num_ranks)[::-1]
+
+    def check(unit: tuple[str, int, int]) -> list[int] | str:
+        name, begin, end = unit
+        try:
+            return damaged_blocks(paths.folder / name, manifest[name], begin, end)
+        except OSError as error:
+            return _unreadable(paths.folder / name, error)
+
+    damaged: dict[str, list[int]] = {}
+    problems: list[str] = []
+    for (name, _, _), result in zip(mine, _in_threads(check, mine), strict=True):
+        if isinstance(result, str):
+            problems.append(result)
+        elif result:
+            damaged.setdefault(name, []).extend(result)
+    for name, blocks in damaged.items():
+        low, high = manifest[name].bounds(min(blocks))
+        more = f" and {len(blocks) - 1} other places" if len(blocks) > 1 else ""
+        problems.append(
+            f"{_named(paths, name)} is damaged, or another save's (the checksum of bytes {low} to "
+            f"{high}{more} is not the one that was saved); {_ADVICE}"
+        )
+    return problems
+
+
+def _damage_by_own_sums(paths: CheckpointPaths, name: str) -> str | None:
+    path = paths.folder / name
+    try:
+        with zipfile.ZipFile(path) as archive:
+            infos = archive.infolist()
+            inert.check_records(infos, path.stat().st_size)
+            has_sums = any(info.CRC for info in infos)  # torch need not write them
+            if not has_sums or archive.testzip() is None:
+                return None
+    except Exception as error:  # what zipfile makes of a damaged directory is manifold
+        return _unreadable(_named(paths, name), error)
+    return f"{_named(paths, name)} is damaged (by its own checksums); load another tag"
+
+
+def _named(paths: CheckpointPaths, name: str) -> str:
+    whose = CheckpointPaths.state_of(name)
+    tensor = "" if whose is None else f" ({whose[1]} of parameter '{whose[0]}')"
+    return f"{paths.folder / name}{tensor}"
+
+
+def shortened(items: Sequence[str], separator: str) -> str:
+    """The first of what a message lists, and how many more there are; empty for none."""
+    more = len(items) - _SHOWN
+    rest = [f"and {more} more"] if more > 0 else []
+    return separator.join([*items[:_SHOWN], *rest])
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message: the first ones, and how many more there are."""
+    return shortened([f"'{name}'" for name in names], ", ")
+
+
+def _share(items: Sequence[_T], sizes: Sequence[int], rank: int, num_ranks: int) -> list[_T]:
+    """A rank's share: each goes, in order, to the rank that has the least so far."""
+    loads = [0] * num_ranks
+    mine: list[_T] = []
+    for item, size in zip(items, sizes, strict=True):
+        least = loads.index(min(loads))
+        loads[least] += size + BLOCK_BYTES // 16  # opening a file takes time, too
+        if least == rank:
+            mine.append(item)
+    return mine
+
+
+def _in_threads(call: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(call, items))
