@@ -20,10 +20,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from hytrain.checkpoint.contents import ModelStatesLater, SaveContents, take_contents
+from hytrain.checkpoint.contents import SaveContents
 from hytrain.checkpoint.copy_memory import CopyMemory
 from hytrain.checkpoint.file_writers import WRITERS
-from hytrain.checkpoint.gather import ParameterPlace, list_parameters
 from hytrain.checkpoint.snapshot import StateSnapshot
 from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_contents
@@ -75,7 +74,6 @@ class AsyncSaver:
         self._current_step = current_step
         self.collectives = open_group(kept.collectives)
         self._share = share
-        self._places = list_parameters(kept.layers)
         self._memory = CopyMemory()
         self._memory.fit(kept.layers, lambda: free_room(share))
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -98,22 +96,17 @@ class AsyncSaver:
     def save(
         self,
         target: SaveTarget,
-        model_states: Callable[[list[ParameterPlace]], ModelStatesLater],
+        contents: Callable[[], SaveContents],
         frozen: Iterable[Mapping[int, torch.Tensor]],
     ) -> None:
         """Begins a save of what there is now; an earlier one must have been waited for.
 
         Args:
             target: where to.
-            model_states, frozen: see :func:`take_contents`, :func:`write_contents`; called and
-                walked through at once.
-
-        Raises:
-            HyTrainError: the engine is closed, or its last step failed midway.
+            contents: puts the contents together, in the saver's thread.
+            frozen: see :func:`write_contents`; walked through at once.
         """
         assert self._ended.is_set()
-        self._kept.begin_reading()
-        contents = take_contents(self._kept, self._places, model_states, self.collectives)
         taken = self._kept.pipeline.streams.record_current()
         copies = list(frozen)
         # Layers have come to the host, or left it.

@@ -7,6 +7,7 @@ import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -144,7 +145,7 @@ ModelStatesLater = Callable[[Sequence[Mapping[str, Any]]], ModelStates]
 def take_contents(
     kept: KeptState,
     places: list[ParameterPlace],
-    model_states: Callable[[list[ParameterPlace]], ModelStatesLater],
+    model_states: Callable[[], ModelStatesLater],
     collectives: ShardCollectives,
 ) -> Callable[[], SaveContents]:
     """What there is now: later changes do not reach it. ``model_states`` is called on rank 0 only.
@@ -162,14 +163,13 @@ def take_contents(
     randomness = random_state(kept.device)
     later, failure = None, None
     if kept.collectives.rank == 0:
-        later, failure = _attempt(lambda: model_states(places))
+        later, failure = _attempt(model_states)
 
     def put_together() -> SaveContents:
         everywhere = collectives.gather_objects(randomness, "random number generators")
         states, problem = None, failure
-        make = later
-        if make is not None:
-            states, problem = _attempt(lambda: make(everywhere))
+        if later is not None:
+            states, problem = _attempt(partial(later, everywhere))
         state = pack_optimizer_state(
             groups,
             steps,

@@ -20,47 +20,19 @@ from hytrain.checkpoint.universal import (
     CheckpointPaths,
     unpack_latest_sum,
 )
-from hytrain.comm.collectives import ShardCollectives
-from hytrain.comm.exchange import from_first
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
 
 
-def find_tag(load_dir: Path, tag: str | None, collectives: ShardCollectives) -> str | None:
-    """The tag to load, as rank 0 sees it; a collective.
-
-    Returns:
-        The tag, or None, with a warning, where none was given and there is no ``latest``.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
-
-    found = from_first(lambda: look_up_tag(load_dir, tag), collectives)
-    if found is None:
-        logger.warning(
-            "%s has no file 'latest': nothing is loaded; pass a tag if there is a checkpoint",
-            load_dir,
-        )
-        return None
-    return str(found)
-
-
-def older_tags(load_dir: Path, tag: str | None, collectives: ShardCollectives) -> list[str]:
-    """What may be loaded where the latest one is damaged, newest first; a collective.
+def older_tags(load_dir: Path, damaged: str | None) -> list[str]:
+    """What may be loaded where the latest one is damaged, newest first.
 
     Only what has a sound manifest: of others nobody knows whether they were ever whole, or when
     they were saved.
 
-    ``tag`` is the damaged one; None: the file that names the latest is damaged.
+    ``damaged`` is that one; None: the file that names the latest is damaged.
     """
-    found = from_first(lambda: _older(load_dir, tag), collectives)
-    assert isinstance(found, list)
-    return [str(name) for name in found]
-
-
-def _older(load_dir: Path, damaged: str | None) -> list[str]:
     dated: list[tuple[float, str]] = []
     for tag in saved_tags(load_dir):
         folder = find_replaced(load_dir / tag) or load_dir / tag

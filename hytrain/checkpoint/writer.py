@@ -16,13 +16,7 @@ import torch
 
 from hytrain.checkpoint.archive_writer import ArchiveWriter
 from hytrain.checkpoint.commit import finish_save
-from hytrain.checkpoint.contents import (
-    ModelStates,
-    ModelStatesLater,
-    SaveContents,
-    key_of,
-    take_contents,
-)
+from hytrain.checkpoint.contents import ModelStates, SaveContents, key_of
 from hytrain.checkpoint.export_script import put_beside
 from hytrain.checkpoint.file_writers import UNCHANGED, WRITERS, FileWriters
 from hytrain.checkpoint.files import FileSums, SummingFile, finish_file, sync_names, write_file
@@ -32,7 +26,6 @@ from hytrain.checkpoint.gather import (
     ParameterPlace,
     StateSource,
     gather_round,
-    list_parameters,
     plan_rounds,
     whole_on_host,
 )
@@ -50,31 +43,7 @@ from hytrain.checkpoint.universal import (
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import raise_together
 from hytrain.kernels.host_memory import host_copy
-from hytrain.optimizer.kept_state import KeptState
 from hytrain.testing import faults
-
-
-def write_checkpoint(
-    target: SaveTarget,
-    kept: KeptState,
-    model_states: Callable[[list[ParameterPlace]], ModelStatesLater],
-    frozen: Iterable[Mapping[int, torch.Tensor]],
-) -> None:
-    """Saves everything that a run needs to go on; a collective. See :func:`write_contents`.
-
-    Host memory grows by state tensors of no more elements than the largest parameter has (on one
-    rank by none: they are written from where they are), and on rank 0 by one parameter's training
-    copy and the module's buffers. The state is flushed, which changes no number.
-
-    Raises:
-        CheckpointError: a file could not be written on some rank; raised on all. The tag and
-            ``latest`` are as they were, unless the message says otherwise. Or a parameter's name
-            cannot be a folder's.
-    """
-    kept.flush()
-    places = list_parameters(kept.layers)
-    contents = take_contents(kept, places, model_states, kept.collectives)()
-    write_contents(target, contents, frozen, kept.collectives, kept.device)
 
 
 def write_contents(
@@ -89,6 +58,10 @@ def write_contents(
 ) -> None:
     """Writes a checkpoint and puts it in its tag's place; a collective.
 
+    Host memory grows by state tensors of no more elements than the largest parameter has (on one
+    rank by none: they are written from where they are), and on rank 0 by one parameter's training
+    copy and the module's buffers.
+
     Args:
         target: where to.
         contents: all but the state tensors.
@@ -100,6 +73,10 @@ def write_contents(
         written: called, in any thread, when this rank's piece of one of a parameter's state tensors
             (:data:`STATES`) is not read any more.
         threads: that write.
+
+    Raises:
+        CheckpointError: a file could not be written on some rank; raised on all. The tag and
+            ``latest`` are as they were, unless the message says otherwise.
     """
     with writing(target, contents, collectives) as saving:
         save = _Save(saving, contents, collectives, device, source, written, threads)

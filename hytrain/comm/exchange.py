@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import CheckpointError
+
+_Found = TypeVar("_Found")
 
 BLOCK_ELEMENTS = 16 * 1024 * 1024
 """Elements that one message carries at most: what a transfer stages on a GPU is bounded by it."""
@@ -133,7 +135,7 @@ def _raise_all(failures: Sequence[str | None], kind: type[CheckpointError]) -> N
     raise kind("\n".join(lines))
 
 
-def from_first(find: Callable[[], object], collectives: ShardCollectives) -> object:
+def from_first(find: Callable[[], _Found], collectives: ShardCollectives) -> _Found:
     """What rank 0 finds, on every rank, so that all go the same way.
 
     Args:
@@ -142,7 +144,7 @@ def from_first(find: Callable[[], object], collectives: ShardCollectives) -> obj
     Raises:
         CheckpointError: it failed on rank 0; of the class that it failed with.
     """
-    answer: tuple[object, CheckpointError | None] = None, None
+    answer: tuple[_Found | None, CheckpointError | None] = None, None
     if collectives.rank == 0:
         try:
             answer = find(), None
@@ -153,4 +155,4 @@ def from_first(find: Callable[[], object], collectives: ShardCollectives) -> obj
     found, failure = collectives.object_from_first(answer, "what rank 0 has found")
     if failure is not None:
         raise failure
-    return found
+    return cast("_Found", found)

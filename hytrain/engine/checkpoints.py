@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hytrain.checkpoint.contents import (
     ModuleTensors,
     copy_objects,
     copy_tensors,
+    take_contents,
 )
 from hytrain.checkpoint.engine_state import (
     DATA,
@@ -34,9 +35,9 @@ from hytrain.checkpoint.engine_state import (
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
 from hytrain.checkpoint.random_states import restore_random_states
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
-from hytrain.checkpoint.tags import find_tag, older_tags
+from hytrain.checkpoint.tags import look_up_tag, older_tags
 from hytrain.checkpoint.target import SaveTarget
-from hytrain.checkpoint.writer import write_checkpoint
+from hytrain.checkpoint.writer import write_contents
 from hytrain.comm.exchange import from_first, raise_together
 from hytrain.engine.data_position import PositionedDataLoader
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
@@ -67,7 +68,11 @@ class EngineCheckpoints:
         """Before an asynchronous save: what takes its first call longer than the others'."""
         if self._optimizer.collectives.rank == 0:
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-                self._structure.prepare(list_parameters(self._optimizer.kept.layers))
+                self._structure.prepare(self._places)
+
+    @cached_property
+    def _places(self) -> list[ParameterPlace]:
+        return list_parameters(self._optimizer.kept.layers)
 
     def save(
         self,
@@ -93,11 +98,17 @@ class EngineCheckpoints:
         )
         is_first = optimizer.collectives.rank == 0
         frozen = () if no_frozen else optimizer.weights.frozen_on_first(is_first)
+        kept = optimizer.kept
         if saver is not None:
-            saver.save(target, model_states, frozen)
-            return
-        self._engine._checkpoint_tag_validation(tag)
-        write_checkpoint(target, optimizer.kept, model_states, frozen)
+            kept.begin_reading()
+        else:
+            self._engine._checkpoint_tag_validation(tag)
+            kept.flush()  # which changes no number
+        contents = take_contents(kept, self._places, model_states, collectives)
+        if saver is not None:
+            saver.save(target, contents, frozen)
+        else:
+            write_contents(target, contents(), frozen, collectives, kept.device)
 
     def load(
         self,
@@ -171,21 +182,32 @@ class EngineCheckpoints:
     ) -> tuple[str, dict[str, Any]] | None:
         """The tag that was loaded: where the latest is damaged, the newest that is whole."""
         collectives = self._optimizer.collectives
+
+        def find() -> str | None:
+            found = look_up_tag(folder, tag)
+            if found is None:
+                return None
+            return universal_tag(
+                folder, found, with_optimizer=request.with_optimizer, trusted=request.trusted
+            )
+
         name: str | None = None
         try:
-            name = find_tag(folder, tag, collectives)
+            name = from_first(find, collectives)
             if name is None:
+                logger.warning(
+                    "%s has no file 'latest': nothing is loaded; pass a tag if there is a "
+                    "checkpoint",
+                    folder,
+                )
                 return None
-            options = {"with_optimizer": request.with_optimizer, "trusted": request.trusted}
-            convert = partial(universal_tag, folder, name, **options)
-            name = str(from_first(convert, collectives))
             return name, self._read_one(folder / name, request)
         except DamagedCheckpointError as error:
             if tag is not None:
                 raise
             # Nothing of the engine has been touched; all ranks are here.
             first = error
-        for older in older_tags(folder, name, collectives):
+        for older in from_first(partial(older_tags, folder, name), collectives):
             try:
                 stored = self._read_one(folder / older, request)
             except DamagedCheckpointError as error:
@@ -207,17 +229,12 @@ class EngineCheckpoints:
         return read_checkpoint(folder, kept, module, self._module_tensors, request)
 
     def _model_states(
-        self,
-        places: list[ParameterPlace],
-        *,
-        client: Mapping[str, Any],
-        no_frozen: bool,
-        later: bool,
+        self, *, client: Mapping[str, Any], no_frozen: bool, later: bool
     ) -> ModelStatesLater:
         # Names, shapes and dtypes are looked at here, and no values: nothing is to be waited for,
         # and seeing to that for each takes milliseconds of an asynchronous save's call.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            common, module = self._common_state(places, no_frozen=no_frozen)
+            common, module = self._common_state(no_frozen=no_frozen)
         decisions = tuple(self._optimizer.placement.decisions)
         loader = self._engine.training_dataloader
         position = loader.position() if isinstance(loader, PositionedDataLoader) else None
@@ -233,10 +250,8 @@ class EngineCheckpoints:
 
         return put_together
 
-    def _common_state(
-        self, places: list[ParameterPlace], *, no_frozen: bool
-    ) -> tuple[dict[str, Any], ModuleTensors]:
-        module = self._structure.module_tensors(places, no_frozen=no_frozen)
+    def _common_state(self, *, no_frozen: bool) -> tuple[dict[str, Any], ModuleTensors]:
+        module = self._structure.module_tensors(self._places, no_frozen=no_frozen)
         # DeepSpeed would copy frozen weights now, and under ZeRO-3 they are not there.
         with self._structure.answering():
             common = self._engine._common_checkpoint_state(
