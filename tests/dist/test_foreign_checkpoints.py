@@ -5,53 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from harness import on_ranks
+from support.plain_deepspeed import assert_state, plain_engine, plain_state
 from support.resume import WARMUP, Everything, Run, engine_of, micro_batch, snapshot, train
-
-from hytrain.checkpoint.gather import STATES
 
 STAGES = [pytest.param(1, marks=pytest.mark.parity_full), 2, 3]
 
 
 def _plain(stage: int, *, universal: bool) -> Any:
     torch.manual_seed(0)
-    model = Everything()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    config = {
-        "train_micro_batch_size_per_gpu": micro_batch(0).shape[0] // dist.get_world_size(),
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.5,
-        "scheduler": WARMUP,
-        "checkpoint": {"load_universal": universal},
-    }
-    optimizer = torch.optim.AdamW(trained, lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
-
-
-def _state(plain: Any) -> dict[str, dict[str, torch.Tensor]]:
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for name, parameter in plain.module.named_parameters():
-        if parameter.requires_grad:
-            kinds = {"fp32": safe_get_full_fp32_param(parameter)}
-            for kind in STATES[1:]:
-                kinds[kind] = safe_get_full_optimizer_state(parameter, kind)
-            found[name] = {kind: tensor.detach().cpu().clone() for kind, tensor in kinds.items()}
-    return found
-
-
-def _assert_equal(actual: Any, expected: Any) -> None:
-    assert actual.keys() == expected.keys()
-    for name, kinds in expected.items():
-        for kind, tensor in kinds.items():
-            assert torch.equal(actual[name][kind].reshape(tensor.shape), tensor), (name, kind)
+    return plain_engine(
+        Everything(),
+        stage,
+        train_micro_batch_size_per_gpu=micro_batch(0).shape[0] // dist.get_world_size(),
+        gradient_clipping=0.5,
+        scheduler=WARMUP,
+        checkpoint={"load_universal": universal},
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -60,7 +33,7 @@ def test_of_plain_deepspeed(stage: int, tmp_path: Path) -> None:
     plain = _plain(stage, universal=False)
     train(plain, 0, 3)
     plain.save_checkpoint(str(tmp_path))
-    state = _state(plain)
+    state = plain_state(plain)
     plain.destroy()
     # Other shards, another stage, another placement; and weights that are not trained.
     for run in (Run(bf16=False, fractions=(0.7, 0.3)), Run(bf16=False, stage=3)):
@@ -70,7 +43,7 @@ def test_of_plain_deepspeed(stage: int, tmp_path: Path) -> None:
             assert engine.global_steps == 3
             now = engine.fp32_state_dict()
             if dist.get_rank() == 0:
-                _assert_equal(now, state)
+                assert_state(now, state)
             assert engine.optimizer.steps == [3]
             with engine.gathered_parameters():
                 torch.manual_seed(0)
@@ -91,8 +64,8 @@ def test_in_plain_deepspeed(stage: int, tmp_path: Path) -> None:
     path, _ = plain.load_checkpoint(str(tmp_path))
     assert path is not None
     assert plain.global_steps == 3
-    found = _state(plain)
+    found = plain_state(plain)
     if dist.get_rank() == 0:
-        _assert_equal(found, saved.state)
+        assert_state(found, saved.state)
     train(plain, 3, 4)
     plain.destroy()

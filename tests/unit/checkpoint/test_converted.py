@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from support.engines import built, device, make_config
+from support.plain_deepspeed import assert_state, conversion, plain_engine, plain_state
 from torch import nn
 
 from hytrain.engine import foreign_checkpoints
@@ -51,36 +49,11 @@ def _train(engine: Any, begin: int, end: int) -> list[float]:
 
 def _save_and_convert(stage: int, folder: Path) -> tuple[dict[str, Any], list[float]]:
     """State of a plain engine after three steps, by name; the losses of the next three."""
-    model = _Model(seed=0)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 1.0,
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plain, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    plain = plain_engine(_Model(seed=0), stage, gradient_clipping=1.0)
     _train(plain, 0, 3)
     plain.save_checkpoint(str(folder))
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-    ds_to_universal.main(
-        argparse.Namespace(
-            input_folder=str(folder / "global_step3"),
-            output_folder=str(folder / "converted"),
-            strict=True,
-            inject_missing_state=True,
-            **options,
-        )
-    )
-    state = {
-        name: {
-            "fp32": safe_get_full_fp32_param(parameter).cpu().clone(),
-            "exp_avg": safe_get_full_optimizer_state(parameter, "exp_avg").cpu().clone(),
-            "exp_avg_sq": safe_get_full_optimizer_state(parameter, "exp_avg_sq").cpu().clone(),
-        }
-        for name, parameter in plain.module.named_parameters()
-    }
+    ds_to_universal.main(conversion(folder / "global_step3", folder / "converted"))
+    state = plain_state(plain)
     losses = _train(plain, 3, 6)
     plain.destroy()
     return state, losses
@@ -98,11 +71,7 @@ def test_the_converted_one_is_found(
         assert Path(path).parent.name == "converted"
         assert "'global_step3'" in caplog.text
         assert "'converted'" in caplog.text
-        now = engine.fp32_state_dict()
-        assert now.keys() == state.keys()
-        for name, tensors in state.items():
-            for kind, tensor in tensors.items():
-                assert torch.equal(now[name][kind], tensor), (name, kind)
+        assert_state(engine.fp32_state_dict(), state)
         assert engine.optimizer.steps == [3]
         assert _train(engine, 3, 6) == pytest.approx(losses, rel=1e-5)
         # From here on the engine's own checkpoints are the latest, for plain DeepSpeed as well.
@@ -141,10 +110,7 @@ def test_one_that_is_not_converted_is_converted(
         with built(_Model(seed=1), make_config(bf16=False)) as engine:
             path, _ = engine.load_checkpoint(tmp_path, tag=tag)
             assert Path(path).parent.name == "global_step3_universal"
-            now = engine.fp32_state_dict()
-            for name, tensors in state.items():
-                for kind, tensor in tensors.items():
-                    assert torch.equal(now[name][kind], tensor), (name, kind)
+            assert_state(engine.fp32_state_dict(), state)
             assert engine.optimizer.steps == [3]
             assert _train(engine, 3, 6) == pytest.approx(losses, rel=1e-5)
     assert caplog.text.count("DeepSpeed's own format") == 1  # the second time it is there
@@ -187,14 +153,6 @@ def test_a_conversion_that_misses_the_flag_names_it(tmp_path: Path) -> None:
     _save_and_convert(2, tmp_path)
     with built(_Model(seed=1), make_config(bf16=False)):
         pass  # from here on ds_to_universal is known to hytrain
-    arguments = argparse.Namespace(
-        input_folder=str(tmp_path / "global_step3"),
-        output_folder=str(tmp_path / "again"),
-        strict=True,
-        inject_missing_state=False,
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-    )
+    arguments = conversion(tmp_path / "global_step3", tmp_path / "again", inject=False)
     with pytest.raises(CheckpointError, match=r"universal_checkpoint_info.*--inject_missing_state"):
         ds_to_universal.main(arguments)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.ds_to_universal import main as to_universal  # as scripts do
 from deepspeed.utils import zero_to_fp32
 from support.damage import damaged, flip
 from support.engines import built, make_config
+from support.plain_deepspeed import conversion, plain_engine
 from support.resume import Everything, Run, Snapshot, engine_of, snapshot, train
 
 from hytrain.errors import CheckpointError
@@ -128,10 +128,7 @@ def test_deepspeeds_conversion_finds_it_universal(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "universal"
-    command = ["--input_folder", str(saved.tag), "--output_folder", str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["ds_to_universal", *command])
-        arguments = ds_to_universal.parse_arguments()
+    arguments = conversion(saved.tag, out)
     to_universal(arguments)
     assert "is universal already" in capsys.readouterr().out
     assert cli.main(["checkpoint", "verify", str(out)]) == 0
@@ -170,7 +167,11 @@ def test_the_script_beside_the_checkpoint(saved: Saved, tmp_path: Path) -> None:
 def test_damage_is_refused_before_anything_is_written(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in ("exp_avg.pt", "step.pt"):
+        with damaged(saved.tag / "zero/norm.weight" / name, flip(8 * 300)):
+            assert cli.main(["checkpoint", "verify", str(saved.folder), "--all"]) == 1
     with damaged(saved.tag / "zero/embed.weight/fp32.pt", flip(8 * 700)):
+        capsys.readouterr()
         assert cli.main(["export", str(saved.folder), "--out", str(tmp_path / "out")]) == 2
         assert "embed.weight" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
@@ -205,12 +206,6 @@ def test_lists_of_weights_in_another_form(
     assert cli.main(["export", str(folder), "--out", str(tmp_path / "out")]) == 2
     assert "lists the model's weights in another form" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["exp_avg.pt", "step.pt"])
-def test_verify_looks_at_every_file(name: str, saved: Saved) -> None:
-    with damaged(saved.tag / "zero/norm.weight" / name, flip(8 * 300)):
-        assert cli.main(["checkpoint", "verify", str(saved.folder), "--all"]) == 1
 
 
 def test_verify_misses_what_is_not_there(
@@ -352,17 +347,7 @@ def test_a_failed_write_leaves_nothing(
 def test_plain_deepspeeds(
     process_group: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import deepspeed
-
-    model = torch.nn.Linear(4, 3)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True,
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plain, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    plain = plain_engine(torch.nn.Linear(4, 3), 2)
     plain.save_checkpoint(str(tmp_path / "in"))
     weights = {
         name: p.detach().float().cpu().clone() for name, p in plain.module.named_parameters()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import deepspeed
 import pytest
-import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from support.engines import device
+from support.plain_deepspeed import assert_state, plain_engine, plain_state
 from support.resume import GLOBAL_BATCH, WARMUP, Everything, Run, engine_of, snapshot, train
 
 from hytrain.checkpoint.export_script import NOTE
@@ -33,32 +31,20 @@ def test_state_is_the_same_and_training_goes_on(
             )
         saved = snapshot(engine)
         losses = train(engine, 3, 6)
-    model = Everything()
-    config = {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH,
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": bf16},
-        "gradient_clipping": 0.5,
-        "checkpoint": {"load_universal": True},
-        "scheduler": WARMUP,
-    }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    plain, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.AdamW(trained, lr=7.0), config=config
+    plain = plain_engine(
+        Everything(),
+        stage,
+        lr=7.0,
+        train_micro_batch_size_per_gpu=GLOBAL_BATCH,
+        bf16={"enabled": bf16},
+        gradient_clipping=0.5,
+        checkpoint={"load_universal": True},
+        scheduler=WARMUP,
     )
     path, _ = plain.load_checkpoint(str(tmp_path), tag="step3_universal" if is_linked else None)
     assert path is not None
     assert plain.global_steps == 3
-    for name, parameter in plain.module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        tensors = saved.state[name]
-        assert torch.equal(safe_get_full_fp32_param(parameter).cpu(), tensors["fp32"])
-        for kind in ("exp_avg", "exp_avg_sq"):
-            stored = safe_get_full_optimizer_state(parameter, kind)
-            assert torch.equal(stored.cpu(), tensors[kind])
+    assert_state(plain_state(plain), saved.state)
     assert plain.optimizer.param_groups[0]["weight_decay"] == 0.1
     # Plain DeepSpeed leaves out buffers and frozen weights when it loads a universal checkpoint.
     rest = {name: saved.weights[name] for name in ("calls", "frozen.weight", "frozen.bias")}
@@ -77,16 +63,7 @@ def test_without_the_key_the_note_beside_it_has_what_to_do(
     with engine_of(Run(bf16=False, stage=stage)) as engine:
         train(engine, 0, 1)
         engine.save_checkpoint(tmp_path)
-    model = Everything()
-    config = {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    plain, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.AdamW(trained, lr=7.0), config=config
-    )
+    plain = plain_engine(Everything(), stage, train_micro_batch_size_per_gpu=GLOBAL_BATCH)
     with pytest.raises(kind, match=message):
         plain.load_checkpoint(str(tmp_path))
     plain.destroy()
