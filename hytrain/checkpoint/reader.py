@@ -26,6 +26,7 @@ from hytrain.checkpoint.checks import (
     check_plain,
     read_state,
 )
+from hytrain.checkpoint.engine_state import COUNTERS
 from hytrain.checkpoint.gather import STATES, ParameterPlace, Piece, list_parameters
 from hytrain.checkpoint.load_sources import (
     Origin,
@@ -56,21 +57,30 @@ class LoadRequest:
 
     Attributes:
         strict: names must match; else what both have is loaded.
-        with_optimizer: moments, steps and hyper-parameters too. False: weights only; master
-            weights are the checkpoint's fp32 ones where it has them, else the training copy's;
-            moments and step counts start at zero, hyper-parameters stay as they are.
+        module_only: weights only, and no counters or schedule either.
+        optimizer_states: moments, steps and hyper-parameters are wanted, from here or elsewhere.
+        scheduler_states: the LR scheduler's state.
         custom_load: called as ``custom_load(src=module state, dst=module)`` in place of
             ``module.load_state_dict``. Without the optimizer, master weights are what it leaves
             in the module.
-        keys: what the model states' file must hold.
         trusted: make objects of whatever classes the file names, which runs their code.
     """
 
     strict: bool
-    with_optimizer: bool
+    module_only: bool
+    optimizer_states: bool
+    scheduler_states: bool
     custom_load: Callable[..., Any] | None
-    keys: tuple[str, ...]
     trusted: bool
+
+    @property
+    def with_optimizer(self) -> bool:
+        """False: weights only.
+
+        Master weights are the checkpoint's fp32 ones where it has them, else the training copy's;
+        moments and step counts start at zero, hyper-parameters stay as they are.
+        """
+        return self.optimizer_states and not self.module_only
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -198,7 +208,8 @@ class _Load:
         states, current = self._files.parameters, self._module_tensors()
         stored = self.stored = dict(inert.load_states(paths.model_states, trusted=request.trusted))
         yield from check_plain(paths.model_states, stored)
-        yield from check_keys(paths.model_states, stored, request.keys)
+        keys = ("module",) if request.module_only else ("module", *COUNTERS)
+        yield from check_keys(paths.model_states, stored, keys)
         if request.custom_load is None:
             yield from check_module(paths.model_states, stored, current, strict=request.strict)
         if request.with_optimizer:

@@ -111,23 +111,9 @@ class EngineCheckpoints:
             write_contents(target, contents(), frozen, collectives, kept.device)
 
     def load(
-        self,
-        folder: Path,
-        tag: str | None,
-        request: LoadRequest,
-        *,
-        module_only: bool,
-        with_optimizer: bool,
-        with_scheduler: bool,
+        self, folder: Path, tag: str | None, request: LoadRequest
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """See :meth:`HyTrainEngine.load_checkpoint`.
-
-        Args:
-            folder, tag, request: what of which checkpoint.
-            module_only: weights only, and no counters or schedule either.
-            with_optimizer: the caller wants the optimizer's state, wherever it comes from.
-            with_scheduler: the LR scheduler's state.
-        """
+        """See :meth:`HyTrainEngine.load_checkpoint`."""
         engine = self._engine
         found = self._read(folder, tag, request)
         if found is None:
@@ -135,12 +121,7 @@ class EngineCheckpoints:
         name, stored = found
         begin_window(engine)
         try:
-            self._restore_rest(
-                stored,
-                module_only=module_only,
-                with_scheduler=with_scheduler,
-                with_randomness=request.with_optimizer,
-            )
+            self._restore_rest(stored, request)
         except HyTrainError:
             raise
         except Exception as error:  # what a file that is not ours makes of it is manifold
@@ -150,29 +131,22 @@ class EngineCheckpoints:
             ) from error
         client_state = client_state_of(
             stored,
-            module_only=module_only,
-            with_optimizer=with_optimizer,
-            with_scheduler=with_scheduler,
+            module_only=request.module_only,
+            with_optimizer=request.optimizer_states,
+            with_scheduler=request.scheduler_states,
         )
         return str(engine._get_ckpt_name(str(folder), name)), client_state
 
-    def _restore_rest(
-        self,
-        stored: Mapping[str, Any],
-        *,
-        module_only: bool,
-        with_scheduler: bool,
-        with_randomness: bool,
-    ) -> None:
+    def _restore_rest(self, stored: Mapping[str, Any], request: LoadRequest) -> None:
         engine, optimizer = self._engine, self._optimizer
-        if not module_only:
-            restore_engine(engine, stored, with_scheduler=with_scheduler)
+        if not request.module_only:
+            restore_engine(engine, stored, with_scheduler=request.scheduler_states)
             optimizer.placement.resume(engine.global_steps, stored_decisions(stored))
             position = stored_record(stored).get(DATA)
             loader = engine.training_dataloader
             if position is not None and isinstance(loader, PositionedDataLoader):
                 loader.go_on_from(position)
-        if with_randomness:
+        if request.with_optimizer:
             # Last: what is loaded, and the user's custom_load_fn, may draw numbers.
             randomness = stored_record(stored).get(RANDOMNESS)
             restore_random_states(randomness, optimizer.kept.device, optimizer.collectives)

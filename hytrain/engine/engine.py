@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from hytrain.checkpoint.async_save import AsyncSaver
-from hytrain.checkpoint.engine_state import COUNTERS
 from hytrain.checkpoint.export import collect_module_state, shared_parameters
 from hytrain.checkpoint.gather import gather_to_first
 from hytrain.checkpoint.reader import LoadRequest
@@ -791,17 +790,16 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         self.wait_for_checkpoint()
         self.open_optimizer().passes.refuse_away()
-        with_optimizer = load_optimizer_states and not load_module_only
-        keys = ("module",) if load_module_only else ("module", *COUNTERS)
-        trusted = self.hytrain_config.checkpoint.run_pickled_code
-        loaded = self._checkpoints.load(
-            Path(load_dir),
-            None if tag is None else str(tag),
-            LoadRequest(load_module_strict, with_optimizer, custom_load_fn, keys, trusted),
+        request = LoadRequest(
+            strict=load_module_strict,
             module_only=load_module_only,
-            with_optimizer=load_optimizer_states,
-            with_scheduler=load_lr_scheduler_states,
+            optimizer_states=load_optimizer_states,
+            scheduler_states=load_lr_scheduler_states,
+            custom_load=custom_load_fn,
+            trusted=self.hytrain_config.checkpoint.run_pickled_code,
         )
+        name = None if tag is None else str(tag)
+        loaded = self._checkpoints.load(Path(load_dir), name, request)
         self._tracing.begin(self.global_steps)
         return loaded
 
