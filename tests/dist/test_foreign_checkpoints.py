@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from support.plain_deepspeed import assert_state, plain_engine, plain_state
+from support.comparisons import assert_same_states
+from support.plain_deepspeed import plain_engine, plain_state
 from support.resume import WARMUP, Everything, Run, engine_of, micro_batch, snapshot, train
 
 STAGES = [pytest.param(1, marks=pytest.mark.parity_full), 2, 3]
@@ -43,7 +44,7 @@ def test_of_plain_deepspeed(stage: int, tmp_path: Path) -> None:
             assert engine.global_steps == 3
             now = engine.fp32_state_dict()
             if dist.get_rank() == 0:
-                assert_state(now, state)
+                assert_same_states(now, state)
             assert engine.optimizer.steps == [3]
             with engine.gathered_parameters():
                 torch.manual_seed(0)
@@ -66,6 +67,6 @@ def test_in_plain_deepspeed(stage: int, tmp_path: Path) -> None:
     assert plain.global_steps == 3
     found = plain_state(plain)
     if dist.get_rank() == 0:
-        assert_state(found, saved.state)
+        assert_same_states(found, saved.state)
     train(plain, 3, 4)
     plain.destroy()

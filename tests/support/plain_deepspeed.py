@@ -38,16 +38,6 @@ def plain_state(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def assert_state(
-    actual: dict[str, dict[str, torch.Tensor]], expected: dict[str, dict[str, torch.Tensor]]
-) -> None:
-    """Two states of :func:`plain_state` have the same bits; shapes may be lost."""
-    assert actual.keys() == expected.keys()
-    for name, kinds in expected.items():
-        for kind, tensor in kinds.items():
-            assert torch.equal(actual[name][kind].reshape(tensor.shape), tensor), (name, kind)
-
-
 def conversion(source: Path, target: Path, *, inject: bool = True) -> argparse.Namespace:
     """Arguments of DeepSpeed's ``ds_to_universal``."""
     return argparse.Namespace(

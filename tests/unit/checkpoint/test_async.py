@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparisons import assert_same_states
 from support.engines import environment
 from support.processes import fresh_environment
 from support.resume import Run, assert_same, engine_of, micro_batch, snapshot, train
@@ -338,10 +339,7 @@ def test_between_backward_and_step(tmp_path: Path) -> None:
         assert engine.module.calls.item() == calls
     with engine_of(Run().another()) as engine:
         engine.load_checkpoint(tmp_path)
-        now = snapshot(engine)
-        assert now.state.keys() == saved.state.keys()
-        for name, tensors in saved.state.items():
-            assert all(torch.equal(now.state[name][kind], t) for kind, t in tensors.items())
+        assert_same_states(snapshot(engine).state, saved.state)
 
 
 def test_a_frozen_weight_that_changes_meanwhile_is_an_error(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
+from support.comparisons import assert_same_states
 from support.engines import built, device, make_config
-from support.plain_deepspeed import assert_state, conversion, plain_engine, plain_state
+from support.plain_deepspeed import conversion, plain_engine, plain_state
 from torch import nn
 
 from hytrain.engine import foreign_checkpoints
@@ -71,7 +72,7 @@ def test_the_converted_one_is_found(
         assert Path(path).parent.name == "converted"
         assert "'global_step3'" in caplog.text
         assert "'converted'" in caplog.text
-        assert_state(engine.fp32_state_dict(), state)
+        assert_same_states(engine.fp32_state_dict(), state)
         assert engine.optimizer.steps == [3]
         assert _train(engine, 3, 6) == pytest.approx(losses, rel=1e-5)
         # From here on the engine's own checkpoints are the latest, for plain DeepSpeed as well.
@@ -110,7 +111,7 @@ def test_one_that_is_not_converted_is_converted(
         with built(_Model(seed=1), make_config(bf16=False)) as engine:
             path, _ = engine.load_checkpoint(tmp_path, tag=tag)
             assert Path(path).parent.name == "global_step3_universal"
-            assert_state(engine.fp32_state_dict(), state)
+            assert_same_states(engine.fp32_state_dict(), state)
             assert engine.optimizer.steps == [3]
             assert _train(engine, 3, 6) == pytest.approx(losses, rel=1e-5)
     assert caplog.text.count("DeepSpeed's own format") == 1  # the second time it is there

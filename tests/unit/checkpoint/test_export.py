@@ -56,6 +56,12 @@ def _export(saved: Saved, out: Path, *options: str) -> None:
     assert cli.main(["export", str(saved.folder), "--out", str(out), *options]) == 0
 
 
+def _assert_masters(stored: Any, saved: Saved, dtype: torch.dtype = torch.float32) -> None:
+    """All trained weights are the master weights, rounded to ``dtype``."""
+    for name, state in saved.now.state.items():
+        assert torch.equal(stored[name], state["fp32"].to(dtype)), name
+
+
 def test_safetensors_are_the_training_copy(saved: Saved, tmp_path: Path) -> None:
     _export(saved, tmp_path)
     stored = safetensors.load_file(tmp_path / "model.safetensors")
@@ -96,8 +102,7 @@ def test_other_dtypes_are_rounded_from_the_master_weights(
     _export(saved, tmp_path, "--dtype", dtype)
     stored = safetensors.load_file(tmp_path / "model.safetensors")
     assert stored["calls"].dtype == torch.int64
-    for name, state in saved.now.state.items():
-        assert torch.equal(stored[name], state["fp32"].to(made)), name
+    _assert_masters(stored, saved, made)
 
 
 def test_one_file_has_the_master_weights_and_loads_strictly(saved: Saved, tmp_path: Path) -> None:
@@ -105,9 +110,7 @@ def test_one_file_has_the_master_weights_and_loads_strictly(saved: Saved, tmp_pa
     stored = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     model = Everything()
     model.load_state_dict(stored)
-    for name, state in saved.now.state.items():
-        assert torch.equal(stored[name], state["fp32"])
-        assert stored[name].dtype == torch.float32
+    _assert_masters(stored, saved)
     assert stored["head.weight"].data_ptr() == stored["embed.weight"].data_ptr()
 
 
@@ -116,8 +119,7 @@ def test_deepspeeds_functions_read_it(saved: Saved, with_frozen: bool) -> None:
     state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
         str(saved.folder), exclude_frozen_parameters=not with_frozen
     )
-    for name, tensors in saved.now.state.items():
-        assert torch.equal(state[name], tensors["fp32"])
+    _assert_masters(state, saved)
     assert FROZEN & state.keys() == (FROZEN if with_frozen else set())
     Everything().load_state_dict(state, strict=with_frozen)
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Everything(), str(saved.folder))
@@ -152,8 +154,7 @@ def test_the_script_beside_the_checkpoint(saved: Saved, tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     stored = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
-    for name, state in saved.now.state.items():
-        assert torch.equal(stored[name], state["fp32"])
+    _assert_masters(stored, saved)
     elsewhere = subprocess.run(
         [sys.executable, "-S", "-I", str(script), "in", "out", "--tag", "t"],
         capture_output=True,

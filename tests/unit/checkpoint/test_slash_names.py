@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparisons import assert_same_states
 from support.engines import built, device, make_config
-from support.plain_deepspeed import assert_state
 from torch import nn
 
 from hytrain.errors import CheckpointError
@@ -55,7 +55,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     with _engine(*NAMES, seed=1) as engine:
         engine.load_checkpoint(tmp_path)
         now = engine.fp32_state_dict()
-    assert_state(now, saved)
+    assert_same_states(now, saved)
 
 
 @pytest.mark.parametrize("name", ["en//de", "de//"])
