@@ -7,8 +7,13 @@ import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from hytrain.checkpoint.files import BLOCK_BYTES, FileSums
+from hytrain.errors import CheckpointError
+from support.resume import assert_same, snapshot
 
 
 @contextmanager
@@ -48,6 +53,21 @@ def random_flips(tag: Path, each: int, seed: int) -> list[tuple[Path, int]]:
             path = chance.choice(paths)
             flips.append((path, chance.randrange(8 * path.stat().st_size)))
     return flips
+
+
+def assert_refused(
+    engine: Any, folder: Path, *words: str, tag: str | None = "last", **arguments: Any
+) -> None:
+    """The load fails with a message of these words, in any order, and the engine is as it was.
+
+    Without a tag the newest whole checkpoint would be loaded.
+    """
+    before = snapshot(engine)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(folder, tag=tag, **arguments)
+    for word in words:
+        assert word in str(caught.value)
+    assert_same(snapshot(engine), before)
 
 
 def sums_of(content: bytes) -> FileSums:

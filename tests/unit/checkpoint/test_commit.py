@@ -30,17 +30,9 @@ class _Killed(BaseException):
 
 
 @pytest.fixture(scope="module")
-def engine(process_group: None) -> Iterator[Any]:
-    """An engine in the middle of a run."""
-    with engine_of(Run()) as built:
-        train(built, 0, 1)
-        yield built
-
-
-@pytest.fixture(scope="module")
 def reader(process_group: None) -> Iterator[Any]:
     """An engine of another run, which loads."""
-    with engine_of(Run().another()) as built:
+    with engine_of(Run()) as built:
         yield built
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.damage import damaged, flip, random_flips
+from support.damage import assert_refused, damaged, flip, random_flips
 from support.resume import assert_same, snapshot, train
 
 from hytrain.checkpoint import writer
@@ -24,19 +24,6 @@ MANIFEST = Path("zero/hytrain_manifest.json")
 EXP_AVG = Path("zero/blocks.1.up.weight/exp_avg.pt")
 FP32 = Path("zero/blocks.1.up.weight/fp32.pt")
 MODEL = Path("mp_rank_00_model_states.pt")
-
-
-def _refused(engine: Any, folder: Path, *words: str, **arguments: Any) -> None:
-    """The load fails with a message of these words, in any order, and the engine is as it was.
-
-    It names the tag: without one the newest whole checkpoint is loaded (test_fallback.py).
-    """
-    before = snapshot(engine)
-    with pytest.raises(CheckpointError) as caught:
-        engine.load_checkpoint(folder, tag=TAG, **arguments)
-    for word in words:
-        assert word in str(caught.value)
-    assert_same(snapshot(engine), before)
 
 
 def _elements(path: Path, name: str) -> int:
@@ -56,7 +43,7 @@ def _named(path: Path) -> list[str]:
     return [str(path), f"({path.stem} of parameter '{path.parent.name}')"]
 
 
-def test_every_flipped_bit_is_refused(engine: Any, folder: Path) -> None:
+def test_every_flipped_bit_isassert_refused(engine: Any, folder: Path) -> None:
     before = snapshot(engine)
     for path, bit in random_flips(folder / TAG, 10, seed=1):
         with damaged(path, flip(bit)), pytest.raises(CheckpointError) as caught:
@@ -74,10 +61,10 @@ def test_the_damaged_parameter_is_named(engine: Any, folder: Path, with_manifest
     bit = 8 * _elements(tag / EXP_AVG, "param") + 77
     with damaged(tag / EXP_AVG, flip(bit)):
         words = ("exp_avg of parameter 'blocks.1.up.weight'", "is damaged", "load another tag")
-        _refused(engine, folder, str(tag / EXP_AVG), *words)
+        assert_refused(engine, folder, str(tag / EXP_AVG), *words)
     bit = 8 * _elements(tag / MODEL, "frozen.weight") + 3
     with damaged(tag / MODEL, flip(bit)):
-        _refused(engine, folder, str(MODEL), "is damaged", "load another tag")
+        assert_refused(engine, folder, str(MODEL), "is damaged", "load another tag")
     engine.load_checkpoint(folder)
 
 
@@ -123,24 +110,24 @@ def test_files_that_are_not_those_that_were_saved(engine: Any, folder: Path) -> 
     assert len(mine) == len(twin)
     (tag / EXP_AVG).write_bytes(twin)
     (tag / other).write_bytes(mine)
-    _refused(engine, folder, str(EXP_AVG), str(other), "another save's")
+    assert_refused(engine, folder, str(EXP_AVG), str(other), "another save's")
     (tag / other).write_bytes(twin)
     older = (folder / "older" / EXP_AVG).read_bytes()
     assert len(mine) == len(older)
     with damaged(tag / EXP_AVG, lambda _: bytearray(older)):
-        _refused(engine, folder, str(EXP_AVG), "another save's", "load another tag")
+        assert_refused(engine, folder, str(EXP_AVG), "another save's", "load another tag")
     (tag / EXP_AVG).write_bytes(mine[:-1])
-    _refused(engine, folder, str(EXP_AVG), f"{len(mine) - 1} bytes where {len(mine)} were")
+    assert_refused(engine, folder, str(EXP_AVG), f"{len(mine) - 1} bytes where {len(mine)} were")
     (tag / EXP_AVG).write_bytes(mine)
     for extra in ("zero/more/fp32.pt", "zero/norm.bias/exp_avg2.pt", "mp_rank_01_model_states.pt"):
         (tag / extra).parent.mkdir(exist_ok=True)
         shutil.copy(tag / FP32, tag / extra)
-        _refused(engine, folder, extra, "was not saved with the checkpoint")
+        assert_refused(engine, folder, extra, "was not saved with the checkpoint")
         (tag / extra).unlink()
     for name in (EXP_AVG, "zero/norm.bias/step.pt", "zero/optimizer_state.pt"):
         with damaged(tag / name, lambda _: None):
-            _refused(engine, folder, str(name), "is missing")
-            _refused(engine, folder, str(name), "is missing", load_module_strict=False)
+            assert_refused(engine, folder, str(name), "is missing")
+            assert_refused(engine, folder, str(name), "is missing", load_module_strict=False)
     engine.load_checkpoint(folder)
 
 
@@ -156,7 +143,7 @@ def test_a_damaged_manifest(engine: Any, folder: Path) -> None:
         lambda content: bytearray((folder / "older" / MANIFEST).read_bytes()),
     ):
         with damaged(path, change):
-            _refused(engine, folder, str(folder / TAG), "damaged")
+            assert_refused(engine, folder, str(folder / TAG), "damaged")
     engine.load_checkpoint(folder)
 
 
@@ -165,13 +152,13 @@ def test_a_partial_load_checks_what_it_reads(engine: Any, folder: Path) -> None:
     with damaged(tag / EXP_AVG, flip(9000)):
         for partial in ({"load_module_only": True}, {"load_optimizer_states": False}):
             engine.load_checkpoint(folder, **partial)
-        _refused(engine, folder, str(EXP_AVG), load_module_strict=False)
+        assert_refused(engine, folder, str(EXP_AVG), load_module_strict=False)
     for name in (FP32, MODEL):
         with damaged(tag / name, flip(9000)):
-            _refused(engine, folder, str(name), load_module_only=True)
-            _refused(engine, folder, str(name), load_optimizer_states=False)
+            assert_refused(engine, folder, str(name), load_module_only=True)
+            assert_refused(engine, folder, str(name), load_optimizer_states=False)
     with damaged(tag / MODEL, flip(9000)):
-        _refused(engine, folder, str(MODEL), custom_load_fn=lambda src, dst: None)
+        assert_refused(engine, folder, str(MODEL), custom_load_fn=lambda src, dst: None)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xf4", b"..", b"last\x00", b"/", b"a\nb"])
