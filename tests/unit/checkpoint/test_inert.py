@@ -291,6 +291,17 @@ def test_a_tensor_stays_in_its_storage(tmp_path: Path) -> None:
                 read(tmp_path / "t.pt")
 
 
+@pytest.mark.parametrize("kind", [set, OrderedDict, collections.Counter, bytes])
+def test_elements_of_a_small_storage_are_not_copied(kind: Any, tmp_path: Path) -> None:
+    """A stride of zero makes any number of them."""
+    rebuild: Any = torch._utils._rebuild_tensor_v2
+    many = Call(rebuild, torch.arange(3.0).storage(), 0, (2**50,), (0,), False, None)
+    torch.save(Call(kind, [many]), tmp_path / "t.pt")
+    for read in READERS:
+        with pytest.raises(CheckpointError, match="elements of a tensor"):
+            read(tmp_path / "t.pt")
+
+
 def test_torch_load_is_replaced_in_this_thread_only(tmp_path: Path) -> None:
     import threading
 
