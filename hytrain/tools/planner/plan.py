@@ -22,7 +22,7 @@ from hytrain.tools.planner.local_search import local_search, unevenly
 from hytrain.tools.planner.micro_batch_counts import best_rounds
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import TOLERANCE, Found, Plan, to_plan
-from hytrain.tools.planner.search import CLOSE, Search, search
+from hytrain.tools.planner.search import CLOSE, Search, longer, search
 
 # A plan that is not that close is compared with plans of a step up to so many times as long by the
 # roofline bounds; so many of them are simulated, and refined.
@@ -106,7 +106,7 @@ def _refined(problem: PlanProblem, found: Search, step: float) -> list[Plan]:
         found: what the search has come by.
         step: of the best by the roofline bounds, seconds.
     """
-    trail = list(found.trail)
+    trail = [*found.trail, *longer(problem, step)]
     for policies in _choices(problem.activations):
         trail += search(replace(problem, activations=policies), _NEARBY * step).trail
     distinct = {(one.workloads, one.shares): one for one in trail if one.step <= _NEARBY * step}

@@ -31,6 +31,7 @@ PRECISION = 4e-3
 """Between a plan and a bound that differ by no more than this share nothing is searched for."""
 # Where whole ranks and layers leave plans longer than the bound, longer steps are tried up to here.
 _FARTHEST = 1.0
+_LONGER = (1.01, 1.03, 1.1)
 
 
 @dataclass(slots=True)
@@ -70,6 +71,17 @@ def search(problem: PlanProblem, worst: float) -> Search:
     return found
 
 
+def longer(problem: PlanProblem, step: float) -> list[Found]:
+    """Plans of steps that are longer than so many seconds, in which the CPU has more time."""
+    found: list[Found | None] = []
+    for even in (False, True)[problem.cluster.num_ranks == 1 :]:
+        program = StepProgram(problem, even=even, worst=_LONGER[-1] * step)
+        dealer = Dealer(problem, even=even)
+        steps = [factor * step for factor in _LONGER]
+        found += [dealer.plan(program.choose(seconds), seconds) for seconds in steps]
+    return [one for one in found if one is not None]
+
+
 def search_program(program: StepProgram, worst: float) -> Search:
     """A bound on a program's steps, and plans of steps up to ``worst`` seconds or little longer."""
     longest = min(program.longest, worst)
@@ -81,7 +93,7 @@ def search_program(program: StepProgram, worst: float) -> Search:
 
     def able(step: float) -> bool:
         choices = program.choose(step)
-        if choices and (found := dealer.plan(choices, low)) is not None:
+        if (found := dealer.plan(choices, low)) is not None:
             trail.append(found)
         return choices is not None
 
@@ -143,9 +155,9 @@ class Dealer:
         roomy = (work for work in made if work is not None)
         return min(roomy, key=lambda work: work.compute, default=None)
 
-    def plan(self, choices: Sequence[Choice], least: float) -> Found | None:
+    def plan(self, choices: Sequence[Choice] | None, least: float) -> Found | None:
         """What was chosen, as a plan with its own shortest step, from ``least`` seconds on."""
-        dealt = self._whole(choices)
+        dealt = self._whole(choices) if choices else None
         return None if dealt is None else settle(self._problem, dealt, least, even=self._even)
 
     def _whole(self, choices: Sequence[Choice]) -> list[Workload] | None:
