@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from experiments.common import systems
 from experiments.common.records import Json
 from experiments.common.sizes import SIZES, size_of
 from experiments.common.timing import Stepper, measure, warm_up
-from experiments.solve_k.regime_cells import Cell, grid
 
 JOB: Json = {"system": "hytrain", "model": "toy", "batch": 2, "seq": 16, "device": "cpu"}
 
@@ -74,29 +72,3 @@ def test_what_a_job_says_is_in_its_configuration() -> None:
 def test_a_model_has_as_many_parameters_as_its_name_says(name: str) -> None:
     digits = len(name.removesuffix("B").partition(".")[2])
     assert f"{size_of(name).num_parameters / 1e9:.{digits}f}B" == name
-
-
-def test_parameters_of_the_host() -> None:
-    size = size_of("llama-3b")
-    assert size.num_cpu_parameters(0.0) == size.num_parameters
-    assert size.num_cpu_parameters(1.0) == 0
-    head = size.vocab * size.hidden + size.hidden
-    assert size.num_cpu_parameters(25 / 26) == head
-
-
-def test_cells() -> None:
-    assert Cell.of("0.37B/4x512/16") == Cell("0.37B", 4, 512, 16, clips=True)
-    graphs = Cell("toy", 2, 16, 2, clips=False, compile="reduce-overhead", whole=True)
-    assert Cell.of("toy/2x16/2/noclip/graphs/whole") == graphs
-    for text in ("9B/1x1/1", "toy", "toy/2/2", "toy/2x16/x", "toy/2x16/2/clip", "toy/2x16/2/whole"):
-        with pytest.raises(SystemExit, match=r"is not MODEL/BATCHxTOKENS/CORES"):
-            Cell.of(text)
-
-
-def test_the_grid_has_every_pair() -> None:
-    cells = [Cell.of(text) for text in grid()]
-    assert len(set(cells)) == len(cells) == 40
-    columns = [[(cell.model, cell.tokens * cell.batch), cell.cores, cell.clips] for cell in cells]
-    for first, second in itertools.combinations(range(3), 2):
-        one, other = ({row[at] for row in columns} for at in (first, second))
-        assert {(row[first], row[second]) for row in columns} == set(itertools.product(one, other))

@@ -46,11 +46,6 @@ def test_a_job_has_the_status_of_the_rank_that_says_why(
         assert not set.intersection(*cores)
 
 
-def test_separate_ranks_are_worlds_of_their_own(tmp_path: Path) -> None:
-    found = runner.run_job(job("alone", "ends", "ends", separate=True), tmp_path, 50.0)
-    assert [rank["world"] for rank in found["ranks"]] == ["1", "1"]
-
-
 def _options(out: Path, budget: float = 100.0) -> argparse.Namespace:
     return runner.parser("").parse_args(
         ["--out", str(out), "--device", "cpu", "--budget-seconds", str(budget)]
@@ -82,36 +77,6 @@ def test_groups_end_with_what_was_sought(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     found = _statuses(monkeypatch, tmp_path, *jobs)
     assert [label for label, _ in found] == ["a0 failed", "a1 ok", "b0 ok", "b1 failed", "c ok"]
-
-
-def test_a_job_that_there_is_no_time_for_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = {"label": "long ok", "seconds": 300.0}, {"label": "short ok", "seconds": 5.0}
-    found = _statuses(monkeypatch, tmp_path, *jobs, budget=30.0)
-    assert found == [("long ok", records.SKIPPED), ("short ok", records.OK)]
-
-
-def test_labels_that_no_job_has_are_refused() -> None:
-    with pytest.raises(SystemExit, match=r"\['two'\]: there are \['one'\]"):
-        runner.chosen([{"label": "one"}], ["two"])
-
-
-def test_cores_are_divided_and_none_is_given_twice() -> None:
-    assert runner.divide_cores(range(10, 20), 3) == [[10, 11, 12], [13, 14, 15], [16, 17, 18]]
-    assert runner.divide_cores([4, 7], 3) == [[4, 7]] * 3
-
-
-def test_the_allocator_loses_no_memory_unless_the_user_set_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    on_gpu = runner.environment("cuda")
-    assert on_gpu["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in runner.environment("cpu")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in runner.environment("cuda")
 
 
 def test_a_process_ends_before_the_hosts_memory_is_used_up(tmp_path: Path) -> None:
