@@ -86,10 +86,8 @@ test-stress: install
 	$(PYTEST) -s -m stress $(TEST_ARGS) tests/dist/test_stress.py
 
 # Plans of 200 random clusters held against an independent oracle (20 minutes); `test` has some of them.
-# Goes on where it was stopped.
 test-uneven-plans: install
-	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)" $(BIN)/python tests/unit/planner/hold_plans.py \
-	    --out build/held_plans.jsonl
+	$(PYTEST_BESIDE) -m experiment $(TEST_ARGS) tests/unit/planner
 
 # For machines with GPUs: parity on one, training and checkpoints on two.
 test-gpu: install

@@ -162,8 +162,7 @@ class _Towers(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("ranks_used", [2, 3])
+@pytest.mark.parametrize(("ranks_used", "stage"), [(2, 2), (3, 3)])
 @on_ranks(lambda ranks_used: ranks_used)
 def test_towers(ranks_used: int, stage: int) -> None:
     """A layer that no rank, one rank or both use, from the first step on or later."""
@@ -234,9 +233,8 @@ def test_sequence_group(stage: int) -> None:
 stages = pytest.mark.parametrize("stage", [2, 3])
 
 
-@stages
 @pytest.mark.parametrize(
-    ("way", "forwards"), [("grad", 1), ("eval", 2), ("frozen", 1), ("grad", 2)]
+    ("way", "forwards", "stage"), [("eval", 2, 3), ("frozen", 1, 3), ("grad", 2, 2), ("grad", 1, 3)]
 )
 @on_ranks(2)
 def test_input_gradients(way: str, forwards: int, stage: int) -> None:
@@ -252,8 +250,7 @@ def test_numbers_of_forwards(stage: int, gathers: str, fails: bool) -> None:
     numbers_of_forwards(stage, gathers=gathers, fails=fails)
 
 
-@stages
-@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize(("stage", "is_normed"), [(2, True), (3, False), (3, True)])
 @on_ranks(2)
 def test_second_order(stage: int, is_normed: bool) -> None:
     second_order(stage, is_normed=is_normed)

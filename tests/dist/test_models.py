@@ -171,7 +171,8 @@ def _make(kind: str, seed: int) -> nn.Module:
     return KINDS[kind]()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+# Stages 1 and 2 do the same with a model.
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @on_ranks(2)
 def test_unusual_models(kind: str, stage: int) -> None:

@@ -63,7 +63,8 @@ BETWEEN: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize(
     ("what", "stage", "accumulation"),
     [
-        *((what, stage, 1) for what in BETWEEN for stage in (2, 3)),
+        *((what, 3, 1) for what in BETWEEN),
+        *((what, 2, 1) for what in ("all_reduce", "save_checkpoint", "evaluation", "gradient")),
         *(("all_reduce", stage, 2) for stage in (1, 3)),
         ("gradients", 2, 2),
         ("zero_grad", 3, 2),

@@ -31,16 +31,14 @@ def _setup(kind: str, *, gathers: str = "each", ranks: int = 2, **more: Any) -> 
 
 
 KEPT = ("penalty", "product-later", "short", "pairs", "block-later")
+# Ways to read that others have: a product is that of "linear", a penalty that of "penalized", ...
+ALIKE = ("product", "transposed", "data", "read twice", "linear-later", "embed-later")
 SETUPS = [
-    *(_setup(kind) for kind in READING if kind not in KEPT),
+    *(_setup(kind) for kind in READING if kind not in (*KEPT, *ALIKE)),
     *(_setup(kind, gathers="kept", accumulation=2) for kind in KEPT),
-    _setup("penalty", past=True),
     _setup("transposed", past=True, gathers="kept"),
     _setup("block", past=True),
-    _setup("penalty", ranks=1, on_host=True),
     _setup("linear-later", ranks=1, on_host=True, gathers="kept"),
-    _setup("short", ranks=1, on_host=True),
-    _setup("unnoticed", ranks=1, on_host=True, gathers="kept"),
     _setup("penalized", ranks=1, on_host=True),
 ]
 MORE_SETUPS = [

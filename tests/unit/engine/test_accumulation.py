@@ -14,8 +14,7 @@ from training import FRACTIONS, backward, followed, inputs
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("gpu_fraction", FRACTIONS)]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("dtype", [None, "fp32"])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, None), (2, "fp32")])
 def test_sum_of_micro_batches_in_bf16_and_fp32(
     gpu_fraction: float, stage: int, dtype: str | None
 ) -> None:

@@ -15,9 +15,16 @@ from training import FRACTIONS, backward, make_steps
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("gpu_fraction", FRACTIONS)]
 
 
-@pytest.mark.parametrize("delays", ["", "3:400"])
 @pytest.mark.parametrize(
-    "change", [{"lr": 0.03}, {"betas": (0.5, 0.6)}, {"eps": 1e-3}, {"weight_decay": 0.7}], ids=str
+    ("change", "delays"),
+    [
+        ({"lr": 0.03}, ""),
+        ({"lr": 0.03}, "3:400"),
+        ({"betas": (0.5, 0.6)}, ""),
+        ({"eps": 1e-3}, "3:400"),
+        ({"weight_decay": 0.7}, ""),
+    ],
+    ids=str,
 )
 def test_changed_between_backward_and_step(
     gpu_fraction: float, change: dict[str, Any], delays: str
@@ -62,10 +69,15 @@ def test_a_clients_optimizer(gpu_fraction: float, kind: str) -> None:
         shadow.check()
 
 
-@pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "adam_w_mode", "decoupled"),
-    [("AdamW", None, True), ("Adam", True, True), ("Adam", False, False), ("Adam", None, True)],
+    ("kind", "adam_w_mode", "decoupled", "bias_correction"),
+    [
+        ("AdamW", None, True, True),
+        ("AdamW", None, True, False),
+        ("Adam", True, True, True),
+        ("Adam", False, False, False),
+        ("Adam", None, True, True),
+    ],
 )
 def test_the_optimizer_of_the_json(
     gpu_fraction: float,

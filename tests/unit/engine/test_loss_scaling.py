@@ -26,7 +26,7 @@ from support.precision import (
 from support.shadow import Shadow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import FRACTIONS
+from training import ALL_FRACTIONS
 
 from hytrain.errors import LossScaleError
 from hytrain.optimizer.loss_scaling import GradScalerRule
@@ -61,7 +61,7 @@ def test_the_scale_moves_as_deepspeeds(section: dict[str, Any], accumulation: in
 
 @pytest.mark.parametrize(
     ("stage", "clipping", "gpu_fraction"),
-    [*((2, 0.05, fraction) for fraction in FRACTIONS), (2, 0.0, 0.5), (2, 100.0, 0.0),
+    [*((2, 0.05, fraction) for fraction in ALL_FRACTIONS), (2, 0.0, 0.5), (2, 100.0, 0.0),
      (3, 0.05, 0.5), (3, 100.0, 0.0)],
 )  # fmt: skip
 def test_steps_are_those_of_a_serial_loop(gpu_fraction: float, clipping: float, stage: int) -> None:

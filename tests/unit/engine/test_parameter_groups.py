@@ -55,8 +55,13 @@ CHANGES: dict[str, tuple[Callable[[Groups], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["before_backward", "before_step"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [
+        *((name, "before_step") for name in CHANGES),
+        *((name, "before_backward") for name in ("maximize", "removed", "swapped")),
+    ],
+)
 def test_refused_and_exact_once_undone(gpu_fraction: float, name: str, when: str) -> None:
     model = make_model("mlp")
     optimizer = _optimizer(model)

@@ -18,10 +18,11 @@ from hytrain.model.layer_state import LayerState
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.mark.parametrize("delays", ["", "5:300"])
-@pytest.mark.parametrize("clipping", [1e-3, 100.0])
+@pytest.mark.parametrize(
+    ("order", "clipping", "delays"),
+    [("fbfb", 1e-3, ""), ("fbfb", 100.0, "5:300"), ("ffbb", 1e-3, "5:300"), ("ffbb", 100.0, "")],
+)
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
-@pytest.mark.parametrize("order", ["fbfb", "ffbb"])
 def test_two_backward_passes_in_a_step_add_up(
     order: str, gpu_fraction: float, clipping: float, delays: str
 ) -> None:

@@ -13,7 +13,9 @@ from support.models import HIDDEN, Mlp, loss_of
 from support.shadow import Shadow, Twin
 from torch import nn
 
-FRACTIONS = [0.0, 0.5, 1.0]
+ALL_FRACTIONS = [0.0, 0.5, 1.0]
+FRACTIONS = [0.5, *(pytest.param(k, marks=pytest.mark.parity_full) for k in (0.0, 1.0))]
+"""Half of the layers on each side run the code of both; test-parity has the ends too."""
 
 
 def inputs(number: int) -> dict[str, torch.Tensor]:

@@ -5,20 +5,32 @@ from __future__ import annotations
 import time
 
 import pytest
-from hold_plans import hold
 from plan_oracle import may_be_as_fast
 from planner_clusters import planned
-from planner_large_clusters import hosts_of_offloading_ranks
+from planner_large_clusters import hosts_of_offloading_ranks, large_problem
 
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.result import Plan
 
+# Number 190 has hosts that are nearly full: few whole layers and ranks fit there. The others take
+# 20 minutes (make test-uneven-plans).
+SOME = (*range(8), 190)
 
-# Number 190 has hosts that are nearly full: few whole layers and ranks fit there.
-@pytest.mark.parametrize("seed", [*range(8), 190])
+
+@pytest.mark.parametrize(
+    "seed",
+    [s if s in SOME else pytest.param(s, marks=pytest.mark.experiment) for s in range(200)],
+)
 def test_no_plan_is_2_percent_faster(seed: int) -> None:
-    held = hold(seed)
-    assert held.holds, held
+    """The planner's own bound and the oracle deny it; what is said not to fit does not."""
+    problem = large_problem(seed)
+    plan = make_plan(problem)
+    if not isinstance(plan, Plan):
+        assert plan.is_close or not may_be_as_fast(problem, 1e6)
+        return
+    assert plan.lower_bound <= plan.shortest_step <= plan.step_seconds <= plan.predicted_seconds
+    assert plan.shortest_step <= 1.02 * plan.lower_bound
+    assert not may_be_as_fast(problem, plan.shortest_step / 1.02)
 
 
 def test_a_rank_may_take_more_than_its_part_of_the_hosts_memory() -> None:
