@@ -1,4 +1,4 @@
-"""When things happen: layers leave after their micro-batches, logits live one at a time."""
+"""When things happen layer by layer, and the pinned memory that it takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from layer_major_runs import mlp_batch, rows
 from support.engines import built, make_config
 from support.models import Block, Mlp, make_batch, make_model
 
-pytestmark = pytest.mark.timeout(120)
+from hytrain.kernels.host_memory import PAGE
+from hytrain.layer_major.host_slots import HostSlots
+
+# -- when things happen ------------------------------------------------------------------------
 
 MICRO_BATCHES = 3
 
@@ -138,3 +141,38 @@ def test_k_is_solved_from_such_steps() -> None:
         assert len(decisions) > 1
         costs = engine.optimizer.placement.costs()
     assert min(layer.backward for layer in costs.layers[1:5]) >= MICRO_BATCHES * SlowBlock.seconds
+
+
+# -- pinned memory of activations follows the batches ------------------------------------------
+
+KEPT_STEPS = 8
+
+
+def _step(slots: HostSlots, sizes: list[int]) -> None:
+    slots.begin_step()
+    taken = [slots.take(size * PAGE) for size in sizes]
+    for slot in taken:
+        slot.cut([torch.empty(PAGE, dtype=torch.uint8)])[0].fill_(1)
+        slots.give_back(slot)
+
+
+def test_memory_of_a_larger_batch_is_given_back() -> None:
+    slots = HostSlots(torch.device("cpu"))
+    for _ in range(3):
+        _step(slots, [100, 100, 100])
+    assert slots.num_bytes == 300 * PAGE
+    for _ in range(2 * KEPT_STEPS + 1):
+        _step(slots, [10, 10])
+    assert slots.num_bytes == 20 * PAGE
+    slots.close()
+
+
+def test_batches_that_alternate_keep_it() -> None:
+    slots = HostSlots(torch.device("cpu"))
+    _step(slots, [100, 100])
+    first = {slot._memory.data_ptr() for slot in slots._free}
+    for number in range(4 * KEPT_STEPS):
+        _step(slots, [100, 100] if number % 5 == 0 else [10, 10])
+        assert slots.num_bytes == 200 * PAGE
+    assert {slot._memory.data_ptr() for slot in slots._free} == first
+    slots.close()

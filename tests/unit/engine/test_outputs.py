@@ -1,7 +1,9 @@
-"""Blocks that return their tensors in containers: trained as if they returned them, or refused."""
+"""What blocks and train_batch return: tensors in containers, and logits that are let go."""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,13 @@ import pytest
 import torch
 from support.comparisons import assert_same_states
 from support.engines import built, make_config
+from support.models import make_batch, make_model
 from torch import nn
 
 from hytrain.errors import UnsupportedError
 
-pytestmark = pytest.mark.timeout(60)
+# -- blocks that return their tensors in containers --------------------------------------------
+
 Wrap = Callable[[torch.Tensor], Any]
 
 
@@ -69,3 +73,33 @@ def test_tensors_that_are_found(kind: str) -> None:
 def test_tensors_that_are_not_found(wrap: Wrap) -> None:
     with pytest.raises(UnsupportedError, match=r"'2'.*returns it in a generator or an object"):
         _trained(wrap)
+
+
+# -- train_batch keeps no logits through a backward --------------------------------------------
+
+COUNT = 3
+
+
+@pytest.mark.parametrize("accumulation", ["micro_batch_major", "layer_major"])
+def test_logits_are_gone_when_backward_reaches_the_blocks(accumulation: str) -> None:
+    model = make_model("llama")
+    logits: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def after_forward(module: Any, args: Any, output: Any) -> None:
+        logits.append(weakref.ref(output))
+
+    def before_backward(module: Any, grad_output: Any) -> None:
+        alive.append(sum(each() is not None for each in logits))
+
+    head = model.get_output_embeddings()
+    head.register_forward_hook(after_forward)
+    model.model.norm.register_full_backward_pre_hook(before_backward)
+    hytrain = {"accumulation": accumulation}
+    config = make_config(bf16=False, hytrain=hytrain, gradient_accumulation_steps=COUNT)
+    with built(model, config) as engine:
+        batches = (make_batch("llama", number) for number in itertools.count())
+        for _ in range(3):
+            engine.train_batch(batches)
+    assert len(logits) >= 3 * COUNT
+    assert alive == [0] * 3 * COUNT
