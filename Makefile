@@ -145,7 +145,7 @@ test-configs: install
 # For everyday work, under two minutes: pyright sees the files that differ from BASE, the tests are
 # those that need no ranks and little torch. CHECK_TESTS: others.
 BASE ?= HEAD
-CHECK_TESTS ?= tests/policy/test_structure.py tests/policy/test_root_imports.py \
+CHECK_TESTS ?= tests/policy/test_structure.py tests/policy/test_imports.py \
     tests/unit/test_*.py tests/unit/placement tests/unit/model/test_layout.py \
     tests/unit/kernels/test_cpu_adam.py
 CHANGED = git diff --name-only --diff-filter=d $(BASE) -- 'hytrain/*.py' && \

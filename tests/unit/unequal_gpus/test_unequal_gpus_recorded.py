@@ -21,7 +21,7 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Plan
 
-# -- profiles and peaks of memory that were recorded on H200s (recorded_runs.json says where----
+# -- what was recorded (recorded_runs.json says where) ------------------------------------------
 
 _DATA = read_json(Path(__file__).with_suffix(".json"))
 
