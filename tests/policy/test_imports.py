@@ -82,7 +82,7 @@ def test_what_decides_imports_no_torch() -> None:
     assert not {path: roots for path, roots in guilty.items() if roots}
 
 
-# -- deepSpeed takes seconds to import and writes to stdout ------------------------------------
+# -- DeepSpeed takes seconds to import and writes to stdout ------------------------------------
 
 
 def _python(*arguments: str, **environment: str) -> str:

@@ -75,7 +75,7 @@ def test_a_process_that_gives_back_its_memory_is_gone(
     assert not WatchedProcess(child.pid).is_gone()
 
 
-# -- a process that is lost ends, whatever its thread does; each case is a process of its ow----
+# -- a process that is lost ends, whatever its thread does -------------------------------------
 
 SCRIPT = """
 import sys, threading, time

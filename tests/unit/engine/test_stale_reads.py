@@ -20,7 +20,7 @@ from training import FRACTIONS, backward, make_steps
 
 from hytrain.errors import GradientOrderError
 
-# -- weights that the user's code reads right after a step are the new ones, without a call ----
+# -- weights that the user's code reads right after a step are the new ones --------------------
 
 Weights = dict[str, torch.Tensor]
 Read = Callable[[nn.Module], Weights]

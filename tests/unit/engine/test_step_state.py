@@ -98,7 +98,7 @@ def test_torchs_profiler_sees_the_phases() -> None:
     assert {f"hytrain::reduce {name}" for name in layers} <= seen
 
 
-# -- deepSpeed's monitors get hytrain's figures; wall_clock_breakdown has the optimizer's li----
+# -- DeepSpeed's monitors get hytrain's figures ------------------------------------------------
 
 MONITORED = {
     "gpu_fraction", "overlap_ratio", "update_ms", "exposed_update_ms", "step_ms", "grad_norm",

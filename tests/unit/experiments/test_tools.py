@@ -97,7 +97,7 @@ def test_a_model_has_as_many_parameters_as_its_name_says(name: str) -> None:
     assert f"{size_of(name).num_parameters / 1e9:.{digits}f}B" == name
 
 
-# -- jobs that end well, fail, hang or run out of memory; groups; the guard of the host's me----
+# -- jobs that end well, fail, hang or run out of memory ---------------------------------------
 
 
 def job(label: str, *ends: str, **more: object) -> Json:

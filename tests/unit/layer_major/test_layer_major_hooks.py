@@ -17,7 +17,7 @@ from hytrain.layer_major.thread_context import process_settings
 pytestmark = pytest.mark.timeout(60)
 
 
-# -- hooks on the hidden states between blocks see what they see micro-batch by micro-batch ----
+# -- hooks on the hidden states between blocks see what they see -------------------------------
 
 
 class Hooked(Mlp):

@@ -19,7 +19,7 @@ from hytrain.offload.arena import Arena
 from hytrain.offload.host_blocks import HostBlock, HostBlocks, block_bytes, is_dense
 from hytrain.offload.slots import MAX_SPARES, MIN_SPARES, NUM_OUTGOING, RING_BYTES, plan_slots
 
-# -- memory that cannot be pinned is used all the same; it is said once, with what it costs ----
+# -- memory that cannot be pinned is used all the same -----------------------------------------
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")

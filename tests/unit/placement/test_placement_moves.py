@@ -119,7 +119,7 @@ def test_noise_makes_no_ping_pong(seed: int, per_layer: bool, clipped_share: flo
     assert best.predictions[current].step_seconds <= best.predicted_seconds * 1.03
 
 
-# -- what has failed waits, each time for twice as long; a neighbour on the host is not foll----
+# -- what has failed waits, each time for twice as long ----------------------------------------
 
 SHORT = Machine(26, compute=0.161, cpu=0.12, gpu=0.003, noise=0.015)
 LONG = Machine(34, compute=0.3, cpu=0.5, gpu=0.02, noise=0.015)

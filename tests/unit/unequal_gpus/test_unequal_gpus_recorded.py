@@ -21,9 +21,9 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Plan
 
-# -- what was recorded (recorded_runs.json says where) ------------------------------------------
+# -- what was recorded (recorded_runs.json says where) -----------------------------------------
 
-_DATA = read_json(Path(__file__).with_suffix(".json"))
+_DATA = read_json(Path(__file__).with_name("recorded_runs.json"))
 
 
 class Trained(NamedTuple):
@@ -124,7 +124,7 @@ def test_the_finer_model_finds_faster_plans(monkeypatch: pytest.MonkeyPatch) -> 
     assert seconds(problem) > 1.02 * refined, "there is nothing to gain in this case"
 
 
-# -- what H200s had allocated at most in recorded runs is what the planner's memory model sa----
+# -- what H200s had allocated at most in recorded runs is what ---------------------------------
 
 WHOLE = planning.Limits(host_bytes=None)
 CASES = cases()
