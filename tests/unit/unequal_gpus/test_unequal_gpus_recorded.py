@@ -124,7 +124,7 @@ def test_the_finer_model_finds_faster_plans(monkeypatch: pytest.MonkeyPatch) -> 
     assert seconds(problem) > 1.02 * refined, "there is nothing to gain in this case"
 
 
-# -- what H200s had allocated at most in recorded runs is what ---------------------------------
+# -- memory that H200s had allocated at most ----------------------------------------------------
 
 WHOLE = planning.Limits(host_bytes=None)
 CASES = cases()
