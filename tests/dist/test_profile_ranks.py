@@ -109,7 +109,7 @@ def test_a_rank_can_measure_alone() -> None:
     ids=["mendable", "broken"],
 )
 @on_ranks(2)
-def test_a_failure_on_one_rank_is_told_on_all(error: Exception, told: str) -> None:
+def test_reports_a_failure_of_one_rank_on_all(error: Exception, told: str) -> None:
     """The model of rank 1 fails; they measure again afterwards."""
 
     def build(num_layers: int | None, seq_len: int) -> Any:

@@ -33,7 +33,7 @@ def _keeps_cores() -> bool:
 
 @pytest.mark.skipif(shutil.which("gdb") is None, reason="needs gdb")
 @pytest.mark.skipif(not _keeps_cores(), reason="this system keeps no cores in the current folder")
-def test_the_thread_that_crashed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_the_thread_that_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
     before: Any = resource.getrlimit(resource.RLIMIT_CORE), Path.cwd()
     with keeping_cores() as stacks:
         assert stacks() == ""

@@ -107,9 +107,7 @@ def test_the_plan_is_written(profile: Path, tmp_path: Path, capsys: Capture) -> 
     assert plan.model_dump(mode="json")["ranks"] == record["ranks"]
 
 
-def test_plans_hold_where_every_step_is_clipped_unless_told(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_plans_hold_where_every_step_is_clipped_by_default(tmp_path: Path, capsys: Capture) -> None:
     made = a_profile("one", a_device("one", "GPU", gigabytes=12))
     weak = made.hosts[0].model_copy(update={"updates": (UpdateRate(threads=16, rate=5e8),)})
     path = _write(tmp_path, made.model_copy(update={"hosts": (weak,)}))
@@ -438,7 +436,7 @@ def test_named_gpus_are_found_in_a_library(tmp_path: Path, capsys: Capture) -> N
     assert "hosts with [2] GPUs" in text
 
 
-def test_devices_of_one_name_must_be_told_apart(profile: Path, capsys: Capture) -> None:
+def test_devices_of_one_name_need_labels(profile: Path, capsys: Capture) -> None:
     text = _error(capsys, "--gpus", "gpu", "--profile", profile, "--batch", 8)
     assert "several GPUs are called gpu" in text
     record = _json(capsys, "--gpus", "GPU, 50 SMs, 80.0 GiB", "--profile", profile, "--batch", 8)

@@ -406,7 +406,7 @@ def test_a_word_that_was_announced_and_never_written_is_passed_over(
 # -- the end ----------------------------------------------------------------------------------
 
 
-def test_what_ends_the_process_is_told(
+def test_reports_what_ends_the_process(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Every watch of this process is one of another rank here; rank 1's tells.
@@ -417,7 +417,7 @@ def test_what_ends_the_process_is_told(
     assert "rank 1 has failed" in str(job.wait_for(2))
 
 
-def test_an_exception_that_passes_through_close_is_told(job: Job) -> None:
+def test_reports_an_exception_that_passes_through_close(job: Job) -> None:
     def fails() -> None:
         try:
             raise OSError("disk")

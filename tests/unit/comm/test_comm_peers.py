@@ -238,7 +238,7 @@ def a_rank_is_welcome(rank: Rank) -> None:
 @pytest.mark.parametrize(
     "shown", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 32, b"x" * 100_000, b"\0"], ids=len
 )
-def test_who_shows_no_secret_is_told_nothing(rank: Rank, shown: bytes) -> None:
+def test_answers_nothing_without_the_secret(rank: Rank, shown: bytes) -> None:
     with stranger(rank) as caller:
         try:
             caller.sendall(shown)

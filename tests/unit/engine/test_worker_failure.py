@@ -77,7 +77,7 @@ def test_every_later_call_raises_at_once(use: str) -> None:
         assert time.monotonic() - begin < AT_ONCE
 
 
-def test_a_wait_that_lasts_is_told_of(
+def test_warns_of_a_wait_that_lasts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Delays stand for copies that do not come; the training goes on when they do."""

@@ -25,7 +25,7 @@ def _watched(*parameters: nn.Parameter) -> tuple[WatchedParameters, list[str]]:
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, Own])
-def test_reads_are_told_of_while_there_is_no_reason_to_read(kind: type[nn.Parameter]) -> None:
+def test_reports_reads_while_there_is_no_reason_to_read(kind: type[nn.Parameter]) -> None:
     parameter = kind(torch.ones(2, 3))
     watched, told = _watched(parameter)
     parameter.norm()
@@ -48,7 +48,7 @@ def test_reads_are_told_of_while_there_is_no_reason_to_read(kind: type[nn.Parame
     assert type(parameter) is kind
 
 
-def test_what_reads_no_elements_is_not_told_of() -> None:
+def test_what_reads_no_elements_is_not_reported() -> None:
     parameter = nn.Parameter(torch.ones(2, 3))
     watched, told = _watched(parameter)
     watched.disallow_all()
@@ -99,7 +99,7 @@ def test_a_refused_read_reads_nothing() -> None:
     assert parameter.tolist() == [1.0, 1.0]
 
 
-def test_what_autograd_saves_is_told_of() -> None:
+def test_reports_what_autograd_saves() -> None:
     """Where nothing else is: of the view that a transpose of a weight is."""
     flat = torch.ones(6)
     parameter = nn.Parameter(torch.empty(0))

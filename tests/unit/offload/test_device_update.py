@@ -279,7 +279,7 @@ def test_a_forward_in_another_stream_comes_after_the_updates() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_observers_are_told_of_every_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observers_see_every_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     group_at_most(2, monkeypatch)
     told: list[dict[int, int]] = []
     observer = SimpleNamespace(

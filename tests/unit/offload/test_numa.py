@@ -159,7 +159,9 @@ def test_ranks_that_a_launcher_has_bound_stay_there(
     assert {setting.threads for setting in chosen} <= {4, 5, 6, 7}
 
 
-def test_where_the_gpus_nodes_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_whose_gpus_nodes_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in virtual machines: a node each all the same, so that no memory is far."""
     usable = frozenset(range(64))
     chosen = _choose(Machine(TWO), tmp_path, (0, 1), [usable] * 2, monkeypatch, are_known=False)

@@ -71,7 +71,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def test_a_refusal_is_said_once_with_the_measured_loss(
+def test_warns_once_of_a_refusal_with_the_measured_loss(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):

@@ -171,7 +171,7 @@ def test_clipped_passes_are_shown_where_steps_are_clipped() -> None:
     assert "25.0%" in costs_text(costs(0.25))
 
 
-def test_threads_are_told_where_they_are_known() -> None:
+def test_reports_threads_where_they_are_known() -> None:
     known = replace(costs(), update_threads=12)
     total = f"CPU update of all layers: {known.cpu_seconds:.3f} s"
     assert f"{total} (12 threads)\n" in costs_text(known)
@@ -315,7 +315,7 @@ def test_what_fits_nowhere_is_explained() -> None:
     assert "<- chosen" not in text
 
 
-def test_a_fixed_number_that_does_not_fit_is_told() -> None:
+def test_reports_a_fixed_number_that_does_not_fit() -> None:
     text = _text(HyTrainConfig(gpu_fraction=1.0), 20, 128)
     assert "The fixed number of GPU layers, 26, does not fit: the run would start" in text
     last = text.split("Candidates")[1].split("Memory\n")[0].strip().splitlines()[-1]

@@ -200,8 +200,8 @@ def test_a_plan_puts_all_on_the_gpu_where_steps_are_launch_bound(name: str) -> N
     assert not replace(gpu, launches=None).is_launch_bound(1)
 
 
-@pytest.mark.parametrize(("spread", "is_told"), [(0.05, False), (0.4, True)])
-def test_a_plan_tells_of_a_host_that_drifts(spread: float, is_told: bool) -> None:
+@pytest.mark.parametrize(("spread", "is_warned"), [(0.05, False), (0.4, True)])
+def test_warns_of_a_host_that_drifts(spread: float, is_warned: bool) -> None:
     problem = problem_of("0.37B/4x512/16")
     host, gpu = problem.cluster.ranks[0]
     assert gpu.launches is not None
@@ -209,7 +209,7 @@ def test_a_plan_tells_of_a_host_that_drifts(spread: float, is_told: bool) -> Non
     problem = with_hosts(problem, replace(host, gpus=(gpu,)))
     found = planned(problem)
     told = "launching took 40% longer than in others" in plan_text(problem, found, ())
-    assert told == is_told
+    assert told == is_warned
     # Where the GPU has more to do than the host, it makes no difference.
     layer = Table(((1.0, 0.1),))
     gpu = replace(gpu, launches=replace(gpu.launches, layer_ms=layer))

@@ -228,7 +228,7 @@ def test_a_rank_without_samples_is_of_the_others_mode() -> None:
     assert len({rank.activations for rank in planned(given_problem).ranks}) == 1
 
 
-def test_the_better_mode_is_chosen_and_told() -> None:
+def test_chooses_the_better_mode_and_reports_it() -> None:
     stored = Table(((1.0, 2e9), (2.0, 3e9)))
     ranks = [replace(gpu("a", 80, 1.0), most_samples=1, stored_bytes=stored)] * 2
     given_problem = problem(host(*ranks), batch=16, stage=3, activations=("store", "keep"))
@@ -259,7 +259,7 @@ def test_the_better_mode_is_chosen_and_told() -> None:
     assert planned(replace(given_problem, stage=2)).other_mode is None
 
 
-def test_a_mode_of_which_nothing_fits_is_told() -> None:
+def test_reports_a_mode_of_which_nothing_fits() -> None:
     # 3 GB a sample on 4 GB beside the shards: with all activations stored not even one fits.
     stored = Table(((1.0, 40e9), (2.0, 80e9)))
     ranks = [replace(gpu("a", 30, 1.0), stored_bytes=stored)] * 2

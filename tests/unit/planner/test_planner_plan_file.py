@@ -179,7 +179,9 @@ def test_the_job_that_was_planned_for_has_no_difference(plan: PlanFile) -> None:
         ({"ranks": []}, "ranks: planned for 3, found 0"),
     ],
 )
-def test_another_job_is_told_apart(plan: PlanFile, change: dict[str, Any], words: str) -> None:
+def test_reports_differences_of_another_job(
+    plan: PlanFile, change: dict[str, Any], words: str
+) -> None:
     assert difference(plan, replace(_actual(plan), **change)) == [words]
 
 
@@ -200,7 +202,7 @@ def test_where_weights_are_is_compared(plan: PlanFile) -> None:
     assert words.endswith("remove it, or plan with --offload-param cpu")
 
 
-def test_another_device_less_memory_and_another_host_are_told_apart(plan: PlanFile) -> None:
+def test_reports_another_device_less_memory_and_another_host(plan: PlanFile) -> None:
     actual = _actual(plan)
     one, two, three = actual.ranks
 

@@ -21,7 +21,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, counts: list[int], looks: int 
     return [record.getMessage() for record in caplog.records]
 
 
-def test_what_goes_on_is_told_once_and_nobody_counts_after(
+def test_warns_once_of_retries_that_go_on_and_counts_no_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (text,) = warnings_of(caplog, [4, 9, 12], looks=20)

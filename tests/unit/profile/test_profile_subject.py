@@ -135,7 +135,7 @@ def test_a_model_of_two_stacks_is_refused(tmp_path: Path) -> None:
         subject.copy(3, CPU)
 
 
-def test_blocks_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_of_blocks_that_differ(caplog: pytest.LogCaptureFixture) -> None:
     def build(num_layers: int | None, seq_len: int) -> Any:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 6))
         return model, lambda size: {"input": torch.ones(size, 4)}
@@ -182,7 +182,7 @@ class Parts(nn.Module):
         self.head = nn.Linear(4, 2)
 
 
-def test_what_a_plan_does_not_know_of_frozen_weights_is_told(
+def test_warns_of_what_a_plan_does_not_know_of_frozen_weights(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def build(num_layers: int | None, seq_len: int) -> Any:

@@ -281,7 +281,7 @@ def test_backward_follows_a_recomputed_forward_that_is_left_early(tmp_path: Path
         assert any(abs(one["ts"] - end) < 1.0 and one["dur"] > 0.0 for one in after)
 
 
-def test_a_full_ring_is_said(
+def test_warns_of_a_full_ring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trace_session, "RING_SPANS", 16)
@@ -308,7 +308,7 @@ def test_a_lane_a_thread(tmp_path: Path) -> None:
     assert trace.spans(f"{names.CPU_ADAM} 2")
 
 
-def test_steps_that_never_come_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_of_steps_that_never_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         train(traced_config(tmp_path, (10, 14)), 2)
     assert "asks for steps 10 to 13, and steps 1 to 2 were made" in caplog.text

@@ -169,7 +169,7 @@ def test_plain_deepspeed_updates_on_the_host(tmp_path: Path) -> None:
     assert rates["PCIe, D2H"].achieved == pytest.approx(900_000 / 90e-6)
 
 
-def test_what_is_unknown_is_said(tmp_path: Path) -> None:
+def test_reports_what_is_unknown(tmp_path: Path) -> None:
     kineto = Kineto()
     kineto.span("kernel", "gemm", 10, 20, STREAM)
     text = report(run(tmp_path, kineto))

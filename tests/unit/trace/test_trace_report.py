@@ -133,7 +133,7 @@ def test_other_ranks_in_a_ranks_file_are_not_its_own(tmp_path: Path) -> None:
     assert analyse(load([joined])).causes == analyse(load(paths[:1])).causes
 
 
-def test_ranks_that_are_missing_are_told(tmp_path: Path) -> None:
+def test_reports_missing_ranks(tmp_path: Path) -> None:
     paths = write(tmp_path, Schedule(steps=3, ranks=2))
     (alone,) = load(paths[:1])
     assert "traces of 1 of 2 ranks were given" in alone.unknown[-1]
@@ -313,7 +313,7 @@ def test_the_slowest_rank_and_its_layer_are_named(tmp_path: Path) -> None:
     assert "whose forward of layer 3 is slow" in waits
 
 
-def test_a_ring_that_was_full_is_told(tmp_path: Path, capsys: Capture) -> None:
+def test_reports_a_ring_that_was_full(tmp_path: Path, capsys: Capture) -> None:
     (path,) = write(tmp_path, Schedule(steps=3), overwritten=True, dropped_spans=12)
     assert cli.main(["trace", "report", str(path)]) == 0
     assert "12 spans are missing" in " ".join(capsys.readouterr().out.split())
