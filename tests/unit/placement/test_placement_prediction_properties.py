@@ -1,8 +1,8 @@
-"""The fast prediction against its slow twin, an unrolled run, and what must hold for all costs."""
+"""The fast prediction against its slow twin, a run of steps, and what must hold for all costs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -38,81 +38,6 @@ def test_it_agrees_with_its_slow_twin(costs: StepCosts) -> None:
 def test_it_agrees_with_its_slow_twin_where_times_tie(costs: StepCosts) -> None:
     slow = [predict_one(costs, k) for k in range(len(costs.layers) + 1)]
     assert all_steps(costs) == pytest.approx(slow, rel=1e-12)
-
-
-# -- the steady state --------------------------------------------------------------------------
-
-
-@dataclass
-class UnrolledRun:
-    """Steps in a row on one clock; nothing is reset between them and the worker's jobs persist."""
-
-    costs: StepCosts
-    gpu_layers: int
-    now: float = 0.0
-    worker_free: float = 0.0
-    # (layer, step, is preview): (ready, its first chunk on the host)
-    jobs: dict[tuple[int, int, bool], tuple[float, float]] = field(default_factory=dict)
-    weights: dict[tuple[int, int], float] = field(default_factory=dict)
-
-    def share(self, layer_costs: LayerCosts) -> float:
-        return min(1.0, self.costs.chunk_elements / layer_costs.parameters)
-
-    def step(self, number: int, *, clipped: bool) -> float:
-        """From one backward's begin to the next."""
-        begin = self.now
-        for index in reversed(range(len(self.costs.layers))):
-            costs = self.costs.layers[index]
-            self.now += costs.backward
-            if index >= self.gpu_layers:
-                arrival = self.now + costs.to_host * self.share(costs)
-                self.jobs[index, number, False] = self.now, arrival
-        self.now += self.costs.tail
-        decision = self.now
-        for index in range(self.gpu_layers):
-            self.now += self.costs.layers[index].gpu_update
-        for index, costs in enumerate(self.costs.layers):
-            if index >= self.gpu_layers:
-                while (index, number) not in self.weights:
-                    self.work(decision, clipped=clipped)
-                self.now = max(self.now, self.weights[index, number])
-            self.now += costs.forward
-        self.now += self.costs.between
-        return self.now - begin
-
-    def work(self, decision: float, *, clipped: bool) -> None:
-        """The worker's next job."""
-        there = [key for key, (ready, _) in self.jobs.items() if ready <= self.worker_free]
-        key = min(there) if there else min(self.jobs, key=lambda k: (self.jobs[k][0], k))
-        index, number, is_preview = key
-        costs = self.costs.layers[index]
-        begin = max(self.worker_free, self.jobs.pop(key)[1])
-        if is_preview:
-            seconds = max(costs.cpu_preview, costs.to_device)
-        elif clipped and begin < decision:
-            self.worker_free = begin + max(costs.cpu_commit, costs.to_host)
-            self.jobs[index, number, True] = decision, decision
-            return
-        else:
-            seconds = max(costs.cpu_update, costs.to_host, costs.to_device)
-        self.worker_free = begin + seconds
-        last_copy = costs.to_device * self.share(costs)
-        self.weights[index, number] = self.worker_free + last_copy
-
-
-@given(
-    costs=random_costs(whole_seconds, shares=[0.0]),
-    clips=st.lists(st.booleans(), min_size=4, max_size=4),
-)
-def test_one_walk_is_the_steady_state(costs: StepCosts, clips: list[bool]) -> None:
-    """Whatever came before: every step of a run takes what is predicted for its kind."""
-    always = replace(costs, clipped_share=1.0)
-    for k in range(len(costs.layers) + 1):
-        expected = {False: predict_one(costs, k), True: predict_one(always, k)}
-        run = UnrolledRun(costs, k)
-        found = [run.step(number, clipped=clipped) for number, clipped in enumerate(clips)]
-        assert found == [expected[clipped] for clipped in clips]
-        assert not run.jobs
 
 
 # -- bounds ------------------------------------------------------------------------------------
