@@ -38,9 +38,8 @@ def _train(ranks: RankPools, purpose: str, name: str, stage: int, manner: str) -
 @pytest.mark.parametrize(
     ("purpose", "name", "stage", "manner"),
     [
-        (*model, *manner)
-        for number, model in enumerate(EVERY_RUN)
-        for manner in ((3, "plain"), MANNERS[(0, 2, 3, 4)[number % 4]])
+        (*model, *MANNERS[manner])
+        for model, manner in zip(EVERY_RUN, (1, 2, 3, 4, 0, 1), strict=True)
     ],
 )
 def test_some(ranks: RankPools, purpose: str, name: str, stage: int, manner: str) -> None:

@@ -19,16 +19,16 @@ VALUES = {
 HALVES, UNEQUAL = SHARDS = ((0.5, 0.5), (0.7, 0.3))
 SHARED = {"fractions": SHARDS, **VALUES, "stage": (1, 2, 3)}
 
-ONE_RANK = [Case(**values) for values in covering(VALUES)]
-TWO_RANKS = [Case(**values) for values in covering(SHARED)]
+STEPS: dict[str, Any] = {"steps": 14, "observe": (1, 9)}
+ONE_RANK = [Case(**values, **STEPS) for values in covering(VALUES)]
+TWO_RANKS = [Case(**values, **STEPS) for values in covering(SHARED)]
 FULL = [Case(**values) for values in (*every(VALUES), *every(SHARED))]
 DELAYED = [
-    Case("llama", 0.0, "sometimes", 1, "bf16"),
-    Case("gpt2", 0.3, "always", 1, "bf16"),
-    Case("vit", 0.0, "never", 4, "fp32"),
-    *(Case("llama", 0.3, "sometimes", 1, "bf16", fractions=each, steps=25) for each in SHARDS),
+    Case("llama", 0.0, "sometimes", 1, "bf16", **STEPS),
+    Case("gpt2", 0.3, "always", 1, "bf16", **STEPS),
+    Case("vit", 0.0, "never", 4, "fp32", **STEPS),
+    *(Case("llama", 0.3, "sometimes", 1, "bf16", fractions=each, **STEPS) for each in SHARDS),
 ]
-STEPS: dict[str, Any] = {"steps": 14, "observe": (1, 9)}
 ROUNDED = [
     Case("llama", 0.0, "sometimes", 1, "bf16", 2, **STEPS, moments="8bit"),
     Case("llama", 0.3, "never", 4, "fp32", 1, **STEPS, moments="8bit"),

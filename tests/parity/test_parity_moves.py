@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(300)
 full = pytest.mark.parity_full
 
 CASES = [
-    Case("llama", 0.5, "never", 1, "bf16"),
-    Case("llama", 0.0, "sometimes", 4, "fp32"),
-    Case("gpt2", 1.0, "sometimes", 1, "bf16"),
-    Case("vit", 0.5, "always", 1, "fp32"),
-    Case("llama", 0.5, "sometimes", 1, "bf16", steps=30, moments="bf16"),
-    Case("llama", 0.5, "sometimes", 1, "bf16", steps=30, moments="8bit"),
+    Case("llama", 0.5, "never", 1, "bf16", steps=20),
+    Case("llama", 0.0, "sometimes", 4, "fp32", steps=20),
+    Case("gpt2", 1.0, "sometimes", 1, "bf16", steps=20),
+    Case("vit", 0.5, "always", 1, "fp32", steps=20),
+    Case("llama", 0.5, "sometimes", 1, "bf16", steps=20, moments="bf16"),
+    Case("llama", 0.5, "sometimes", 1, "bf16", steps=20, moments="8bit"),
 ]
 DELAYED = [*CASES[:2], Case("gpt2", 0.5, "always", 1, "fp32", steps=20, moments="8bit")]
 

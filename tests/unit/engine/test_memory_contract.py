@@ -120,8 +120,11 @@ def _run(folder: Path, script: str, *arguments: Any, **variables: str) -> str:
 
 
 @pytest.mark.timeout(250)
-@pytest.mark.parametrize("delays", [None, "1:20000"], ids=["settled", "gradients in flight"])
-@pytest.mark.parametrize(("stage", "k"), [(2, 0.0), (3, 0.5)])
+@pytest.mark.parametrize(
+    ("stage", "k", "delays"),
+    [(2, 0.0, None), (3, 0.5, "1:20000")],
+    ids=["settled", "gradients in flight"],
+)
 def test_peaks_are_what_was_said(stage: int, k: float, delays: str | None, tmp_path: Path) -> None:
     """38 M parameters: 432 MiB of state. What imports take is left out, and a small engine's.
 

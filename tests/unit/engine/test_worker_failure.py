@@ -83,7 +83,7 @@ def test_warns_of_a_wait_that_lasts(
     """Delays stand for copies that do not come; the training goes on when they do."""
     monkeypatch.setattr(cpu_updater, "STALL_SECONDS", 0.02)
     with (
-        environment("HYTRAIN_DELAYS", "3:200000"),
+        environment("HYTRAIN_DELAYS", "3:60000"),
         built(make_model("mlp"), make_config()) as engine,
     ):
         backward(engine, 0)

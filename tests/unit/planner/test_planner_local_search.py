@@ -29,7 +29,7 @@ def _changes(problem: PlanProblem) -> list[tuple[Found, Found]]:
     return seen
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random_problem=plan_problems(most_ranks=3, most_batch=8))
 def test_refined_plans_are_faster_and_keep_to_all_limits(random_problem: PlanProblem) -> None:
     for before, after in _changes(random_problem):

@@ -32,7 +32,7 @@ from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
 
 
-@settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random=plan_problems(most_ranks=3, most_batch=4))
 def test_the_best_plan_lies_between_the_bound_and_the_plan(random: PlanProblem) -> None:
     best = best_step(random)
