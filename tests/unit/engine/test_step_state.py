@@ -6,6 +6,7 @@ import csv
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from support.engines import built, device, make_config
 from support.models import loss_of, make_batch, make_model
 from torch.profiler import ProfilerActivity, profile
 
+from hytrain.engine.metrics_file import DecisionLog
 from hytrain.errors import AbortedBackwardError
 from hytrain.optimizer.step_state import StepPhase, StepState
 
@@ -182,3 +184,21 @@ def test_nothing_is_written_unasked(capsys: pytest.CaptureFixture[str]) -> None:
         _train(engine, 2)
         assert not engine.monitor.enabled
     assert "optimizer_" not in capsys.readouterr().out
+
+
+def test_a_decision_is_written_when_it_is_made_and_when_its_step_is_measured() -> None:
+    def made(step: int) -> Any:
+        one = SimpleNamespace(measured_seconds=None)
+        one.metrics_record = lambda: {"step": step, "measured": one.measured_seconds}
+        return one
+
+    decisions = [made(0)]
+    log = DecisionLog(lambda since: decisions[since:])
+    assert [r["step"] for r in log.take()] == [0]
+    assert log.take() == []
+    decisions[0].measured_seconds = 2.0
+    decisions.append(made(4))
+    assert log.take() == [{"step": 0, "measured": 2.0}, {"step": 4, "measured": None}]
+    resumed = DecisionLog(lambda since: decisions[since:])
+    resumed.skip_history()
+    assert [r["step"] for r in resumed.take()] == [4]
