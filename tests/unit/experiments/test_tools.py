@@ -109,7 +109,6 @@ def job(label: str, *ends: str, **more: object) -> Json:
 @pytest.mark.parametrize(
     ("ends", "status", "words"),
     [
-        (("ends", "ends"), records.OK, ""),
         (("fails", "hangs"), records.FAILED, "RuntimeError: rank 0"),
         (("hangs", "dies"), records.OUT_OF_MEMORY, "out of memory"),
         (("refuses",), records.REFUSED, "ConfigError: change a key"),

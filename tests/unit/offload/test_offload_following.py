@@ -294,8 +294,9 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("offset", [0, 1, 2, 3], ids=lambda n: f"after{60 + n}")
-@pytest.mark.parametrize("change", CHANGES, ids=str)
+@pytest.mark.parametrize(
+    ("change", "offset"), [(change, n % 4) for n, change in enumerate(CHANGES)], ids=str
+)
 def test_a_change_is_followed(
     simulation: Simulation, change: dict[str, float], offset: int
 ) -> None:

@@ -356,8 +356,7 @@ def test_whatever_is_called_after_a_fault_raises_it() -> None:
     bench.close()
 
 
-@pytest.mark.parametrize("max_delay_us", [0, 60])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "max_delay_us"), [(0, 0), (1, 60), (2, 0), (3, 60), (4, 60)])
 @pytest.mark.parametrize("kind", [Bench, MovingBench])
 def test_random_schedules(kind: type[Bench], seed: int, max_delay_us: int) -> None:
     bench = kind([CHUNK * 3, 33, CHUNK * 2 + 1, CHUNK], seed, max_delay_us)

@@ -153,8 +153,7 @@ def beside_a_neighbour(training: Training, beside: Machine, steps: int) -> float
     return taken / best - 1.0
 
 
-@pytest.mark.parametrize("factor", [1.5, 1.9])
-@pytest.mark.parametrize("alone", [SHORT, LONG])
+@pytest.mark.parametrize(("alone", "factor"), [(SHORT, 1.5), (LONG, 1.9)])
 def test_a_neighbour_that_comes_and_goes_is_not_followed_each_time(
     alone: Machine, factor: float
 ) -> None:

@@ -128,11 +128,9 @@ def assert_memory_agrees(
     ("fields", "seq_len"),
     [
         ({}, 128),
-        ({"vocab_size": 4096}, 16),
-        ({"vocab_size": 2048, "tie_word_embeddings": True}, 128),
-        ({"intermediate_size": 512}, 64),
+        ({"vocab_size": 4096, "tie_word_embeddings": True}, 16),
     ],
-    ids=["blocks dominate", "head dominates", "tied", "wide"],
+    ids=["blocks dominate", "a tied head dominates"],
 )
 def test_memory_of_the_whole_model(tmp_path: Path, fields: dict[str, Any], seq_len: int) -> None:
     subject = subject_of(tmp_path, fields, seq_len, torch.float32)
