@@ -14,13 +14,60 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shared_data import shared_folder
-from uneven_twin import solve_slowly
 
 from hytrain.errors import PlanError
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.uneven.cases import UnevenCase, extended, grown, read_cases
 from hytrain.tools.uneven.problem import UnevenGpu, UnevenProblem, layer_time
 from hytrain.tools.uneven.solver import Assignment, solve, state_shares
+
+# -- the slow twin of solver.py ----------------------------------------------------------------
+
+_Point = tuple[float, float]
+
+
+def solve_slowly(problem: UnevenProblem) -> _Point | None:
+    """(least time, least memory at that time); None where nothing fits.
+
+    For each number of samples that the GPUs so far may compute it keeps all pairs (time, memory)
+    of which neither is worse than another's.
+    """
+    reached: dict[int, list[_Point]] = {0: [(0.0, 0.0)]}
+    for gpu in problem.gpus:
+        longer: dict[int, list[_Point]] = {}
+        choices = _choices(problem, gpu)
+        for done, points in reached.items():
+            for batch, seconds, memory in choices:
+                if done + batch <= problem.batch:
+                    sums = [(max(seconds, so_far), memory + used) for so_far, used in points]
+                    longer.setdefault(done + batch, []).extend(sums)
+        reached = {done: _undominated(points) for done, points in longer.items()}
+    fitting = [point for point in reached.get(problem.batch, []) if point[1] < problem.budget]
+    return min(fitting, default=None)
+
+
+def _choices(problem: UnevenProblem, gpu: UnevenGpu) -> list[tuple[int, float, float]]:
+    """(samples, time, memory) of all that one GPU can do."""
+    limit = problem.usable * gpu.capacity
+    choices: list[tuple[int, float, float]] = []
+    for batch in range(1, problem.batch + 1):
+        for size in range(1, problem.batch + 1):
+            memory = gpu.memory[size - 1]
+            if memory <= limit:
+                time = float(layer_time(problem, gpu, size, -(-batch // size)))
+                choices.append((batch, time, memory))
+    return choices
+
+
+def _undominated(points: list[_Point]) -> list[_Point]:
+    kept: list[_Point] = []
+    for point in sorted(set(points)):
+        if not kept or point[1] < kept[-1][1]:
+            kept.append(point)
+    return kept
+
+
+# -- the exact solver of Cephalo's problem -----------------------------------------------------
 
 MOST = 16
 """Samples of a batch."""
