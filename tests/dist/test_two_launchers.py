@@ -24,7 +24,7 @@ from support.processes import fresh_environment
 SECONDS = 200
 """Most of a launch."""
 REPOSITORY = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(SECONDS + 100)
+pytestmark = [pytest.mark.timeout(SECONDS + 100), pytest.mark.parity_full]
 
 
 def _launch(slots: Sequence[int], folder: Path, *arguments: str) -> None:
@@ -60,11 +60,7 @@ def _launch(slots: Sequence[int], folder: Path, *arguments: str) -> None:
 
 @pytest.mark.parametrize(
     ("slots", "local_ranks"),
-    [
-        pytest.param((2, 2), "0101", marks=pytest.mark.parity_full),
-        ((1, 2), "010"),
-        pytest.param((2, 1), "010", marks=pytest.mark.parity_full),
-    ],
+    [((2, 2), "0101"), ((1, 2), "010"), ((2, 1), "010")],
     ids=str,
 )
 def test_two_hosts_train_as_one(

@@ -48,6 +48,5 @@ def test_a_rank_may_take_more_than_its_part_of_the_hosts_memory() -> None:
     assert plan.limits_gap < 0.005
     offloaded = [rank.batch_size for rank in plan.ranks if rank.activations == "offload"]
     assert max(offloaded) > 2 * min(offloaded)
-    assert not may_be_as_fast(problem, plan.step_seconds / 1.01)
     tighter = planned(hosts_of_offloading_ranks(gigabytes=200))
     assert plan.step_seconds < tighter.step_seconds < 1.05 * plan.step_seconds
