@@ -1,7 +1,5 @@
 """Kills ranks of a training at random moments and sees how the others end.
 
-    python tests/dist/kill_runs.py RUNS [SEED]     prints a line a run, and what went wrong
-
 Each rank is a process of its own and rank 0 holds the store; see killed_training.py.
 """
 
@@ -14,22 +12,19 @@ import queue
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1]
-if __name__ == "__main__":
-    sys.path.insert(0, str(TESTS))
+from support.ports import free_port
+from support.processes import fresh_environment
 
-from support.ports import free_port  # noqa: E402
-from support.processes import fresh_environment  # noqa: E402
+TESTS = Path(__file__).resolve().parents[1]
+
 
 START_SECONDS = 120.0
 END_SECONDS = 45.0
@@ -214,29 +209,3 @@ def random_kill(generator: random.Random, **fixed: Any) -> Kill:
         **fixed,
     }
     return Kill(**values)
-
-
-def main(runs: int, seed: int) -> None:
-    generator = random.Random(seed)
-    seconds: list[float] = []
-    faulty = 0
-    with Nursery() as nursery:
-        for number in range(runs):
-            kill = random_kill(generator)
-            with tempfile.TemporaryDirectory() as name:
-                ends = nursery.run(kill, Path(name))
-            faults = ends.faults(kill)
-            took = [s for rank, s in enumerate(ends.seconds) if rank != kill.victim]
-            seconds += took
-            faulty += bool(faults)
-            print(number, kill, [f"{s:.1f}" for s in took], flush=True)
-            for fault in faults:
-                print("   ", fault, flush=True)
-    print(
-        f"{runs} kills, {faulty} with faults; seconds from the kill to a rank's end: "
-        f"median {statistics.median(seconds):.1f}, most {max(seconds):.1f}"
-    )
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
