@@ -198,11 +198,11 @@ def last_line(text: str) -> str:
     return text.strip().splitlines()[-1] if text.strip() else ""
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_environment_forces_an_instruction_set(isa: str) -> None:
+def test_environment_forces_an_instruction_set() -> None:
     code = "from hytrain.kernels.cpu_adam import active_isa; print(active_isa())"
-    done = in_fresh_python(code, HYTRAIN_CPU_ISA=isa)
-    assert last_line(done.stdout) == isa, done.stderr
+    for isa in {ISAS[0], ISAS[-1]}:
+        done = in_fresh_python(code, HYTRAIN_CPU_ISA=isa)
+        assert last_line(done.stdout) == isa, done.stderr
 
 
 def test_wrong_instruction_set_in_the_environment_is_a_value_error() -> None:
