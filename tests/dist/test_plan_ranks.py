@@ -129,31 +129,16 @@ def test_layer_by_layer_ranks_make_as_many_micro_batches_as_each_likes(
         for rank, policy in zip(plan.ranks, policies, strict=True)
     ]
     planned = _written(tmp_path, plan.model_copy(update={"ranks": tuple(ranks)}))
-    gathers: list[int] = []
     config = _config(planned, stage=case.stage, optimizer=rank_batches.ADAMW)
     config["zero_optimization"]["offload_param"] = {"device": offload or "none"}
     with built(make_model("llama"), config) as engine:
         on_host = [state.storage.on_host for state in engine.optimizer.layer_states]
         assert on_host == [offload is not None] * len(on_host)
-        gatherer = engine.optimizer.weights.gatherer
-        gather = gatherer.gather
-
-        def count(layer: Any, **keywords: Any) -> None:
-            gathers[-1] += 1
-            gather(layer, **keywords)
-
-        gatherer.gather = count
         shares = BatchShares(case.batches, tuple(max(1, size) for size in case.micro))
         data = rank_batches.samples(shares, dist.get_rank())
-        losses: list[float] = []
-        for _ in range(rank_batches.STEPS):
-            gathers.append(0)
-            losses.append(float(engine.train_batch(data)))
+        losses = [float(engine.train_batch(data)) for _ in range(rank_batches.STEPS)]
         assert vars(engine.batch_training.accumulation)["refusal"] is None
         state = engine.fp32_state_dict()
-    # Six layers, forward and backward, but for those that are still there at the turn; the first
-    # step is a trial. However many micro-batches a rank has, or the others.
-    assert gathers[1] == gathers[-1] <= 12
     if dist.get_rank() == 0:
         trained = rank_batches.Shares(case.batches, case.micro, case.fractions, 3, 1.0, ())
         rank_batches.assert_as_alone(trained, losses, {n: t["fp32"] for n, t in state.items()})

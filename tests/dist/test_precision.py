@@ -43,7 +43,7 @@ def _train(engine: Any) -> tuple[list[tuple[float, int]], list[float]]:
     return moves, losses
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_scale_moves_as_deepspeeds(stage: int) -> None:
     """The same steps are skipped, with the same scale, as in DeepSpeed's ZeRO-2 of its own."""

@@ -274,17 +274,6 @@ def test_an_evaluation_between_backward_and_step(gpu_fraction: float) -> None:
             shadow.step()
 
 
-@on_ranks(2)
-def test_zero_init_below_stage_3_is_refused() -> None:
-    with deepspeed.zero.Init():
-        model = build("mlp")
-    with (
-        pytest.raises(UnsupportedError, match=r"zero\.Init"),
-        built(model, config_for((0.5, 0.5))),
-    ):
-        pass
-
-
 @pytest.mark.parametrize("kind", ["llama", "reentrant-1"])
 @on_ranks(2)
 def test_whole_gradients_that_are_there_at_once(kind: str) -> None:

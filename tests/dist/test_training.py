@@ -196,13 +196,3 @@ def test_gradients_summed_instead_of_averaged(clipping: float) -> None:
             outcome = engine.optimizer.pipeline.norm.read_decision()
             expected = min(1.0, clipping / (outcome.norm + 1e-6))
             assert outcome.scale == float(torch.tensor(expected, dtype=torch.float32))
-
-
-@on_ranks(2)
-def test_a_wrong_number_of_fractions() -> None:
-    model = make_model("mlp")
-    before = [p.data_ptr() for p in model.parameters()]
-    says = '"hytrain.shard_fractions" has 3 numbers but the job has 2 ranks'
-    with pytest.raises(ValueError, match=says), built(model, config_for([0.2, 0.3, 0.5])):
-        pass
-    assert [p.data_ptr() for p in model.parameters()] == before

@@ -15,7 +15,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from support.engines import built, device, make_config
 from support.models import LENGTH, VOCABULARY, loss_of, make_batch, make_model
 from torch import nn
-from training import backward
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -115,14 +114,6 @@ def test_batches_that_only_the_section_has() -> None:
     engine.destroy()
 
 
-def test_an_optimizer_object_is_enough() -> None:
-    model = make_model("mlp")
-    optimizer = torch.optim.AdamW(model.parameters())
-    with built(model, make_config(optimizer=None), optimizer=optimizer) as engine:
-        backward(engine, 0)
-        engine.step()
-
-
 @pytest.fixture
 def _accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # accelerate would set it for the whole session
@@ -161,20 +152,6 @@ def _trainer(
     data: Any = [{"input_ids": row, "labels": row} for row in tokens]
     model = make_model("llama") if model is None else model
     return Trainer(model, arguments, train_dataset=data, eval_dataset=data)
-
-
-@pytest.mark.usefixtures("_accelerate")
-def test_a_trainer_that_only_evaluates_and_one_that_trains(tmp_path: Path) -> None:
-    first = _trainer(tmp_path)
-    before = first.evaluate()["eval_loss"]
-    assert type(first.deepspeed) is deepspeed.DeepSpeedEngine
-    second = _trainer(tmp_path)
-    second.train()
-    assert isinstance(second.deepspeed, hytrain.HyTrainEngine)
-    assert second.evaluate()["eval_loss"] < before
-    assert first.evaluate()["eval_loss"] == before
-    second.deepspeed.destroy()
-    first.deepspeed.destroy()
 
 
 def _losses(trainer: Trainer) -> list[float]:
