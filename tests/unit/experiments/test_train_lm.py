@@ -24,7 +24,7 @@ import hytrain.tools.cli
 from hytrain.errors import EngineClosedError, PlanError
 from hytrain.model.discovery import find_layers
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "experiments" / "train_lm" / "train.py"
 # The script's modules stand beside it, as the launcher finds them.
 sys.path.insert(0, str(SCRIPT.parent))
