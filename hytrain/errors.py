@@ -115,3 +115,12 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """For a message: the known name that is most like another one, if one is."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f'did you mean "{near[0]}"? ' if near else ""
+
+
+def size_text(num_bytes: int) -> str:
+    """For a message or a table: bytes in the unit that suits them."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    if num_bytes >= 2**20:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**10:.0f} KiB" if num_bytes else "0"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.errors import size_text
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.placement.records import Decision
 from hytrain.version import __version__
@@ -71,14 +72,14 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
     on_gpu, on_host = sum(state[: first.gpu_layers_target]), sum(state[first.gpu_layers_target :])
     k = "solved from the first steps on" if optimizer.placement.controller.solves else "fixed"
     peak = optimizer.placement.memory_peaks()["step"]
-    planned = f"{_size(peak.resident)} of host memory"
+    planned = f"{size_text(peak.resident)} of host memory"
     if peak.gpu is not None:
-        planned += f" and, besides activations, {_size(peak.gpu)} of the GPU's"
+        planned += f" and, besides activations, {size_text(peak.gpu)} of the GPU's"
     return (
         f"hytrain {__version__}: {_count(parameters)} trained parameters in {len(layers)} layers, "
         f"ZeRO-{int(engine.zero_optimization_stage())}{share or ';'} Adam state "
-        f"({first.layer_bytes[0].moments} moments): {_size(on_host)} in host memory, "
-        f"{_size(on_gpu)} on the GPU; k = {_share(first)}, {k}; planned: at most {planned}"
+        f"({first.layer_bytes[0].moments} moments): {size_text(on_host)} in host memory, "
+        f"{size_text(on_gpu)} on the GPU; k = {_share(first)}, {k}; planned: at most {planned}"
     )
 
 
@@ -110,13 +111,6 @@ def _share(decision: Decision) -> str:
 def _because(reason: str) -> str:
     # How many layers it is and what is predicted follows the reason's first clause.
     return reason.split("; ")[0]
-
-
-def _size(num_bytes: int) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.1f} {name}"
-    return f"{num_bytes / 2**10:.0f} KiB"
 
 
 def _count(number: int) -> str:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import psutil
 
+from hytrain.errors import size_text
+
 GROUP = "cgroup"
 """How the names of memory control groups begin, see :func:`host_memory_pools`."""
 
@@ -157,15 +159,13 @@ def describe_free_memory() -> str:
     """What is left, for people: the machine, the tightest control group, the process's limits."""
     pools = host_memory_pools()
     machine = pools["machine"]
-    parts = [f"the machine has {_gib(machine)} left"]
+    parts = [f"the machine has {size_text(machine)} left"]
     groups = [left for name, left in pools.items() if name.startswith(GROUP)]
     group = min(groups, default=machine)
     if group < machine:
-        parts.append(f"this process's memory control group {_gib(group)}")
+        parts.append(f"this process's memory control group {size_text(group)}")
     own = _process_pools()
-    parts += [f"its {name.partition(' of process')[0]} {_gib(left)}" for name, left in own.items()]
+    parts += [
+        f"its {name.partition(' of process')[0]} {size_text(left)}" for name, left in own.items()
+    ]
     return ", ".join(parts)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

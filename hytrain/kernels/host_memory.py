@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from hytrain import _C
-from hytrain.errors import HostMemoryError
+from hytrain.errors import HostMemoryError, size_text
 from hytrain.kernels.host_limits import describe_free_memory
 
 PAGE = mmap.PAGESIZE
@@ -47,7 +47,7 @@ def taking_host_memory(
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_host_memory(error):
             raise
-        size = "" if num_bytes is None else f" of {_size(num_bytes)}"
+        size = "" if num_bytes is None else f" of {size_text(num_bytes)}"
         cause = str(error).partition("\n")[0] or type(error).__name__
         raise HostMemoryError(
             f"the host has no memory{size} for {purpose} ({cause}); "
@@ -68,10 +68,6 @@ def is_out_of_host_memory(error: BaseException) -> bool:
         return True
     # torch has no type for it: its allocator says the first, its mapping of a file the second.
     return any(words in str(error) for words in ("DefaultCPUAllocator", "Cannot allocate memory"))
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def map_anonymous(num_bytes: int, *, inherited: bool = False) -> mmap.mmap:

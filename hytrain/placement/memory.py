@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from hytrain.errors import MemoryBudgetError, PlacementError
+from hytrain.errors import MemoryBudgetError, PlacementError, size_text
 from hytrain.formats.moment_kinds import MOMENTS
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 
@@ -232,7 +232,7 @@ def check_fits(
 
 def _missing(row: Mapping[str, int]) -> str:
     parts = [
-        f"{_gib(row[name])} ({row[name]} bytes) of {side} memory"
+        f"{size_text(row[name])} ({row[name]} bytes) of {side} memory"
         for name, side in ((_GPU_MISSING, "GPU"), (_HOST_MISSING, "host"))
         if row[name]
     ]
@@ -250,8 +250,8 @@ def _advice(
     if limits.gpu is not None and best[_GPU_MISSING]:
         lines.append(
             "activation checkpointing or a smaller micro-batch: model and activations take "
-            f"{_gib(limits.gpu_base)} of the GPU's {_gib(limits.gpu)}, and every GiB won there "
-            "takes a GiB of state"
+            f"{size_text(limits.gpu_base)} of the GPU's {size_text(limits.gpu)}, and every GiB won "
+            "there takes a GiB of state"
         )
     lines += _fewer_bytes(layers, limits, staging_bytes)
     ranks = _ranks_that_fit(layers, limits, staging_bytes, num_ranks)
@@ -267,7 +267,7 @@ def _advice(
         if missing and reserve:
             enough = "" if reserve >= missing else ", which alone is not enough"
             lines.append(
-                f'a smaller "{key}": now {reserve} ({_gib(reserve)}); '
+                f'a smaller "{key}": now {reserve} ({size_text(reserve)}); '
                 f"{max(0, reserve - missing)} at most{enough}"
             )
     lines.append(f"more memory: {_missing(best)}")
@@ -283,7 +283,7 @@ def _fewer_bytes(
         if bounds(smaller, limits, staging_bytes).fits:
             return [
                 f'"hytrain.moments": "{kind}": the state then takes '
-                f"{_gib(state_bytes(smaller))} instead of {_gib(state_bytes(layers))}"
+                f"{size_text(state_bytes(smaller))} instead of {size_text(state_bytes(layers))}"
             ]
     return []
 
@@ -322,7 +322,7 @@ def table(
     rows = [("layers on the GPU", [f"{k} of {len(layers)}" for k in gpu_layers])]
     splits = [_split(layers, limits, staging_bytes, k) for k in gpu_layers]
     for name in splits[0]:
-        cells = [_gib(split[name]) for split in splits]
+        cells = [size_text(split[name]) for split in splits]
         if limits.gpu is None and name in (_GPU_LIMIT, _GPU_RESERVE, _GPU_MISSING):
             if name != _GPU_LIMIT:
                 continue
@@ -357,7 +357,3 @@ def _split(
         "host: kept in reserve": limits.host_reserve,
         _HOST_MISSING: max(0, host + limits.host_reserve - limits.host),
     }
-
-
-def _gib(value: int) -> str:
-    return f"{value / _GIB:.2f} GiB"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hytrain.errors import MemoryBudgetError
+from hytrain.errors import MemoryBudgetError, size_text
 from hytrain.formats.moment_kinds import FP32, MASTER_BYTES
 from hytrain.formats.text_table import align
 from hytrain.placement.costs import LayerBytes
@@ -179,13 +179,13 @@ def refuse_what_cannot_fit(
     host, device = peaks[worst].resident, peaks["build"].gpu
     if limit is not None and host > limit[1]:
         problems.append(
-            f"{worst} takes {_size(host)} of host memory, and the {limit[0]} leaves this rank "
-            f'{_size(limit[1])}: raise that limit, use more ranks, or a larger "{_KEY}"'
+            f"{worst} takes {size_text(host)} of host memory, and the {limit[0]} leaves this rank "
+            f'{size_text(limit[1])}: raise that limit, use more ranks, or a larger "{_KEY}"'
         )
     if gpu is not None and device is not None and device > gpu:
         problems.append(
-            f"the build takes {_size(device)} of the GPU's memory, and there is {_size(gpu)}: a "
-            f'smaller "{_KEY}", or more ranks'
+            f"the build takes {size_text(device)} of the GPU's memory, and there is "
+            f'{size_text(gpu)}: a smaller "{_KEY}", or more ranks'
         )
     if problems:
         raise MemoryBudgetError(
@@ -199,10 +199,6 @@ def peaks_table(peaks: Mapping[str, PhasePeak]) -> str:
     """The peaks for people."""
     rows = [["phase", "host, pageable", "host, pinned", "GPU"]]
     for phase, peak in peaks.items():
-        gpu = "-" if peak.gpu is None else _size(peak.gpu)
-        rows.append([phase, _size(peak.host), _size(peak.pinned), gpu])
+        gpu = "-" if peak.gpu is None else size_text(peak.gpu)
+        rows.append([phase, size_text(peak.host), size_text(peak.pinned), gpu])
     return "\n".join(align(rows))
-
-
-def _size(value: int) -> str:
-    return f"{value / _GIB:.2f} GiB" if value >= _GIB else f"{value / _MIB:.1f} MiB"

@@ -233,16 +233,16 @@ def test_table() -> None:
     rows = {line[:43].strip(): line[43:].split("  ") for line in text.splitlines()}
     cells = {name: [cell.strip() for cell in row if cell.strip()] for name, row in rows.items()}
     assert cells["layers on the GPU"] == ["0 of 4", "2 of 4"]
-    assert cells["GPU: optimizer state"] == ["0.00 GiB", "24.00 GiB"]
+    assert cells["GPU: optimizer state"] == ["0", "24.00 GiB"]
     assert cells["GPU: model, activations, waiting gradients"] == ["10.00 GiB", "14.00 GiB"]
     assert cells["GPU: needed at the peak"] == ["10.00 GiB", "38.00 GiB"]
     assert cells["GPU: there is"] == ["30.00 GiB", "30.00 GiB"]
-    assert cells["GPU: missing"] == ["0.00 GiB", "10.00 GiB"]
+    assert cells["GPU: missing"] == ["0", "10.00 GiB"]
     assert cells["host: optimizer state"] == ["48.00 GiB", "24.00 GiB"]
     assert cells["host: waiting gradients, pinned"] == ["8.00 GiB", "4.00 GiB"]
     assert cells["host: staging, pinned"] == ["1.00 GiB", "1.00 GiB"]
     assert cells["host: needed"] == ["57.00 GiB", "29.00 GiB"]
-    assert cells["host: missing"] == ["28.00 GiB", "0.00 GiB"]
+    assert cells["host: missing"] == ["28.00 GiB", "0"]
     assert len({len(line) for line in text.splitlines()}) == 1
 
 
