@@ -55,7 +55,7 @@ $(STAMP): $(BIN)/python $(BUILD_INPUTS)
 	    || $(if $(TORCH_CPU_INDEX),$(BIN)/python -m pip install $(TORCH_CPU_INDEX) '$(TORCH)' ||) \
 	       $(BIN)/python -m pip install '$(TORCH)'
 	$(BIN)/python -m pip install --quiet 'setuptools>=70' wheel 'cmake>=3.24' ninja 'pybind11>=2.12'
-	$(BIN)/python -c 'import deepspeed.version' 2>/dev/null \
+	$(BIN)/python -c 'import importlib.metadata as m; m.version("deepspeed")' 2>/dev/null \
 	    || DS_BUILD_OPS=0 $(BIN)/python -m pip install --no-build-isolation 'deepspeed>=0.19,<0.20'
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev,docs]'
 	touch $@

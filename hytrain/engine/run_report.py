@@ -47,7 +47,9 @@ class RunReport:
     def close(self) -> None:
         """Prints the summary, where steps were made."""
         recent = self._optimizer.statistics.recent()
-        steps = recent[_WARMUP_STEPS:] or recent
+        # What others took has another k's updates in it.
+        steps = [step for step in recent if step.gpu_fraction == recent[-1].gpu_fraction]
+        steps = steps[_WARMUP_STEPS:] or steps
         if steps:
             logger.info("%s", _summary(steps, self._optimizer.placement.decisions[-1]))
 
@@ -90,8 +92,8 @@ def _summary(steps: list[StepStatistics], last: Decision) -> str:
     update = sum(step.update_seconds for step in steps)
     exposed = sum(step.exposed_seconds for step in steps)
     text = (
-        f"hytrain: {steps[-1].step} steps; the last {len(steps)}: "
-        f"{1e3 * median(lambda step: step.step_seconds):.1f} ms a step (median), k = {_share(last)}"
+        f"hytrain: {steps[-1].step} steps; {len(steps)} of the last took "
+        f"{1e3 * median(lambda step: step.step_seconds):.1f} ms (median) with k = {_share(last)}"
     )
     if update <= 0.0:
         return text + ", nothing updated on the CPU"

@@ -17,12 +17,15 @@ def trainer_folders(output: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def newest_folder(given: Path, tag: str | None = None) -> Path:
-    """Where a Trainer's newest checkpoint (or that of a tag) lies; the folder itself elsewhere."""
-    folders = trainer_folders(given)
-    if tag is not None:
-        folders = [folder for folder in folders if tag in (folder.name, *_names(folder))]
-    return folders[-1] if folders else given
+def one_checkpoint(given: Path, tag: str | None) -> tuple[Path, str | None]:
+    """Of a Trainer's output folder the newest checkpoint's folder, or that of a tag or of a name as
+    "checkpoint-50", and the tag there; elsewhere what was given."""
+    for folder in reversed(trainer_folders(given)):
+        if tag is None or tag == folder.name:
+            return folder, None
+        if tag in _names(folder):
+            return folder, tag
+    return given, tag
 
 
 def _names(folder: Path) -> list[str]:

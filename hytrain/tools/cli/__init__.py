@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="hytrain", description="Offloaded training, measured.")
+    parser = _Parser(prog="hytrain", description="Tools around training with hytrain.")
     parser.add_argument("--version", action="version", version=f"hytrain {__version__}")
     # DeepSpeed's launcher gives every script this argument.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -74,14 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     words = "measure GPUs and hosts with a model, for a plan"
     profile.add(commands.add_parser("profile", help=words))
     plan.add(commands.add_parser("plan", help="deal a batch and the state to unequal GPUs"))
-    words = "why the solver chose its k, or what a configuration will do"
+    words = "explain why the solver chose its k, or what a configuration will do"
     explain.add(commands.add_parser("explain", help=words))
-    words = "is this machine fit for offloaded training, and what to do where it is not"
+    words = "check whether this machine is fit for offloaded training, and say what to change"
     doctor.add(commands.add_parser("doctor", help=words))
-    words = "a checkpoint's weights as safetensors, or one file of torch's"
+    words = "write a checkpoint's weights as safetensors, or as one file for torch.load"
     export.add(commands.add_parser("export", help=words))
-    words = "which checkpoints there are, and are they whole"
+    words = "list checkpoints, and verify that they are whole"
     checkpoint.add(commands.add_parser("checkpoint", help=words))
-    words = "where the time of recorded steps goes, and what a change would win"
+    words = "report where the time of recorded steps goes, and what a change would win"
     trace.add(commands.add_parser("trace", help=words))
     return parser

@@ -14,11 +14,11 @@ from hytrain.errors import CheckpointError
 def add(checkpoint: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     actions = checkpoint.add_subparsers(required=True, metavar="ACTION")
-    words = "read every byte and hold it against what was saved"
+    words = "read every byte and compare it with what was saved"
     verify = actions.add_parser("verify", help=words)
     verify.add_argument("--all", action="store_true", help="all checkpoints of the folder")
     verify.set_defaults(run=_verify)
-    info = actions.add_parser("info", help="which checkpoints there are, and what is in them")
+    info = actions.add_parser("info", help="list the checkpoints, and what is in them")
     info.set_defaults(run=_info)
     for action, which in ((verify, "the latest"), (info, "all")):
         help_text = "folder of checkpoints, or a Trainer's output folder"
@@ -31,14 +31,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     # Imported here: it needs torch, which `hytrain --help` should not wait for.
     from hytrain.checkpoint.inspection import Verdict, locate, saved_checkpoints, verify
     from hytrain.tools.checkpoints.report import verdict_text
-    from hytrain.tools.checkpoints.trainer_folders import newest_folder, trainer_folders
+    from hytrain.tools.checkpoints.trainer_folders import one_checkpoint, trainer_folders
 
     given: Path = arguments.folder
     if arguments.all:
         places = trainer_folders(given) or [given]
         folders = [place / tag for place in places for tag in saved_checkpoints(place)]
     else:
-        folders = [locate(newest_folder(given, arguments.tag), arguments.tag)]
+        folders = [locate(*one_checkpoint(given, arguments.tag))]
 
     def read(number: int, folder: Path) -> Verdict:
         if sys.stderr.isatty():  # of large ones it takes minutes
@@ -50,6 +50,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         print(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
     else:
         print("\n".join(verdict_text(verdict) for verdict in verdicts))
+        if len(trainer_folders(given)) > len(folders):
+            print(f"one of the {len(trainer_folders(given))} checkpoints there; --all for the rest")
     return 0 if verdicts and all(verdict.problem is None for verdict in verdicts) else 1
 
 

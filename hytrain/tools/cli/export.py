@@ -56,12 +56,13 @@ def _size(text: str) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     from hytrain.tools.checkpoints.export import ExportRequest, export_weights
-    from hytrain.tools.checkpoints.trainer_folders import newest_folder
+    from hytrain.tools.checkpoints.trainer_folders import one_checkpoint
 
+    folder, tag = one_checkpoint(arguments.folder, arguments.tag)
     request = ExportRequest(
-        folder=newest_folder(arguments.folder, arguments.tag),
+        folder=folder,
         out=arguments.out,
-        tag=arguments.tag,
+        tag=tag,
         one_file=arguments.format == "fp32",
         dtype="fp32" if arguments.format == "fp32" else arguments.dtype,
         max_shard_bytes=arguments.max_shard_size,

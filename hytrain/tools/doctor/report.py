@@ -56,5 +56,5 @@ def report_text(findings: Sequence[Finding]) -> str:
     lines = align(rows, left=(0, 1, 2, 3))
     bad = sum(finding.verdict == "bad" for finding in findings)
     notes = sum(finding.verdict == "note" for finding in findings)
-    lines.append(f"{bad} bad, {notes} notes, {len(findings) - bad - notes} as they should be")
+    lines.append(f"{bad} bad, {notes} to note, {len(findings) - bad - notes} as they should be")
     return "\n".join(line.rstrip() for text in lines for line in text.splitlines())

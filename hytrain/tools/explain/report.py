@@ -150,7 +150,7 @@ def costs_text(costs: StepCosts) -> str:
         if costs.clipped_share > 0.0:
             times += [("clipped: commit", mean.cpu_commit), ("preview", mean.cpu_preview)]
         words = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in times)
-        lines.append(f"  {count} x {mean.parameters / 1e6:.1f} M: {words}")
+        lines.append(f"  {count} x {_short(mean.parameters / 1e6)} M: {words}")
     threads = "" if costs.update_threads is None else f" ({costs.update_threads} threads)"
     lines += [
         f"t_B, backward of all layers: {costs.backward_seconds:.3f} s",
@@ -162,6 +162,10 @@ def costs_text(costs: StepCosts) -> str:
         f"{costs.backward_seconds:.3f}, tail {costs.tail:.3f})",
     ]
     return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value >= 1.0 or not value else f"{value:.2g}"
 
 
 def candidates_text(rows: Sequence[CandidateRow]) -> str:
@@ -178,7 +182,7 @@ def candidates_text(rows: Sequence[CandidateRow]) -> str:
         if is_predicted:
             times = (row.predicted_seconds, row.worker_seconds, row.exposed_seconds)
             line += [*map(_seconds, times), row.bound or "-"]
-        line += [f"{size / _GIB:.1f}" for size in (row.gpu_bytes, row.host_bytes)]
+        line += [_short(size / _GIB) for size in (row.gpu_bytes, row.host_bytes)]
         line.append("yes" if row.fits else "no")
         if is_measured:
             error = "-" if row.error is None else f"{row.error:+.1%}"

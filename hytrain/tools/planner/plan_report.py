@@ -75,6 +75,9 @@ def plan_text(
             parts.append(other.result.reason)
             continue
         gain = other.result.predicted_seconds / plan.predicted_seconds
+        if other.result.ranks == plan.ranks:
+            parts.append("the same as the plan")
+            continue
         parts += [_ranks(problem, other.result), _summary(problem, other.result, own)]
         parts.append(f"the plan is {gain:.2f} x as fast")
     return "\n".join(parts)
