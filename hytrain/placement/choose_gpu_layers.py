@@ -217,5 +217,7 @@ def _why(costs: StepCosts, predictions: Sequence[Candidate], unbounded: int) -> 
         return f"the CPU keeps up: {seconds}"
     if update > backward:
         return f"host-bound: CPU update {update:.3g} s > backward {backward:.3g} s"
-    # The gradients of the first layers come last: nothing is left to hide their updates behind.
-    return f"updates and copies of the first layers end late: {seconds}"
+    return (
+        "the gradients of the first layers come last, when no backward is left to hide their "
+        f"updates: {seconds}"
+    )

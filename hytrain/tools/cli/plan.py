@@ -194,7 +194,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     from hytrain.tools.planner.result import plan_file
 
     if arguments.batch is None:
-        raise ConfigError("hytrain plan needs --batch: the samples of a step, all ranks together")
+        message = "hytrain plan needs --batch: the samples of a step, all ranks together"
+        if arguments.gpus and not arguments.model and not arguments.profile:
+            message += "; and --model, a transformers config.json, to plan from data sheets"
+        raise ConfigError(message)
     if arguments.batch > _MOST_SAMPLES:
         raise ConfigError(
             f"--batch {arguments.batch}: at most {_MOST_SAMPLES} samples are planned for: give a "

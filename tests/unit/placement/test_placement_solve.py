@@ -144,7 +144,8 @@ def test_the_first_layers_end_late() -> None:
     found = solve(costs, "pipeline", Bounds.unlimited(10))
     assert found.gpu_layers > 0
     assert found.reason.startswith(
-        "updates and copies of the first layers end late: CPU update 15 s, backward 20 s; "
+        "the gradients of the first layers come last, when no backward is left to hide their "
+        "updates: CPU update 15 s, backward 20 s; "
     )
 
 
