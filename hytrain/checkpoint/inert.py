@@ -284,6 +284,15 @@ def _stage(number: object) -> int:
     return _sizes((number,))[0]
 
 
+def _member(_reader: Unpickler, owner: object = None, name: object = None, *more: object) -> object:
+    """An enumeration's member by its name, as Python 3.11.0 to 3.11.3 pickles it."""
+    if not isinstance(owner, Unknown) or owner.arguments is not None or more:
+        return Unknown("builtins.getattr", (owner, name, *more))
+    if owner.name == _STAGE_ENUM and name in _STAGES:
+        return _STAGES[name]
+    return Unknown(owner.name, (name,))
+
+
 def _size(sizes: object = ()) -> torch.Size:
     return torch.Size(_sizes(sizes))
 
@@ -383,6 +392,12 @@ _VALUES: dict[str, object] = {
     **{"torch.Tensor": torch.Tensor, "torch.nn.parameter.Parameter": nn.Parameter},
 }
 
+_STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_STAGES: dict[object, int] = {
+    "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3
+}  # fmt: skip
+"""What DeepSpeed's checkpoints name their ZeRO stage by."""
+
 _COPIES: dict[str | None, Callable[..., object]] = {
     "_codecs.encode": _bytes,
     "builtins.bytearray": _byte_array,
@@ -393,7 +408,7 @@ _COPIES: dict[str | None, Callable[..., object]] = {
     "collections.Counter": collections.Counter,
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": _default_dict,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _stage,
+    _STAGE_ENUM: _stage,
     "numpy._core.multiarray._reconstruct": _array,
     "numpy._core.multiarray.scalar": _scalar,
     "torch.Size": _size,
@@ -403,6 +418,7 @@ _COPIES: dict[str | None, Callable[..., object]] = {
 
 _MAKERS: dict[str | None, Callable[..., object]] = {
     f"{__name__}.Unknown": _unknown,
+    "builtins.getattr": _member,
     "torch._tensor._rebuild_from_type_v2": _typed,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
