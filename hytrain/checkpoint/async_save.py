@@ -76,6 +76,9 @@ class AsyncSaver:
         self._share = share
         self._memory = CopyMemory()
         self._memory.fit(kept.layers, lambda: free_room(share))
+        self._agreed = threading.Event()
+        """Not while the ranks agree on the step after which they raise a failure."""
+        self._agreed.set()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._ended.set()
@@ -188,6 +191,8 @@ class AsyncSaver:
                 "saved under the tag before is unchanged"
             )
         self._raise_at = 0
+        # Before this rank says its step: no step after that one is passed until all have agreed.
+        self._agreed.clear()
         try:
             # On all ranks at the end of the same step, which none has come to yet.
             steps = self.collectives.gather_objects(self._current_step(), "the ranks' steps")
@@ -195,6 +200,7 @@ class AsyncSaver:
         except Exception:
             logger.debug("the ranks are not asked where they are", exc_info=True)
         self._error = error
+        self._agreed.set()
 
     @property
     def copy_bytes(self) -> int:
@@ -212,6 +218,7 @@ class AsyncSaver:
         Raises:
             CheckpointError: the last save failed; training can go on.
         """
+        self._agreed.wait()
         if self._error is not None and self._current_step() >= self._raise_at:
             self.wait()
 

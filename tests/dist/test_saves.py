@@ -136,6 +136,19 @@ def _no_space(*_arguments: object) -> Any:
     raise OSError(28, "No space left on device")
 
 
+def _delay_answers(patch: pytest.MonkeyPatch, engine: Any) -> None:
+    """Its thread learns late where the ranks are: steps must not go on meanwhile."""
+    collectives = engine._saver.collectives
+    ask = collectives.gather_objects
+
+    def late(*arguments: Any) -> Any:
+        answer = ask(*arguments)
+        time.sleep(0.3)
+        return answer
+
+    patch.setattr(collectives, "gather_objects", late)
+
+
 @on_ranks(2)
 def test_a_failure_beside_steps_is_raised_after_the_same_step(tmp_path: Path) -> None:
     rank = dist.get_rank()
@@ -143,6 +156,7 @@ def test_a_failure_beside_steps_is_raised_after_the_same_step(tmp_path: Path) ->
         train(engine, 0, 2)
         if rank == 1:
             patch.setattr(file_writers, "begin_file", _no_space)
+            _delay_answers(patch, engine)
         message = ""
         engine.save_checkpoint(tmp_path)
         for step in range(2, MOST_STEPS):
