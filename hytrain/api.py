@@ -95,7 +95,7 @@ def initialize(
     """
     avoid_cpu_communication_build()
     for lock in find_locks():
-        if lock.is_stale:
+        if lock.is_stale and os.environ.get("RANK", "0") == "0":
             logger.warning(
                 "%s is %.0f minutes old: a start of DeepSpeed that compiles the extension there "
                 "waits for it for ever; delete it unless another process compiles right now",

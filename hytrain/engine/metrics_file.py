@@ -21,6 +21,8 @@ Record = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
+_BEGIN = b'{"rank": '
+"""How each line begins."""
 _LONGEST_LINE = 2**24
 """Bytes; a decision has some hundred for each layer."""
 
@@ -105,7 +107,7 @@ class MetricsFile:
             device: this rank's.
 
         Raises:
-            ConfigError: it cannot be opened.
+            ConfigError: it cannot be opened, or is a file of something else.
         """
         path = Path(name)
         if rank:
@@ -144,9 +146,22 @@ class MetricsFile:
 
 
 def _cut_half_line(path: Path) -> None:
-    """Of a job that was killed while it wrote."""
-    if path.is_file():
-        with path.open("rb+") as file:
-            start = max(0, path.stat().st_size - _LONGEST_LINE)
-            file.seek(start)
-            file.truncate(start + file.read().rfind(b"\n") + 1)
+    """Removes half a line, of a job that was killed while it wrote; nothing of anything else.
+
+    Raises:
+        ConfigError: the file ends in half a line of something else.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        start = max(0, path.stat().st_size - _LONGEST_LINE)
+        file.seek(start)
+        whole, newline, half = file.read().rpartition(b"\n")
+        if not half:
+            return
+        if not half.startswith(_BEGIN[: len(half)]):
+            raise ConfigError(
+                f'"hytrain.metrics" is "{path}", which exists and is no metrics file: lines would '
+                "be appended to it; give another file"
+            )
+        file.truncate(start + len(whole) + len(newline))

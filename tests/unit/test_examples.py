@@ -1,4 +1,4 @@
-"""Each file of examples/ trains a tiny model on this machine; the loss falls."""
+"""Each file of examples/ trains a tiny model on this machine, for as many steps as it is asked."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_script(name: str, model: str, models: Path, tmp_path: Path) -> None:
     text = _run([script, "--model", str(models / model), *options], tmp_path)
     losses = [float(found) for found in re.findall(r"loss'?:? '?([0-9.]+)", text)]
     assert len(losses) >= 4
-    assert losses[0] > 0
+    assert all(0 < loss < 10 for loss in losses)
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert sum("step_s" in json.loads(line) for line in lines) == 20
 

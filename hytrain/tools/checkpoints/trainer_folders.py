@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-LATEST = "latest"
+from hytrain.checkpoint.universal import LATEST
 
 
 def trainer_folders(output: Path) -> list[Path]:
     """The folders of checkpoints in a Trainer's output folder, oldest first; none elsewhere."""
-    if not output.is_dir() or (output / LATEST).exists():
+    if not output.is_dir() or (output / LATEST[0]).exists():
         return []
     found = [path for path in output.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name)]
-    found = [path for path in found if (path / LATEST).is_file()]
+    found = [path for path in found if (path / LATEST[0]).is_file()]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 

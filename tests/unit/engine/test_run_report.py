@@ -17,7 +17,6 @@ import torch
 from support.engines import built, make_config
 from torch import nn
 
-from hytrain.engine.run_report import logger
 from hytrain.errors import ConfigError
 from hytrain.tools import cli
 
@@ -76,7 +75,6 @@ def test_a_script_shows_them_unless_it_sets_a_level(quiet: bool) -> None:
     )
     run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert run.stderr.count("seen") == (0 if quiet else 1)
-    assert logger.name == "hytrain.run"
 
 
 def test_metrics_are_what_explain_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,13 +99,22 @@ def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path / "saved")
         _steps(engine, 1)
     with path.open("a") as file:
-        file.write('{"half a line')
+        file.write('{"rank": 0, "half a line')
     with _engine(metrics=str(path)) as engine:
         engine.load_checkpoint(tmp_path / "saved")
         _steps(engine, 2)
     steps = [line["step"] for line in _lines(path) if "step_s" in line]
     assert steps == [1, 2, 3, 3, 4]
     assert cli.main(["explain", str(path)]) == 0
+
+
+@pytest.mark.parametrize("content", ["no newline at all", 'lines\n{"other": 1'])
+def test_another_file_is_refused_and_left_as_it_is(content: str, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text(content)
+    engine = _engine(metrics=str(tmp_path / "notes"))
+    with pytest.raises(ConfigError, match="is no metrics file"), engine:
+        pass
+    assert (tmp_path / "notes").read_text() == content
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
