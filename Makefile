@@ -157,10 +157,16 @@ check: install
 	files="$$($(CHANGED))"; test -z "$$files" || $(BIN)/pyright --pythonpath $(BIN)/python $$files
 	$(PYTEST_BESIDE) -q -m '$(EVERYDAY)' $(TEST_ARGS) $(CHECK_TESTS)
 
-# The documents as a site, with every warning an error: build/site/index.html. No network is used.
+# The documents as a site, with every warning an error: build/site/index.html. Where the tools are not in
+# $(VENV), they get an environment of their own; torch and the extension are not needed.
 # (Not with --quiet, under which mkdocs counts no warnings.)
-docs: install
-	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m mkdocs build --strict
+DOCS_VENV := .venv-docs
+DOCS_TOOLS := 'mkdocs>=1.6,<2' 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=0.27' pydantic ruff
+docs:
+	$(BIN)/python -c 'import mkdocs, material, mkdocstrings, pydantic' 2>/dev/null || test -x $(DOCS_VENV)/bin/mkdocs \
+	    || { $(PYTHON) -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/python -m pip install --quiet $(DOCS_TOOLS); }
+	python=$(BIN)/python; test ! -x $(DOCS_VENV)/bin/mkdocs || python=$(DOCS_VENV)/bin/python; \
+	    NO_MKDOCS_2_WARNING=1 PATH="$$(dirname $$python):$$PATH" PYTHONPATH=. $$python -m mkdocs build --strict
 
 lint: install
 	$(BIN)/ruff check .
@@ -200,4 +206,4 @@ sanitize-memory sanitize-threads: sanitize-%: install
 	    --timeout 120
 
 clean:
-	rm -rf $(COMPAT) build dist *.egg-info hytrain/_C.*.so $(STAMP) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(COMPAT) $(DOCS_VENV) build dist *.egg-info hytrain/_C.*.so $(STAMP) .pytest_cache .ruff_cache .hypothesis

@@ -1,8 +1,8 @@
 """Facts about the keys of the "hytrain" section, taken from the models that check them.
 
-The page docs/configuration.md has a heading a key and says what the key is for. Type, default,
-limits and the model's own description are put below each heading when the site is built, so that
-they cannot differ from the code.
+The page docs/configuration.md has a heading a key. Type, default and limits are put below each
+heading when the site is built, so that they cannot differ from the code. Where the page has no text
+of its own for a key, the model's docstring is its explanation: one explanation a key.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from hytrain.config import HyTrainConfig
 
 EXAMPLE = "<!-- every key -->"
 HEADING = re.compile(r"^### `([a-z_.]+)`$", flags=re.MULTILINE)
+_HEADING_AND_NEXT = re.compile(r"^### `([a-z_.]+)`\n+(?=(#?))", flags=re.MULTILINE)
+"""A key, and "#" where its text is empty: the next heading follows at once."""
 _SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
 
 
@@ -74,7 +76,9 @@ def fill(markdown: str) -> str:
     if sorted(found) != sorted(known):
         missing, unknown = set(known) - set(found), set(found) - set(known)
         raise ValueError(f"docs/configuration.md: without heading {missing}, no key {unknown}")
-    filled = HEADING.sub(lambda match: f"{match[0]}\n\n{_facts(known[match[1]])}", markdown)
+    filled = _HEADING_AND_NEXT.sub(
+        lambda match: f"### `{match[1]}`\n\n{_facts(known[match[1]], not match[2])}\n\n", markdown
+    )
     return filled.replace(EXAMPLE, f"```json\n{example()}\n```")
 
 
@@ -84,11 +88,10 @@ def example() -> str:
     return '"hytrain": ' + json.dumps(section, indent=2)
 
 
-def _facts(key: Key) -> str:
+def _facts(key: Key, is_explained: bool) -> str:
     limits = f", {key.limits}" if key.limits else ""
-    description = key.description.replace("``", "`")
     head = f"*{key.type}{limits}; default* `{key.default}`"
-    return f"{head}\n\n{description}" if description else head
+    return head if is_explained else f"{head}\n\n{key.description.replace('``', '`')}"
 
 
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:

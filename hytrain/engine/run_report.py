@@ -69,19 +69,19 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
     layers, first = optimizer.weights.layers, optimizer.placement.decisions[0]
     parameters = sum(slot.numel for layer in layers for slot in layer.slots)
     ranks = int(engine.world_size)
-    share = "" if ranks == 1 else f"; rank 0 of {ranks} has"
     state = [layer.state_bytes for layer in first.layer_bytes]
     on_gpu, on_host = sum(state[: first.gpu_layers_target]), sum(state[first.gpu_layers_target :])
-    k = "solved from the first steps on" if optimizer.placement.controller.solves else "fixed"
+    k = "solved while training" if optimizer.placement.controller.solves else "fixed"
     peak = optimizer.placement.memory_peaks()["step"]
     planned = f"{size_text(peak.resident)} of host memory"
     if peak.gpu is not None:
         planned += f" and, besides activations, {size_text(peak.gpu)} of the GPU's"
     return (
         f"hytrain {__version__}: {_count(parameters)} trained parameters in {len(layers)} layers, "
-        f"ZeRO-{int(engine.zero_optimization_stage())}{share or ';'} Adam state "
-        f"({first.layer_bytes[0].moments} moments): {size_text(on_host)} in host memory, "
-        f"{size_text(on_gpu)} on the GPU; k = {_share(first)}, {k}; planned: at most {planned}"
+        f"ZeRO-{int(engine.zero_optimization_stage())}; k = {_share(first)}, {k}\n"
+        f"hytrain: {'' if ranks == 1 else f'rank 0 of {ranks}: '}Adam state "
+        f"({first.layer_bytes[0].moments} moments) {size_text(on_host)} in host memory, "
+        f"{size_text(on_gpu)} on the GPU; planned: at most {planned}"
     )
 
 
@@ -92,16 +92,15 @@ def _summary(steps: list[StepStatistics], last: Decision) -> str:
     update = sum(step.update_seconds for step in steps)
     exposed = sum(step.exposed_seconds for step in steps)
     text = (
-        f"hytrain: {steps[-1].step} steps; {len(steps)} of the last took "
-        f"{1e3 * median(lambda step: step.step_seconds):.1f} ms (median) with k = {_share(last)}"
+        f"hytrain: {steps[-1].step} steps; median of the last {len(steps)}: "
+        f"{1e3 * median(lambda step: step.step_seconds):.1f} ms with k = {_share(last)}"
     )
     if update <= 0.0:
-        return text + ", nothing updated on the CPU"
+        return text + ", no CPU updates"
     hidden = min(1.0, max(0.0, 1.0 - exposed / update))
     return text + (
-        f"; CPU updates of {1e3 * median(lambda step: step.update_seconds):.1f} ms, "
-        f"{hidden:.0%} of it beside other work, "
-        f"{1e3 * median(lambda step: step.exposed_seconds):.1f} ms waited for"
+        f"; CPU update {1e3 * median(lambda step: step.update_seconds):.1f} ms, "
+        f"{hidden:.0%} hidden, {1e3 * median(lambda step: step.exposed_seconds):.1f} ms exposed"
     )
 
 

@@ -213,11 +213,8 @@ def _why(costs: StepCosts, predictions: Sequence[Candidate], unbounded: int) -> 
     seconds = f"CPU update {update:.3g} s, backward {backward:.3g} s"
     if unbounded == 0:
         if predictions[0].bound == "host":
-            return f"host-bound, but GPU updates would win nothing: {seconds}"
+            return f"host-bound, but GPU updates would save nothing: {seconds}"
         return f"the CPU keeps up: {seconds}"
     if update > backward:
         return f"host-bound: CPU update {update:.3g} s > backward {backward:.3g} s"
-    return (
-        "the gradients of the first layers come last, when no backward is left to hide their "
-        f"updates: {seconds}"
-    )
+    return f"no backward is left to hide the first layers' updates: {seconds}"

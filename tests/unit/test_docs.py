@@ -87,6 +87,8 @@ def test_every_key_is_on_its_page() -> None:
     for key in generator.all_keys():
         assert f"### `{key.name}`\n\n*{key.type}" in filled
         assert key.description
+        is_explained = f"### `{key.name}`\n\n#" not in page
+        assert (key.description.replace("``", "`") in filled) != is_explained, "one explanation"
     with pytest.raises(ValueError, match=r"offload\.cpu_threads"):
         generator.fill(page.replace("### `offload.cpu_threads`", ""))
 

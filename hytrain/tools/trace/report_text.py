@@ -128,9 +128,9 @@ def _slow_words(analysis: Analysis, rank: int) -> str:
 def _change_words(analysis: Analysis) -> str:
     worth = [fix for fix in analysis.fixes if fix.gain >= _WORTH]
     if not worth:
-        return "No change wins more than 1 %: what is left of the step is compute."
+        return "No change saves more than 1 %: the rest of the step is compute."
     named = [f"{fix.name} {percent(fix.gain)}" for fix in worth[:3]]
-    return f"Most that a change could save of a step: {_and(named)} (upper bounds, each alone)."
+    return f"Most you could save per step, each alone: {_and(named)}."
 
 
 def _and(parts: Sequence[str]) -> str:
@@ -301,7 +301,7 @@ def _slow_layers(analysis: Analysis) -> str:
 
 
 def _fixes(analysis: Analysis) -> str:
-    rows = [("fix, each alone", "wins at most", "step, ms", "if")]
+    rows = [("fix, each alone", "saves at most", "step, ms", "if")]
     for fix in analysis.fixes:
         rows.append((fix.name, percent(fix.gain), _ms(fix.step_seconds), fix.words))
     return "\n".join(align(rows, left=(0, 3))) if len(rows) > 1 else ""

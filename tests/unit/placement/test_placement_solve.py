@@ -135,7 +135,7 @@ def test_gpu_updates_that_win_nothing() -> None:
     costs = equal_layers(2, forward=1, backward=1, cpu_update=2, gpu_update=9)
     found = solve(costs, "pipeline", Bounds.unlimited(2))
     assert found.gpu_layers == 0
-    assert "GPU updates would win nothing" in found.reason
+    assert "GPU updates would save nothing" in found.reason
 
 
 def test_the_first_layers_end_late() -> None:
@@ -144,8 +144,7 @@ def test_the_first_layers_end_late() -> None:
     found = solve(costs, "pipeline", Bounds.unlimited(10))
     assert found.gpu_layers > 0
     assert found.reason.startswith(
-        "the gradients of the first layers come last, when no backward is left to hide their "
-        "updates: CPU update 15 s, backward 20 s; "
+        "no backward is left to hide the first layers' updates: CPU update 15 s, backward 20 s; "
     )
 
 
