@@ -188,7 +188,7 @@ class Trainer:
             yield data.to_device(self._sequences.train_batch(first, count), self._device)
 
     def _measure(self, loss: torch.Tensor, lr: float, step_s: float) -> _Pending:
-        record: metrics.Record = {"step": self._step, "lr": lr, "step_s": step_s}
+        record: metrics.Record = {"kind": "step", "step": self._step, "lr": lr, "step_s": step_s}
         if hasattr(self._engine, "step_statistics"):
             statistics = self._engine.step_statistics()
             record |= step_record(statistics)

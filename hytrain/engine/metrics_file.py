@@ -125,7 +125,8 @@ class MetricsFile:
 
     def add_step(self, step: int, statistics: StepStatistics) -> None:
         """After a step, which may have been skipped; ``step``: how many have been made."""
-        record = {"step": step, "step_s": statistics.step_seconds} | step_record(statistics)
+        record = {"kind": "step", "step": step, "step_s": statistics.step_seconds}
+        record |= step_record(statistics)
         self._write([*self._decisions.take(), record | memory_record(self._device)])
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import size_text
 from hytrain.optimizer.statistics import StepStatistics
+from hytrain.placement.costs import layers_words
 from hytrain.placement.records import Decision
 from hytrain.version import __version__
 
@@ -41,7 +42,7 @@ class RunReport:
         self._has_settled = True
         if controller.solves:
             logger.info(
-                "hytrain: k = %s after step %d: %s", _share(last), last.step, _because(last.reason)
+                "hytrain: k = %s after step %d: %s", _share(last), last.step, _because(last)
             )
 
     def close(self) -> None:
@@ -74,14 +75,17 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
     k = "solved while training" if optimizer.placement.controller.solves else "fixed"
     peak = optimizer.placement.memory_peaks()["step"]
     planned = f"{size_text(peak.resident)} of host memory"
-    if peak.gpu is not None:
+    where = f"{size_text(on_host)} in host memory, {size_text(on_gpu)} on the GPU"
+    if peak.gpu is None:
+        where = f"{size_text(sum(state))}; no accelerator: everything is on the CPU"
+    else:
         planned += f" and, besides activations, {size_text(peak.gpu)} of the GPU's"
     return (
-        f"hytrain {__version__}: {_count(parameters)} trained parameters in {len(layers)} layers, "
-        f"ZeRO-{int(engine.zero_optimization_stage())}; k = {_share(first)}, {k}\n"
+        f"hytrain {__version__}: {_count(parameters)} trained parameters in "
+        f"{layers_words(first.layer_bytes)}, ZeRO-{int(engine.zero_optimization_stage())}; "
+        f"k = {_share(first)}, {k}\n"
         f"hytrain: {'' if ranks == 1 else f'rank 0 of {ranks}: '}Adam state "
-        f"({first.layer_bytes[0].moments} moments) {size_text(on_host)} in host memory, "
-        f"{size_text(on_gpu)} on the GPU; planned: at most {planned}"
+        f"({first.layer_bytes[0].moments} moments) {where}; planned: at most {planned}"
     )
 
 
@@ -92,11 +96,11 @@ def _summary(steps: list[StepStatistics], last: Decision) -> str:
     update = sum(step.update_seconds for step in steps)
     exposed = sum(step.exposed_seconds for step in steps)
     text = (
-        f"hytrain: {steps[-1].step} steps; median of the last {len(steps)}: "
+        f"hytrain: {steps[-1].step} steps; median of {len(steps)}: "
         f"{1e3 * median(lambda step: step.step_seconds):.1f} ms with k = {_share(last)}"
     )
     if update <= 0.0:
-        return text + ", no CPU updates"
+        return text + (", no CPU updates" if last.limits.gpu is not None else ", no worker updates")
     hidden = min(1.0, max(0.0, 1.0 - exposed / update))
     return text + (
         f"; CPU update {1e3 * median(lambda step: step.update_seconds):.1f} ms, "
@@ -109,13 +113,13 @@ def _share(decision: Decision) -> str:
     return f"{layers / decision.num_layers:.2f} ({layers} of {decision.num_layers} layers)"
 
 
-def _because(reason: str) -> str:
+def _because(decision: Decision) -> str:
     # How many layers it is and what is predicted follows the reason's first clause.
-    return reason.split("; ")[0]
+    return decision.reason.split("; ")[0].replace("GPU", decision.limits.device)
 
 
 def _count(number: int) -> str:
     for unit, name in ((10**9, "billion"), (10**6, "million")):
         if number >= unit:
             return f"{number / unit:.2f} {name}"
-    return str(number)
+    return f"{number:,}"

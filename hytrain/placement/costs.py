@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hytrain.formats.moment_kinds import FP32, MomentsName, state_bytes
@@ -34,6 +35,15 @@ class LayerBytes:
         return state_bytes(self.moments, self.parameters)
 
 
+def layers_words(layers: Sequence[LayerBytes]) -> str:
+    """How many, and which of them are no blocks, as a model's discovery names them."""
+    sides = {layer.name.partition(" ")[0] for layer in layers} & {"before", "after"}
+    blocks = len(layers) - len(sides)
+    outside = " and ".join(sorted(sides, reverse=True))
+    detail = f" ({blocks} blocks, and what comes {outside})" if sides else ""
+    return f"{len(layers)} layers{detail}"
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
     """What a rank may use, in bytes.
@@ -60,3 +70,8 @@ class MemoryLimits:
     host: int
     host_reserve: int
     gpu_base_at: tuple[int, ...] = field(default=())
+
+    @property
+    def device(self) -> str:
+        """What people's texts call the side that is not the host."""
+        return "device" if self.gpu is None else "GPU"

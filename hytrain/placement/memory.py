@@ -328,6 +328,7 @@ def table(
                 continue
             cells = ["no limit"] * len(splits)
         rows.append((name, cells))
+    rows = [(name.replace("GPU", limits.device), cells) for name, cells in rows]
     head = max(len(name) for name, _ in rows)
     width = max(len(cell) for _, cells in rows for cell in cells)
     return "\n".join(

@@ -181,7 +181,10 @@ class PlacementController:
                 return number, self._words_of_launch_bound(number)
         if self._is_worth_moving(step, solution, is_certain=is_certain):
             return solved, solution.reason
-        return here, f"{solution.reason}; {here} of {len(self._layers)} stay there"
+        if solved == here:
+            return here, solution.reason
+        stay = f"{here} of {len(self._layers)} layers stay there: {solved} would win too little"
+        return here, f"{stay}; {solution.reason}"
 
     def _see_launches(self, step: int, launch_bound: bool, *, is_certain: bool) -> None:
         """Whether this workload's steps are launch-bound, which only shows with few CPU updates."""

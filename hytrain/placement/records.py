@@ -58,7 +58,7 @@ class Decision:
 
     def metrics_record(self) -> dict[str, Any]:
         """One line of a metrics file."""
-        return {"step": self.step, "placement": self.to_json()}
+        return {"kind": "decision", "step": self.step, "placement": self.to_json()}
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Decision:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.placement_runs import NUM_LAYERS, decision, step_line, text_of, typical_run
 
 from hytrain.tools import cli
@@ -153,8 +154,13 @@ def test_a_models_sizes_are_the_real_ones(config: Path, model: Path, capsys: Cap
     assert [row["gpu_layers"] for row in result["candidates"]] == list(range(6))
     assert cli.main(["explain", str(config), *arguments[:2], *arguments[3:]]) == 0
     text = capsys.readouterr().out
+    assert "in 5 layers (3 blocks, and what comes before and after)" in text
     assert "0 of 5 layers on the GPU (k = 0): the fewest that fit" in text
+    assert "<- first step" in text
     assert "GPU: there is" in text
+    assert cli.main(["explain", str(config), *arguments[:2]]) == 0
+    text = capsys.readouterr().out
+    assert ("give --gpu-memory GIB" in text) == (not torch.cuda.is_available())
 
 
 def test_weights_that_are_sharded_or_on_the_host(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hytrain.cost.prediction import predict
 from hytrain.placement.memory import Bounds, bounds, gpu_peak_bytes, host_bytes
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.history import Median
+
+MISFIT = 0.25
+"""Predicted over measured, less 1. On GPUs predictions far from the solved k were off by up to 16 %
+(experiments/solve_k)."""
+_STEPS = 3
+"""A median of fewer may be an evaluation or a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,8 @@ class CandidateRow:
         fits: whether both fit, with the reserves.
         measured: the steady steps at this number; None where none ran.
         error: predicted over measured, less 1.
-        marks: "chosen" of the decision's target, if that fits, and "closed form" of its number.
+        marks: "chosen" of the decision's target, if that fits ("first step" where nothing had been
+            measured, "fixed" where k is), and "closed form" of its number.
     """
 
     gpu_layers: int
@@ -53,7 +60,7 @@ def candidate_rows(
     added = decision.corrections or (0.0,) * len(numbers)
     marked = {"closed form": closed_form_layers(decision)}
     if decision.bounds.fits:
-        marked = {"chosen": decision.gpu_layers_target, **marked}
+        marked = {_target_mark(decision): decision.gpu_layers_target, **marked}
     fitting = fitting_bounds(decision)
     rows: list[CandidateRow] = []
     for number in numbers:
@@ -79,6 +86,23 @@ def candidate_rows(
             )
         )
     return rows
+
+
+def _target_mark(decision: Decision) -> str:
+    if decision.reason.startswith("gpu_fraction is"):
+        return "fixed"
+    return "first step" if decision.costs is None else "chosen"
+
+
+def worst_misfit(rows: Sequence[CandidateRow]) -> CandidateRow | None:
+    """The measured number whose prediction is further off than a fitting model's ever was."""
+    errors = {
+        abs(row.error): row
+        for row in rows
+        if row.error is not None and row.measured is not None and row.measured.num_steps >= _STEPS
+    }
+    worst = max(errors, default=0.0)
+    return errors[worst] if worst > MISFIT else None
 
 
 def fitting_bounds(decision: Decision) -> Bounds:

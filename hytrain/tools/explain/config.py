@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import MemoryBudgetError
-from hytrain.placement.costs import LayerBytes, MemoryLimits
+from hytrain.placement.costs import LayerBytes, MemoryLimits, layers_words
 from hytrain.placement.memory import (
     bounds,
     check_fits,
@@ -20,7 +20,8 @@ from hytrain.tools.explain.training_form import TrainingForm
 
 def config_words(config: HyTrainConfig, form: TrainingForm) -> str:
     """What will happen with a configuration, and what of it has no effect."""
-    return "\n".join([*_placement_words(config), _clipping_words(form)])
+    dtype = f"Training copy: {form.dtype} ({form.dtype_from})."
+    return "\n".join([*_placement_words(config), dtype, _clipping_words(form)])
 
 
 def _placement_words(config: HyTrainConfig) -> list[str]:
@@ -139,21 +140,27 @@ def first_decision(
 
 def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> str:
     """Sizes and memory, for people."""
-    num_layers, target = decision.num_layers, decision.gpu_layers_target
+    target, device = decision.gpu_layers_target, decision.limits.device
     shared = ""
     if sizes.num_ranks > 1:
         own = sum(layer.parameters for layer in sizes.layers)
         shared = f"; rank {sizes.rank} of {sizes.num_ranks} owns the state of {own / 1e6:,.1f} M"
     lines = [
-        f"Model: {sizes.source}: {sum(sizes.parameters) / 1e6:,.1f} M parameters in {num_layers} "
-        f"layers{shared}. Activations are not counted: a run measures them in its first step, and "
-        "the times that decide k. For an estimate of the step: `hytrain plan --gpus`.",
+        f"Model: {sizes.source}: {sum(sizes.parameters) / 1e6:,.1f} M parameters in "
+        f"{layers_words(sizes.layers)}{shared}. Activations are not counted: a run measures them "
+        "in its first step, and the times that decide k. For an estimate of the step: `hytrain "
+        "plan --gpus`.",
     ]
+    if decision.limits.gpu is None:
+        lines.append(
+            "No GPU is here and no --gpu-memory was given: what computes is called the device, and "
+            "its memory has no limit. For a machine with GPUs give --gpu-memory GIB."
+        )
     fixed = isinstance(config.gpu_fraction, float)
     if fixed and not decision.bounds.allow(target):
         lines.append(
-            f"The fixed number of GPU layers, {target}, does not fit: the run would start and take "
-            "the reserve, or run out of memory."
+            f"The fixed number of {device} layers, {target}, does not fit: the run would start and "
+            "take the reserve, or run out of memory."
         )
     if not fixed and not decision.bounds.fits:
         try:

@@ -13,14 +13,20 @@ from hytrain.formats.text_table import align
 from hytrain.placement.memory import table
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import (
+    MISFIT,
     CandidateRow,
     candidate_rows,
     closed_form_layers,
     fitting_bounds,
+    worst_misfit,
 )
 from hytrain.tools.explain.history import UNSTEADY_STEPS, History, Median, moves_layers
 
 _GIB = 1024**3
+_NO_GPU = (
+    'There was no accelerator: the "device" is the CPU itself. How long a step takes with an '
+    "accelerator, and the k that suits it, cannot be seen here."
+)
 _MOST_DECISIONS = 20
 """Rows of the table of decisions; older moves are counted, not shown."""
 
@@ -38,28 +44,50 @@ def run_text(history: History) -> str:
     head = ""
     if len(history.ranks) > 1:
         head = f"Rank {history.rank} of the {len(history.ranks)} that wrote decisions.\n"
-    found = decision_text(explained(history), history.measured_at)
+    newest = explained(history)
+    if newest.limits.gpu is None:
+        head += f"{_NO_GPU}\n"
+    found = decision_text(newest, history.measured_at)
     return f"{head}{found}\n\nDecisions\n\n{_history_table(history)}"
 
 
 def decision_text(decision: Decision, measured_at: Callable[[int], Median | None]) -> str:
     """A decision's choice, costs, candidates and memory."""
     target, num_layers = decision.gpu_layers_target, decision.num_layers
+    device, rows = decision.limits.device, candidate_rows(decision, measured_at)
+    misfit = worst_misfit(rows)
+    reason = f"{decision.reason}." if misfit is None else _misfit_words(rows, misfit, device)
     measured, columns = "", sorted({0, target, num_layers})
     if decision.costs is not None:
-        measured, columns = f"Measured\n\n{costs_text(decision.costs)}\n\n", [target]
+        measured, columns = f"Measured\n\n{costs_text(decision.costs, device)}\n\n", [target]
     fitting = fitting_bounds(decision)
-    fits = f"No number of the {num_layers} layers on the GPU fits."
+    fits = f"No number of the {num_layers} layers on the {device} fits."
     if fitting.fits:
         fits = f"Fits: {fitting.min_gpu_layers} to {fitting.max_gpu_layers}"
-        fits += f" of {num_layers} layers on the GPU."
+        fits += f" of {num_layers} layers on the {device}."
     memory = table(decision.layer_bytes, decision.limits, decision.staging_bytes, columns)
     return (
-        f"{target} of {num_layers} layers on the GPU (k = {target / num_layers:.3g}): "
-        f"{decision.reason}.\n\n"
+        f"{target} of {num_layers} layers on the {device} (k = {target / num_layers:.3g}): "
+        f"{reason.replace('GPU', device)}\n\n"
         f"{measured}"
-        f"Candidates\n\n{candidates_text(candidate_rows(decision, measured_at))}\n\n"
+        f"Candidates\n\n{candidates_text(rows, device)}\n\n"
         f"Memory\n\n{fits}\n{memory}"
+    )
+
+
+def _misfit_words(rows: Sequence[CandidateRow], misfit: CandidateRow, device: str) -> str:
+    """In place of the solver's reason, which rests on predictions."""
+    ran = [(row.measured.seconds, row) for row in rows if row.measured is not None]
+    seconds, best = min(ran, key=lambda pair: pair[0])
+    measured = misfit.measured and misfit.measured.seconds
+    return (
+        "the solver's choice.\n"
+        f"The predictions do not fit this run: with {misfit.gpu_layers} layers on the {device} "
+        f"{_seconds(misfit.predicted_seconds)} s predicted, {_seconds(measured)} s measured "
+        f"({misfit.error:+.0%}; they are of use within {MISFIT:.0%}). Do not choose k by them. Of "
+        f"what was measured, the shortest step is that of {best.gpu_layers} layers, "
+        f"{_seconds(seconds)} s. Steps of a few ms, batches that change their shape and training "
+        "without an accelerator are not what the model is made for."
     )
 
 
@@ -68,13 +96,15 @@ def decision_json(
 ) -> dict[str, Any]:
     """The decision's own record, with what follows from it, as plain JSON values."""
     names = ("forward_seconds", "backward_seconds", "compute_seconds", "cpu_seconds", "alpha")
-    costs = decision.costs
+    costs, rows = decision.costs, candidate_rows(decision, measured_at)
+    is_measured = any(row.error is not None for row in rows)
     return {
         "decision": decision.to_json(),
         "closed_form_gpu_layers": closed_form_layers(decision),
         "sums": None if costs is None else {name: getattr(costs, name) for name in names},
         "fits": asdict(fitting_bounds(decision)),
-        "candidates": [asdict(row) for row in candidate_rows(decision, measured_at)],
+        "predictions_fit": worst_misfit(rows) is None if is_measured else None,
+        "candidates": [asdict(row) for row in rows],
     }
 
 
@@ -105,7 +135,7 @@ def _history_table(history: History) -> str:
                 _seconds(decision.predicted_seconds),
                 _seconds(None if measured is None else measured.seconds),
                 "-" if measured is None else str(measured.num_steps),
-                decision.reason,
+                decision.reason.replace("GPU", decision.limits.device),
             )
         )
     lines = align(rows, left=(6,))
@@ -134,7 +164,7 @@ def layer_groups(costs: StepCosts) -> list[tuple[int, LayerCosts]]:
     return groups
 
 
-def costs_text(costs: StepCosts) -> str:
+def costs_text(costs: StepCosts, device: str = "GPU") -> str:
     """What the layers take, neighbours of equal size in one line; the closed form's t_B, t_U and
     alpha among their sums."""
     lines = ["a layer's mean, on this rank (sizes are of its shard):"]
@@ -143,7 +173,7 @@ def costs_text(costs: StepCosts) -> str:
             ("forward", mean.forward),
             ("backward", mean.backward),
             ("CPU update", mean.cpu_update),
-            ("GPU update", mean.gpu_update),
+            (f"{device} update", mean.gpu_update),
             ("D2H", mean.to_host),
             ("H2D", mean.to_device),
         ]
@@ -153,13 +183,13 @@ def costs_text(costs: StepCosts) -> str:
         lines.append(f"  {count} x {_short(mean.parameters / 1e6)} M: {words}")
     threads = "" if costs.update_threads is None else f" ({costs.update_threads} threads)"
     lines += [
-        f"t_B, backward of all layers: {costs.backward_seconds:.3f} s",
-        f"t_U, CPU update of all layers: {costs.cpu_seconds:.3f} s{threads}",
-        f"alpha, GPU over CPU update: {costs.alpha:.3g}",
+        f"t_B, backward of all layers: {_seconds(costs.backward_seconds)} s",
+        f"t_U, CPU update of all layers: {_seconds(costs.cpu_seconds)} s{threads}",
+        f"alpha, {device} over CPU update: {costs.alpha:.3g}",
         f"clipped share of the steps: {costs.clipped_share:.1%}",
-        f"step without any update: {costs.compute_seconds:.3f} s (forward "
-        f"{costs.forward_seconds:.3f}, between {costs.between:.3f}, backward "
-        f"{costs.backward_seconds:.3f}, tail {costs.tail:.3f})",
+        f"step without any update: {_seconds(costs.compute_seconds)} s (forward "
+        f"{_seconds(costs.forward_seconds)}, between {_seconds(costs.between)}, backward "
+        f"{_seconds(costs.backward_seconds)}, tail {_seconds(costs.tail)})",
     ]
     return "\n".join(lines)
 
@@ -168,20 +198,21 @@ def _short(value: float) -> str:
     return f"{value:.1f}" if value >= 1.0 or not value else f"{value:.2g}"
 
 
-def candidates_text(rows: Sequence[CandidateRow]) -> str:
+def candidates_text(rows: Sequence[CandidateRow], device: str = "GPU") -> str:
     """The table of all numbers of GPU layers; times where there are any."""
     is_predicted = any(row.predicted_seconds is not None for row in rows)
     is_measured = any(row.measured is not None for row in rows)
     predicted = ("predicted s", "worker s", "exposed s", "bound") if is_predicted else ()
     measured = ("measured s", "error") if is_measured else ()
     marks = ("",) if any(row.marks for row in rows) else ()
-    head = ["GPU layers", "k", *predicted, "GPU GiB", "host GiB", "fits", *measured, *marks]
+    layers, memory = f"{device} layers", f"{device} GiB"
+    head = [layers, "k", *predicted, memory, "host GiB", "fits", *measured, *marks]
     cells = [head]
     for row in rows:
-        line = [str(row.gpu_layers), f"{row.gpu_layers / rows[-1].gpu_layers:.3f}"]
+        line = [str(row.gpu_layers), f"{row.gpu_layers / rows[-1].gpu_layers:.2f}"]
         if is_predicted:
             times = (row.predicted_seconds, row.worker_seconds, row.exposed_seconds)
-            line += [*map(_seconds, times), row.bound or "-"]
+            line += [*map(_seconds, times), (row.bound or "-").replace("gpu", device)]
         line += [_short(size / _GIB) for size in (row.gpu_bytes, row.host_bytes)]
         line.append("yes" if row.fits else "no")
         if is_measured:
@@ -205,4 +236,6 @@ def candidates_text(rows: Sequence[CandidateRow]) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    if value is None:
+        return "-"
+    return f"{value:.{4 if 0.0 < value < 0.1 else 3}f}"

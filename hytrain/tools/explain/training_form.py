@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ class TrainingForm:
 
     Attributes:
         dtype: of the training copy: "bfloat16", "float16" or "float32".
+        dtype_from: the keys that say so, or what is assumed of them.
         gradient_dtype: of the gradients that wait; None: the training copy's.
         clipping: the threshold; 0 for none, None where "auto" leaves it to the trainer.
         check_overflow: whether an inf or NaN skips the step.
@@ -27,6 +29,7 @@ class TrainingForm:
     """
 
     dtype: str
+    dtype_from: str
     gradient_dtype: str | None
     clipping: float | None
     check_overflow: bool
@@ -48,16 +51,25 @@ def read_form(config: Mapping[str, Any]) -> TrainingForm:
         ConfigError: a key has a value of the wrong kind.
     """
     bf16 = _section(config, "bf16") or _section(config, "bfloat16")
-    dtype, check_overflow = "float32", True
+    fp16 = _section(config, "fp16")
+    dtype, check_overflow, enabled = "float32", True, None
     if bf16.get("enabled"):
         dtype, check_overflow = "bfloat16", bool(bf16.get("check_grad_overflow", True))
-    elif _section(config, "fp16").get("enabled"):
-        dtype = "float16"
+        enabled = bf16
+    elif fp16.get("enabled"):
+        dtype, enabled = "float16", fp16
+    dtype_from = 'neither "bf16" nor "fp16" is enabled'
+    if enabled is not None:
+        key = "fp16.enabled" if enabled is fp16 else "bf16.enabled"
+        dtype_from = f'"{key}" is {json.dumps(enabled["enabled"])}'
+        if enabled["enabled"] == "auto":
+            dtype_from = f"assumed: {dtype_from}, which the trainer fills in"
     accumulated = _section(config, "data_types").get("grad_accum_dtype")
     zero = _section(config, "zero_optimization")
     steps = _number(config, "gradient_accumulation_steps", 1)
     return TrainingForm(
         dtype=dtype,
+        dtype_from=dtype_from,
         gradient_dtype=TORCH_NAMES.get(str(accumulated)),
         clipping=_number(config, "gradient_clipping", 0.0),
         check_overflow=check_overflow,

@@ -9,15 +9,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.engines import built, make_config
+from support.placement_runs import decision
 from torch import nn
 
+from hytrain.engine import run_report
 from hytrain.errors import ConfigError
+from hytrain.placement.costs import LayerBytes, layers_words
 from hytrain.tools import cli
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -49,11 +53,31 @@ def test_lines_at_the_start_when_k_has_settled_and_at_the_end(
     with caplog.at_level(logging.INFO, logger="hytrain.run"), _engine() as engine:
         _steps(engine, 60)
     texts = [record.getMessage() for record in caplog.records if record.name == "hytrain.run"]
-    assert "4224 trained parameters in 4 layers, ZeRO-2" in texts[0]
+    assert "4,224 trained parameters in 4 layers, ZeRO-2" in texts[0]
+    assert "no accelerator: everything is on the CPU" in texts[0]
+    assert not any("GPU" in text for text in texts)
     assert "k = 0.00 (0 of 4 layers), solved" in texts[0]
-    assert re.match(r"hytrain: 60 steps; median of the last \d+: .* ms with k = ", texts[-1])
+    assert re.match(r"hytrain: 60 steps; median of \d+: [\d.]+ ms with k = ", texts[-1])
     assert all(text.startswith("hytrain: k = ") for text in texts[1:-1])
     assert len(texts) <= 3
+
+
+def test_a_reason_names_no_gpu_where_there_is_none() -> None:
+    reason = "host-bound, but GPU updates would win nothing: CPU update 1 s; no layers to the GPU"
+    here = replace(decision(0, 0, 0), reason=reason)
+    assert "but GPU updates" in run_report._because(here)
+    alone = replace(here, limits=replace(here.limits, gpu=None))
+    assert run_report._because(alone) == (
+        "host-bound, but device updates would win nothing: CPU update 1 s"
+    )
+
+
+def test_what_is_no_block_is_told_apart() -> None:
+    names = ["before model.layers.0", "model.layers.0", "model.layers.1", "after model.layers.1"]
+    layers = [LayerBytes(name, 1) for name in names]
+    assert layers_words(layers) == "4 layers (2 blocks, and what comes before and after)"
+    assert layers_words(layers[:3]) == "3 layers (2 blocks, and what comes before)"
+    assert layers_words(layers[1:3]) == "2 layers"
 
 
 def test_a_fixed_k_is_not_said_to_have_settled(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,9 +109,15 @@ def test_metrics_are_what_explain_reads(tmp_path: Path, capsys: pytest.CaptureFi
     assert [line["step"] for line in steps] == list(range(1, 13))
     assert [line["step_s"] for line in steps] == seconds
     assert {"k", "update_s", "exposed_s", "hidden_share", "host_memory_gib"} <= set(steps[0])
+    assert [line["kind"] for line in steps] == ["step"] * 12
+    decisions = [line for line in lines if line["kind"] == "decision"]
+    assert decisions == [line for line in lines if "placement" in line]
     assert lines[0]["placement"]["gpu_layers_target"] == 0, "the first decision"
     assert cli.main(["explain", str(path)]) == 0
-    assert "Decisions" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "Decisions" in text
+    assert "GPU" not in text
+    assert text.startswith("There was no accelerator")
 
 
 def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:

@@ -219,7 +219,11 @@ def test_a_gain_that_is_not_worth_a_move_is_left() -> None:
     _first, stays = bench.controller.decisions
     assert stays.gpu_layers_target == stays.gpu_layers_before == best(SLOW)
     assert stays.costs is not None
-    assert stays.reason.endswith("stay there")
+    assert stays.reason.startswith("host-bound")
+    near = Bench(begin=best(SLOW) + 1)
+    near.run(SLOW, 6)
+    reason = near.controller.decisions[-1].reason
+    assert reason.startswith(f"{near.here} of {L} layers stay there: {near.here - 1} would win")
 
 
 @pytest.mark.parametrize("interval", [1, 3, 7])

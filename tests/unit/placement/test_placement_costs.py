@@ -147,7 +147,7 @@ def test_round_trip(costs: StepCosts | None) -> None:
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert Decision.from_json(record) == made
     line = json.loads(json.dumps(made.metrics_record()))
-    assert line == {"step": 7, "placement": record}
+    assert line == {"kind": "decision", "step": 7, "placement": record}
 
 
 def test_a_record_is_enough_for_the_table() -> None:

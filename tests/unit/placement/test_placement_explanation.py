@@ -152,7 +152,7 @@ def test_what_fits_is_worked_out_where_the_decision_did_not_ask() -> None:
     fixed = replace(decision(0, 20, 20), bounds=Bounds.unlimited(NUM_LAYERS))
     rows = candidate_rows(fixed, lambda _: None)
     assert [row.gpu_layers for row in rows if row.fits] == list(range(16))
-    assert rows[20].marks == ("chosen",)
+    assert rows[20].marks == ("first step",)
 
 
 def test_equal_neighbours_are_one_group() -> None:
@@ -200,6 +200,8 @@ def test_a_run_that_has_measured_nothing_yet() -> None:
     assert "Measured\n" not in text
     assert "predicted s" not in text.split("Candidates")[1].split("Decisions")[0]
     assert run_json(history)["sums"] is None
+    assert run_json(history)["predictions_fit"] is None
+    assert "<- first step" in text
 
 
 def test_a_decisions_own_measurement_stands_in_for_missing_steps() -> None:
@@ -207,6 +209,44 @@ def test_a_decisions_own_measurement_stands_in_for_missing_steps() -> None:
     measured = read_history(text_of([record])).measured_after(0)
     assert measured is not None
     assert (measured.seconds, measured.num_steps) == (0.4, 0)
+
+
+def _run_of(seconds: float, steps: int = 9) -> str:
+    """Steps at 13 of 26 layers, for which 0.35 s and a little are predicted."""
+    records = [decision(10, 0, 13, measured=costs()).metrics_record()]
+    records += [step_line(n, seconds, 13) for n in range(11, 11 + steps)]
+    return text_of(records)
+
+
+@pytest.mark.parametrize(("factor", "fits"), [(1.0, True), (0.5, False), (1.6, False)])
+def test_predictions_that_do_not_fit_are_said_and_no_advice_is_made_of_them(
+    factor: float, fits: bool
+) -> None:
+    predicted = decision(10, 0, 13, measured=costs()).predicted_seconds
+    assert predicted is not None
+    history = read_history(_run_of(factor * predicted))
+    text = run_text(history)
+    assert ("The predictions do not fit this run" not in text) == fits
+    assert run_json(history)["predictions_fit"] is fits
+    head = text.split("\n\n")[0]
+    assert ("host-bound" in head) == fits, "the solver's reason"
+    if not fits:
+        assert f"the shortest step is that of 13 layers, {factor * predicted:.3f} s" in head
+
+
+def test_two_steps_refute_no_prediction() -> None:
+    assert "do not fit" in run_text(read_history(_run_of(0.1, steps=6)))
+    assert "do not fit" not in run_text(read_history(_run_of(0.1, steps=5)))
+
+
+def test_without_a_gpu_none_is_spoken_of() -> None:
+    record = decision(10, 0, 13, measured=costs()).metrics_record()
+    record["placement"]["limits"]["gpu"] = None
+    record["placement"]["reason"] = "host-bound, but GPU updates would win nothing"
+    text = run_text(read_history(text_of([record])))
+    assert text.startswith("There was no accelerator")
+    assert "GPU" not in text
+    assert "device update" in text
 
 
 def test_json_has_the_same() -> None:
@@ -247,6 +287,22 @@ def test_words_tell_what_a_plan_decides() -> None:
     planned = _words({"plan": "plan.json"})
     assert "as many layers on the GPU as plan.json says" in planned
     assert "numbers of layers on the ranks' GPUs: 5, 0" in _words({"solver": {"start": [5, 0]}})
+
+
+@pytest.mark.parametrize(
+    ("rest", "words"),
+    [
+        ({}, 'float32 (neither "bf16" nor "fp16" is enabled)'),
+        ({"bf16": {"enabled": True}}, 'bfloat16 ("bf16.enabled" is true)'),
+        ({"fp16": {"enabled": True}}, 'float16 ("fp16.enabled" is true)'),
+        (
+            {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}},
+            'bfloat16 (assumed: "bf16.enabled" is "auto", which the trainer fills in)',
+        ),
+    ],
+)
+def test_words_tell_the_dtype_and_what_is_assumed(rest: dict[str, object], words: str) -> None:
+    assert f"Training copy: {words}." in _words({}, **rest)
 
 
 def test_words_tell_whether_clipping_is_direct() -> None:
@@ -320,4 +376,4 @@ def test_reports_a_fixed_number_that_does_not_fit() -> None:
     assert "The fixed number of GPU layers, 26, does not fit: the run would start" in text
     last = text.split("Candidates")[1].split("Memory\n")[0].strip().splitlines()[-1]
     assert last.split()[0] == "26"
-    assert last.split()[4:] == ["no", "<-", "chosen"]
+    assert last.split()[4:] == ["no", "<-", "fixed"]
