@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hytrain.config import SECTION
+from hytrain.config import HyTrainConfig
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.engine import HyTrainEngine
 
@@ -54,7 +54,8 @@ class TrainerReuse:
     ) -> Any:
         """As transformers': its optimizer and scheduler, both None for an evaluation."""
         held = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
-        if SECTION not in held.config:
+        # Wrong values are refused in hytrain's words, before accelerate sees an "auto" among them.
+        if HyTrainConfig.from_deepspeed(held.config) is None:
             return self._original(trainer, num_training_steps, inference, **more)
         if not inference:
             self._let_go(trainer)

@@ -154,6 +154,14 @@ def _trainer(
     return Trainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 
+@pytest.mark.usefixtures("_accelerate")
+def test_a_wrong_section_is_refused_in_hytrains_words(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, 2, AUTO)
+    trainer.accelerator.state.deepspeed_plugin.deepspeed_config["hytrain"]["gpu_fraction"] = "auto"
+    with pytest.raises(ConfigError, match=r"hytrain.gpu_fraction = 'auto': must be .* \"solve\""):
+        trainer.train()
+
+
 def _losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
