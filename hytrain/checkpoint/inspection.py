@@ -51,9 +51,13 @@ def locate(given: Path, tag: str | None) -> Path:
         return given
     name = look_up_tag(given, tag)
     if name is None:
-        tags = ", ".join(saved_checkpoints(given)) or "none"
+        tags = ", ".join(saved_checkpoints(given))
+        if tags:
+            raise CheckpointError(f"{given} has no file '{LATEST[0]}': give --tag, one of {tags}")
         raise CheckpointError(
-            f"{given} has no file '{LATEST[0]}': give --tag (checkpoints there: {tags})"
+            f"{given} has no checkpoint: no file '{LATEST[0]}', no folder with a zero/ or a file "
+            "*_states.pt in it, and no checkpoint-N of a Trainer's with these; give the folder "
+            "that save_checkpoint, or a Trainer, wrote to"
         )
     return given / name
 

@@ -35,6 +35,7 @@ from hytrain.checkpoint.load_sources import (
     groups_left_alone,
     merge_steps,
 )
+from hytrain.checkpoint.progress import Progress
 from hytrain.checkpoint.stored_files import StoredFiles, shortened
 from hytrain.checkpoint.universal import (
     STEP,
@@ -92,6 +93,8 @@ class LoadRequest:
 
 _LARGE = {"module", "frozen_param_fragments"}
 _NOTHING = Piece(0, 0, 0)
+_STATE_BYTES = 12
+"""Of an element in files: fp32 master weight and moments."""
 
 
 def read_checkpoint(
@@ -237,11 +240,15 @@ class _Load:
     def restore(self, module: nn.Module) -> None:
         """Changes the engine, on this rank."""
         self._load_module(module)
+        rank = self._kept.collectives.rank
+        pieces = [place.piece_of(rank) for place in self._places]
+        sizes = [0 if piece is None else piece.end - piece.begin for piece in pieces]
+        progress = Progress(f"loading {self._paths.folder}", _STATE_BYTES * sum(sizes), rank)
         with torch.no_grad():
-            for place, origin in zip(self._places, self._origins, strict=True):
-                piece = place.piece_of(self._kept.collectives.rank)
+            for place, origin, piece in zip(self._places, self._origins, pieces, strict=True):
                 if piece is not None:
                     self._restore_state(place, piece, origin)
+                    progress.add(_STATE_BYTES * (piece.end - piece.begin))
         self._restore_progress()
         _own_memory({key: self.stored[key] for key in self.stored.keys() - _LARGE})
 

@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +20,7 @@ from hytrain.checkpoint import inert
 from hytrain.checkpoint.files import BLOCK_BYTES, FileSums, damaged_blocks
 from hytrain.checkpoint.gather import STATES
 from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
+from hytrain.checkpoint.progress import Progress
 from hytrain.checkpoint.universal import CheckpointPaths
 from hytrain.errors import DamagedCheckpointError
 
@@ -102,7 +102,15 @@ class StoredFiles:
         elif self.manifest is None:
             sizes = [self.found[name] for name in wanted]
             mine = _share(list(wanted), sizes, rank, num_ranks)
-            results = _in_threads(partial(_damage_by_own_sums, self.paths), mine)
+            total = sum(self.found[name] for name in mine)
+            progress = Progress(f"checking {self.paths.folder}", total, rank)
+
+            def check(name: str) -> str | None:
+                problem = _damage_by_own_sums(self.paths, name)
+                progress.add(self.found[name])
+                return problem
+
+            results = _in_threads(check, mine)
             problems = [problem for problem in results if problem is not None]
         else:
             problems = _damage_by_manifest(self.paths, self.manifest, wanted, rank, num_ranks)
@@ -176,12 +184,20 @@ def _damage_by_manifest(
     # What is used first is checked last, and is then still in memory where not all finds room.
     mine = _share(units, sizes, rank, num_ranks)[::-1]
 
+    def size(unit: tuple[str, int, int]) -> int:
+        name, begin, end = unit
+        return manifest[name].bounds(end - 1)[1] - begin * BLOCK_BYTES
+
+    progress = Progress(f"checking {paths.folder}", sum(map(size, mine)), rank)
+
     def check(unit: tuple[str, int, int]) -> list[int] | str:
         name, begin, end = unit
         try:
             return damaged_blocks(paths.folder / name, manifest[name], begin, end)
         except OSError as error:
             return _unreadable(paths.folder / name, error)
+        finally:
+            progress.add(size(unit))
 
     damaged: dict[str, list[int]] = {}
     problems: list[str] = []

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from hytrain.checkpoint import inert
 from hytrain.checkpoint.inspection import locate
+from hytrain.checkpoint.progress import Progress
 from hytrain.checkpoint.stored_weights import (
     StoredModel,
     StoredWeight,
@@ -87,6 +88,9 @@ def export_weights(request: ExportRequest) -> list[str]:
     try:
         request.out.mkdir(parents=True, exist_ok=True)
         _check_room(request.out, size)
+        progress = Progress(f"writing {request.out}", size)
+        told = [_told(weight, progress) for weight in model.weights]
+        model = replace(model, weights=told)
         if request.one_file:
             files = write_torch_file(model, request.out)
         else:
@@ -114,6 +118,16 @@ def export_weights(request: ExportRequest) -> list[str]:
             "there is none beside the checkpoint"
         )
     return lines
+
+
+def _told(weight: StoredWeight, progress: Progress) -> StoredWeight:
+    """It, counted when it is read, which is when it is written."""
+
+    def read() -> torch.Tensor:
+        progress.add(weight.num_bytes)
+        return weight.read()
+
+    return replace(weight, read=read)
 
 
 def _refuse_existing(out: Path) -> None:

@@ -10,10 +10,10 @@ from hytrain.checkpoint.inspection import CheckpointFacts, Kind, Verdict
 from hytrain.formats.text_table import align, fold
 
 _KINDS: dict[Kind, str] = {
-    "hytrain": "hytrain's, universal, with a manifest",
-    "universal": "universal, without a manifest",
-    "deepspeed": "plain DeepSpeed's",
-    "unfinished": "a save that was broken off: never loaded",
+    "hytrain": "hytrain (universal)",
+    "universal": "universal, no manifest",
+    "deepspeed": "plain DeepSpeed",
+    "unfinished": "broken off, never loaded",
     "damaged": "damaged",
 }
 
@@ -27,8 +27,13 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.2f} TB"
 
 
-def folder_text(folder: Path, facts: Sequence[CheckpointFacts]) -> str:
-    """A table of a folder's checkpoints, and how to use them elsewhere."""
+def folder_text(
+    folder: Path, facts: Sequence[CheckpointFacts], inside: Sequence[str] | None = None
+) -> str:
+    """A table of a folder's checkpoints, and how to use them elsewhere.
+
+    ``inside``: each one's folder in it, of a Trainer's output folder.
+    """
     rows = [("tag", "kind", "step", "ranks", "parameters", "dtype", "size", "saved")]
     for fact in facts:
         tag = f"{fact.tag} (latest)" if fact.is_latest else fact.tag
@@ -38,7 +43,10 @@ def folder_text(folder: Path, facts: Sequence[CheckpointFacts]) -> str:
         dtype = (fact.dtype or "-").replace("bfloat16", "bf16").replace("float32", "fp32")
         row = (tag, _KINDS[fact.kind], step, ranks, parameters, dtype, size, _date(fact.saved_at))
         rows.append(row)
-    lines = align(rows, left=(0, 1, 5, 7))
+    if inside is not None:
+        rows = [(name, *row) for name, row in zip(("folder", *inside), rows, strict=True)]
+    shift = int(inside is not None)
+    lines = align(rows, left=(0, *(column + shift for column in (0, 1, 5, 7))))
     lines += [fold(f"{fact.tag}: {fact.problem}") for fact in facts if fact.problem is not None]
     lines += [fold(line) for line in _advice(folder, {fact.kind for fact in facts})]
     return "\n".join(lines)

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 2 where the arguments, or a file that they name, cannot be used.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("hytrain.run").setLevel(logging.INFO)  # how far long work is
     arguments = _parser().parse_args(argv)
     try:
         status = arguments.run(arguments)

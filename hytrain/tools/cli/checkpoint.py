@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from hytrain.errors import CheckpointError
@@ -37,6 +37,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.all:
         places = trainer_folders(given) or [given]
         folders = [place / tag for place in places for tag in saved_checkpoints(place)]
+        folders = folders or [locate(given, None)]  # or the error that there is none
     else:
         folders = [locate(*one_checkpoint(given, arguments.tag))]
 
@@ -61,18 +62,24 @@ def _info(arguments: argparse.Namespace) -> int:
     from hytrain.tools.checkpoints.trainer_folders import trainer_folders
 
     given: Path = arguments.folder
-    places = trainer_folders(given) or [given]
-    facts = [fact for place in places if place.is_dir() for fact in describe_folder(place)]
-    if not facts:
+    trainers = trainer_folders(given)
+    places = trainers or [given]
+    found = [(at, fact) for at in places if at.is_dir() for fact in describe_folder(at)]
+    # Of a Trainer's folders each has a latest one; it resumes from the last folder's.
+    found = [(at, replace(f, is_latest=f.is_latest and at == places[-1])) for at, f in found]
+    if not found:
         one = locate(given, None)  # a checkpoint's own folder, or the error that there is none
-        facts = [fact for fact in describe_folder(one.parent) if fact.tag == one.name]
+        found = [(one.parent, f) for f in describe_folder(one.parent) if f.tag == one.name]
     if arguments.tag is not None:
-        tags = ", ".join(fact.tag for fact in facts)
-        facts = [fact for fact in facts if fact.tag == arguments.tag]
-        if not facts:
+        tags = ", ".join(fact.tag for _, fact in found)
+        found = [
+            (at, f) for at, f in found if arguments.tag in (f.tag, at.name if trainers else "")
+        ]
+        if not found:
             raise CheckpointError(f"{given} has no checkpoint {arguments.tag!r}, but {tags}")
     if arguments.json:
-        print(json.dumps([asdict(fact) for fact in facts], indent=2))
+        print(json.dumps([{"folder": str(at)} | asdict(f) for at, f in found], indent=2))
     else:
-        print(folder_text(given, facts))
+        names = [at.name for at, _ in found] if trainers else None
+        print(folder_text(given, [fact for _, fact in found], names))
     return 0

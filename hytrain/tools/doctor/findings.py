@@ -9,12 +9,13 @@ from typing import Literal
 from hytrain.formats.moment_kinds import FP32, MOMENTS, state_bytes_each
 from hytrain.hardware.compile_locks import CompileLock
 from hytrain.hardware.host_tree import HostTree, ProcessLimits
+from hytrain.placement.memory import host_reserve
 
 Verdict = Literal["good", "note", "bad"]
 _GIB = 2**30
 
-_GRADIENT_BYTES = 2
-"""Of a parameter on the host, pending: beside its state."""
+_BESIDE_STATE_BYTES = 3
+"""Of a parameter on the host: its bf16 gradient, which waits, and 0.9 of buffers for copies."""
 _SLOW_UNPIN_SECONDS = 0.01
 _SLOW_FSYNC_SECONDS = 0.1
 _FEW_GB_PER_S = 8.0
@@ -157,14 +158,14 @@ def memory_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterat
         bounds["the control group's limit"] = cgroup
     if limits.address_space is not None:
         bounds["ulimit -v, of each process"] = limits.address_space * ranks
-    tightest = min(bounds, key=lambda name: bounds[name])
+    tightest = min(bounds.values())
     seen = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free"
     yield Finding(
-        "memory", seen, "good" if available > 0.5 * total else "note", _holds(bounds[tightest])
+        "memory", seen, "good" if available > 0.5 * total else "note", _holds(tightest, ranks)
     )
     if cgroup is not None:
         low = cgroup < 0.9 * total
-        advice = f"less than the machine has: raise the container's limit; {_holds(cgroup)}"
+        advice = f"less than the machine has: raise the container's limit; {_holds(cgroup, ranks)}"
         seen = f"{cgroup / _GIB:.1f} GiB"
         yield Finding("control group", seen, "note" if low else "good", advice if low else "")
     if limits.address_space is not None:
@@ -175,15 +176,18 @@ def memory_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterat
     yield _huge_pages(tree)
 
 
-def _holds(num_bytes: int) -> str:
+def _holds(num_bytes: int, ranks: int) -> str:
+    reserve = ranks * host_reserve(None, num_bytes // ranks)
+    room = max(0, num_bytes - reserve)
     of = {
-        kind: f"{num_bytes / (state_bytes_each(kind) + _GRADIENT_BYTES) / 1e9:.2f}"
+        kind: f"{room / (state_bytes_each(kind) + _BESIDE_STATE_BYTES) / 1e9:.1f}"
         for kind in MOMENTS
     }
-    fewer = " or ".join(f'{of[kind]} with "moments": "{kind}"' for kind in MOMENTS if kind != FP32)
+    fewer = ", ".join(f'{of[kind]} with "moments": "{kind}"' for kind in MOMENTS if kind != FP32)
     return (
-        f"holds the state of {of[FP32]} billion parameters, all ranks of the host together "
-        f"({fewer})"
+        f"at most {of[FP32]} billion parameters ({fewer}), all ranks together: with all state on "
+        f"the host (k = 0), bf16 gradients and a reserve of {reserve / _GIB:.1f} GiB; the script's "
+        "own memory, weights loaded on the host and data loading come on top"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from support.engines import built, make_config
 from support.plain_deepspeed import conversion, plain_engine
 from support.resume import Everything, Run, Snapshot, engine_of, snapshot, train
 
+from hytrain.checkpoint import progress
 from hytrain.errors import CheckpointError
 from hytrain.tools import cli
 
@@ -261,11 +263,58 @@ def test_a_trainers_output_folder(
     assert cli.main(["checkpoint", "verify", given, "--all"]) == 0
     assert capsys.readouterr().out.count("whole") == 2
     assert cli.main(["checkpoint", "info", given, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 2
+    facts = json.loads(capsys.readouterr().out)
+    assert [Path(fact["folder"]).name for fact in facts] == ["checkpoint-9", "checkpoint-10"]
+    assert [fact["is_latest"] for fact in facts] == [False, True], "a Trainer resumes from one"
+    assert cli.main(["checkpoint", "info", given]) == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split()[:2] == ["folder", "tag"]
+    assert [row.split()[0] for row in rows if row.startswith("checkpoint-")] == [
+        "checkpoint-9",
+        "checkpoint-10",
+    ]
+    assert cli.main(["checkpoint", "info", given, "--tag", "checkpoint-9", "--json"]) == 0
+    (fact,) = json.loads(capsys.readouterr().out)
+    assert Path(fact["folder"]).name == "checkpoint-9"
     assert cli.main(["checkpoint", "info", given, "--tag", "no"]) == 2
     assert "no checkpoint 'no', but global_step2" in capsys.readouterr().err
     assert cli.main(["export", given, "--out", str(tmp_path / "out")]) == 0
     assert "checkpoint-10" in capsys.readouterr().out
+
+
+def test_a_folder_without_checkpoints_is_told_what_was_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["info"], ["verify"], ["verify", "--all"]):
+        assert cli.main(["checkpoint", *command, str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        for words in ("no file 'latest'", "*_states.pt", "checkpoint-N"):
+            assert words in error
+
+
+def test_long_work_tells_how_far_it_is(
+    saved: Saved,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def told() -> list[tuple[str, ...]]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="hytrain.run"):
+            assert cli.main(["checkpoint", "verify", str(saved.folder)]) == 0
+            _export(saved, tmp_path / str(len(list(tmp_path.iterdir()))))
+            with engine_of(Run(stage=2, bf16=True)) as engine:
+                engine.load_checkpoint(saved.folder)
+        lines = [record.getMessage() for record in caplog.records]
+        return [tuple(line.split()) for line in lines if line.startswith(("ch", "wr", "lo"))]
+
+    assert told() == [], "nothing of what takes no time"
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    lines = told()
+    assert {line[0] for line in lines} == {"checking", "writing", "loading"}
+    for kind in ("checking", "writing", "loading"):
+        last = [line for line in lines if line[0] == kind][-1]
+        assert last[-5:-3] == last[-2:], "all of it"
 
 
 def test_info(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
