@@ -37,14 +37,14 @@ def _report(arguments: argparse.Namespace) -> int:
     # Imported where they are used: `hytrain --help` should not wait for numpy.
     from hytrain.tools.trace.analysis import analyse, as_json
     from hytrain.tools.trace.load import load
-    from hytrain.tools.trace.report_text import report, sentences
+    from hytrain.tools.trace.report_text import report, sentences, verdict
 
     check_outputs({"--html": arguments.html}, [("FILE", path) for path in arguments.files])
     analysis = analyse(load(arguments.files))
     if arguments.html is not None:
         from hytrain.tools.trace.viewer import write_page
 
-        write_page(arguments.html, [("", analysis)], sentences(analysis))
+        write_page(arguments.html, [("", analysis)], verdict(analysis))
     if arguments.json:
         words = dict(zip(("overlap", "waits", "change"), sentences(analysis), strict=True))
         print(json.dumps({"sentences": words} | as_json(analysis), indent=1))
@@ -55,7 +55,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from hytrain.tools.trace.analysis import analyse
-    from hytrain.tools.trace.compare import compare, compare_text
+    from hytrain.tools.trace.compare import compare, compare_text, compare_verdict
     from hytrain.tools.trace.load import load
 
     paths: list[Path] = [arguments.file_a, arguments.file_b]
@@ -69,7 +69,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         is_same = paths[0].name == paths[1].name
         shown = [path.absolute().parent.name if is_same else path.name for path in paths]
         titled = [(f"A: {shown[0]}", before), (f"B: {shown[1]}", after)]
-        write_page(arguments.html, titled, comparison.sentences)
+        write_page(arguments.html, titled, compare_verdict(before, after))
     if arguments.json:
         print(json.dumps(asdict(comparison), indent=1))
     else:

@@ -14,6 +14,7 @@ from hytrain.tools.trace import step_times
 from hytrain.tools.trace.blockers import Blockers
 from hytrain.tools.trace.fixes import Fix, fixes
 from hytrain.tools.trace.graph import Graph
+from hytrain.tools.trace.load import NO_GPU
 from hytrain.tools.trace.rates import Energy, Rate, energy, rates
 from hytrain.tools.trace.replay import Replay
 from hytrain.tools.trace.spans import NONE, RankTrace
@@ -80,6 +81,11 @@ class Analysis:
         """Of a rank's mean step, in which its GPU computes."""
         steps = self.steps[rank]
         return sum(one.busy for one in steps) / sum(one.step.length for one in steps)
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether one was recorded; else the CPU's forward and backward stand for it."""
+        return not any(NO_GPU in rank.unknown for rank in self.ranks)
 
     @property
     def slowest(self) -> int:

@@ -9,7 +9,7 @@ from typing import Final
 from hytrain.formats.text_table import align
 from hytrain.tools.trace import step_times
 from hytrain.tools.trace.analysis import Analysis
-from hytrain.tools.trace.report_text import percent
+from hytrain.tools.trace.report_text import change_number, change_words, percent
 
 _WORTH: Final = 0.005
 
@@ -80,6 +80,18 @@ def _part_words(step: Row, parts: tuple[Row, ...]) -> str:
         for row in sorted(worth, key=lambda row: -abs(row.difference))[:5]
     ]
     return f"What differs: {', '.join(named)}."
+
+
+def compare_verdict(before: Analysis, after: Analysis) -> list[tuple[str, str, str]]:
+    """The sentences with a name and a number each, for a page, and what to try next."""
+    found = compare(before, after)
+    change = f"{found.step.difference / found.step.before * 100:+.1f} %"
+    step, parts = found.sentences
+    return [
+        ("B beside A", change, step),
+        ("difference", "", parts),
+        ("do this to B", change_number(after), change_words(after)),
+    ]
 
 
 def compare_text(comparison: Comparison) -> str:

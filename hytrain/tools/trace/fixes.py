@@ -120,7 +120,7 @@ def _batch(steps: Mapping[int, Sequence[StepTimes]]) -> tuple[float, str]:
         float(np.mean([sum(one.parts[name] for name in names) for one in of_rank[1:] or of_rank]))
         for of_rank in steps.values()
     ]
-    return max(computes) * 1e-9, "per token only forward and backward remain"
+    return max(computes) * 1e-9, "for each token only forward and backward remain"
 
 
 def _no_clipping(graph: Graph, replay: Replay) -> tuple[float, str]:
@@ -160,7 +160,8 @@ def _gpu_layers(graph: Graph, replay: Replay) -> tuple[float, str]:
     for count in sorted({round(n) for n in np.linspace(1, len(on_cpu), _MOST_COUNTS)}):
         seconds = replay.seconds_per_step(_moved(replay, graph, on_cpu[:count], cost))
         if seconds < found[0]:
-            words = f"{count} more of {len(on_cpu)} on the CPU, {priced}; memory not checked"
+            words = f"{count} of the {len(on_cpu)} layers on the CPU go to the GPU, {priced}; "
+            words += "memory not checked"
             found = seconds, words
     return found
 
@@ -225,7 +226,7 @@ def _host(
         seconds = without(lambda rank: _within_steps(rank, kinds.DATA))
         yield LOADING, seconds, "batches are there when they are needed"
     if causes.HOST_CODE in lost:
-        yield USER_CODE, without(_outside_phases), "code outside of forward, backward and step()"
+        yield USER_CODE, without(_outside_phases), "no code outside of forward, backward and step()"
 
 
 def _outside_phases(rank: RankTrace) -> int:

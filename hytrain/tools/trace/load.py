@@ -21,6 +21,7 @@ from hytrain.tools.trace.kineto import KinetoEvents
 from hytrain.tools.trace.spans import NONE, RankTrace, Span, Step, table
 
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)")
+NO_GPU = "there was no GPU: the CPU's forward and backward by layer stand for it"
 _VIZTRACER = "fee"
 """Its category of functions, "FEE"."""
 
@@ -108,7 +109,7 @@ def _rank_trace(trace: TraceFile, number: int) -> RankTrace:
     elif header is None and not are_kernels:
         unknown.append("no GPU was recorded: operators of the CPU stand for it")
     elif header is not None and header.device == "cpu":
-        unknown.append("there was no GPU: the CPU's forward and backward by layer stand for it")
+        unknown.append(NO_GPU)
     elif not are_kernels:
         unknown.append(
             "the GPU was recorded by layer, not by kernel: gaps inside of a layer count as compute"

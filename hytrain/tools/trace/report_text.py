@@ -15,6 +15,8 @@ from hytrain.tools.trace.step_times import StepTimes, overlap
 
 _WORTH: Final = 0.01
 """Share of a step below which a cause or a fix is not worth a word."""
+_BESIDE: Final = step_times.ACTIVITIES[3:]
+"""What is no compute of the GPU."""
 _MOST_LAYERS: Final = 8
 _MOST_STEPS: Final = 20
 
@@ -28,7 +30,7 @@ _WAITS_FOR: Final = {
     causes.LATE_WEIGHT_COPY: "weight copies that began late",
     causes.STARVED_CPU: "a CPU Adam thread that began late (starved)",
     causes.LATE_COLLECTIVE: "a collective that was issued late",
-    causes.LAUNCH: "its launches (launch-bound)",
+    causes.LAUNCH: "the host to launch its work",
     causes.DATA_LOADING: "data loading",
     causes.SYNCHRONIZATION: "a synchronization with the host",
     causes.HOST_CODE: "other code of the host",
@@ -56,19 +58,39 @@ def _ns(nanoseconds: float) -> str:
 
 def sentences(analysis: Analysis) -> tuple[str, str, str]:
     """How well it overlaps; what the GPU waits for; what to change."""
-    return _overlap_words(analysis), _wait_words(analysis), _change_words(analysis)
+    return _overlap_words(analysis), _wait_words(analysis), change_words(analysis)
+
+
+def verdict(analysis: Analysis) -> list[tuple[str, str, str]]:
+    """The sentences with a name and a number each, for a page."""
+    busy = analysis.busy_share(analysis.slowest)
+    idle = max(1.0 - analysis.busy_share(rank.rank) for rank in analysis.ranks)
+    numbers = (percent(busy), percent(idle), change_number(analysis))
+    return list(zip(("computing", "waiting", "do this"), numbers, sentences(analysis), strict=True))
+
+
+def change_number(analysis: Analysis) -> str:
+    """What the best change saves at most, for a page; nothing where none is worth it."""
+    gain = max((fix.gain for fix in analysis.fixes), default=0.0)
+    return f"-{percent(gain)} at most" if gain >= _WORTH else ""
 
 
 def _overlap_words(analysis: Analysis) -> str:
     rank = analysis.slowest
     step, share = analysis.step_seconds(rank), analysis.busy_share(rank)
-    who = "The GPU" if len(analysis.ranks) == 1 else f"The GPU of rank {rank}, the slowest,"
+    # Of what recorded no GPU the CPU's forward and backward are taken.
+    device = "GPU" if analysis.has_gpu else "CPU, in the place of a GPU,"
+    who = f"The {device}"
+    if len(analysis.ranks) > 1:
+        who += f" of rank {rank}, the slowest,"
     words = f"{who} computes {percent(share)} of a step ({_ms(share * step)} of {_ms(step)} ms)"
     hidden: list[str] = []
-    for activity in step_times.ACTIVITIES[3:]:
+    for activity in _BESIDE:
         found = overlap(analysis.steps[rank], activity)
         if found.total:
             hidden.append(f"{percent(found.hidden / found.total)} of the {activity}")
+    if hidden and not any(overlap(analysis.steps[rank], name).hidden for name in _BESIDE):
+        return f"{words}, and nothing else runs meanwhile."
     return f"{words}, which hides {_and(hidden)}." if hidden else f"{words}."
 
 
@@ -125,12 +147,18 @@ def _slow_words(analysis: Analysis, rank: int) -> str:
     return f", whose {slow[0].activity} of layer {slow[0].layer} is slow" if slow else ""
 
 
-def _change_words(analysis: Analysis) -> str:
+def change_words(analysis: Analysis) -> str:
+    """What to try first, and what it would save."""
     worth = [fix for fix in analysis.fixes if fix.gain >= _WORTH]
     if not worth:
         return "No change saves more than 1 %: the rest of the step is compute."
-    named = [f"{fix.name} {percent(fix.gain)}" for fix in worth[:3]]
-    return f"Most you could save per step, each alone: {_and(named)}."
+    first, *others = worth[:3]
+    others = [f"{fix.name} {percent(fix.gain)}" for fix in others]
+    then = f" Then: {_and(others)}." if others else ""
+    return (
+        f"Try first: {first.name}, which saves at most {percent(first.gain)} of a step "
+        f"({first.words}).{then} Each is an upper bound, for it alone."
+    )
 
 
 def _and(parts: Sequence[str]) -> str:
@@ -301,7 +329,7 @@ def _slow_layers(analysis: Analysis) -> str:
 
 
 def _fixes(analysis: Analysis) -> str:
-    rows = [("fix, each alone", "saves at most", "step, ms", "if")]
+    rows = [("fix, each alone", "saves at most", "step, ms", "what is assumed")]
     for fix in analysis.fixes:
         rows.append((fix.name, percent(fix.gain), _ms(fix.step_seconds), fix.words))
     return "\n".join(align(rows, left=(0, 3))) if len(rows) > 1 else ""

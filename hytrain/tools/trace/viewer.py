@@ -26,6 +26,9 @@ from hytrain.tools.trace.spans import RankTrace
 
 _TEMPLATE: Final = Path(__file__).with_name("viewer.html")
 _MOST_RANKS: Final = 8
+_MOST_NAMES: Final = 3
+_LEAST_GAIN: Final = 0.001
+"""Of a change, to be shown: as much as its number has digits."""
 _COLUMNS: Final = (
     *(("begin", "<f8"), ("end", "<f8"), ("name", "<u4"), ("detail", "<u4"), ("bytes", "<f4")),
     *(("layer", "<i4"), ("step", "<i4"), ("colour", "u1"), ("hidden", "u1")),
@@ -62,27 +65,30 @@ class _Names:
         return np.array(found, np.uint32)
 
 
-def write_page(path: Path, runs: Sequence[tuple[str, Analysis]], words: Sequence[str]) -> None:
+def write_page(
+    path: Path, runs: Sequence[tuple[str, Analysis]], verdict: Sequence[tuple[str, str, str]]
+) -> None:
     """Writes the page.
 
     Args:
         path: the file; replaced.
         runs: (title, run); several are drawn below each other, their middle steps at one time.
-        words: sentences at the top.
+        verdict: rows at the top: what they are about, a number (or nothing), a sentence.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     block, names = _Block(), _Names()
+    title = " | ".join(title for title, _ in runs if title) or _files(runs[0][1])
     content: dict[str, Any] = {
-        "words": list(words),
+        "title": title,
+        "verdict": list(verdict),
         "legend": [[name, COLOURS[name]] for name in LEGEND],
         "runs": [_run(title, run, block, names) for title, run in runs],
     }
     content["names"] = list(names.numbers)
     # "</script" would end the script element, and "<!--" hide its end.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
-    title = " | ".join(title for title, _ in runs if title) or runs[0][1].ranks[0].path.name
     page = _TEMPLATE.read_text(encoding="utf-8")
     parts = {"title": html.escape(title), "content": text, "block": block.encoded()}
     # In one pass: what is filled in may look like a place to be filled in.
@@ -107,7 +113,9 @@ def _run(title: str, run: Analysis, block: _Block, names: _Names) -> dict[str, A
         "begin": begin - zero,
         "end": end - zero,
         "middle": middle.length,
+        "slowest": f"rank {run.slowest}" + ", the slowest" * (len(run.ranks) > 1),
         "ranks_left_out": len(run.ranks) - len(shown),
+        "fixes": [[fix.name, fix.gain, fix.words] for fix in run.fixes if fix.gain >= _LEAST_GAIN],
         "steps": [
             [step.number, step.begin - zero, step.end - zero]
             for step in {step.number: step for rank in shown for step in rank.steps}.values()
@@ -119,6 +127,12 @@ def _run(title: str, run: Analysis, block: _Block, names: _Names) -> dict[str, A
             for row in rows_of(rank, run.steps[rank.rank], begin, end)
         ],
     }
+
+
+def _files(run: Analysis) -> str:
+    names = [f"{rank.path.name} (rank {rank.rank})" for rank in run.ranks]
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _shown(run: Analysis) -> list[RankTrace]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Generator
 from dataclasses import replace
@@ -55,7 +56,19 @@ def test_it_renders_what_the_trace_has(opened: Page, trace: Path) -> None:
         row.label for row in rows
     ]
     assert int(opened.value("document.body.dataset.drawn")) > 30
-    assert "The GPU computes" in opened.value("document.querySelector('header p').textContent")
+    assert opened.value("document.querySelector('h1').textContent") == f"{trace.name} (rank 0)"
+    assert opened.value(
+        "[...document.querySelectorAll('#verdict span')].map((e) => e.textContent)"
+    ) == [
+        "computing",
+        "waiting",
+        "do this",
+    ]
+    assert "The GPU computes" in opened.value("document.querySelector('#verdict p').textContent")
+    ceilings = opened.value(
+        "[...document.querySelectorAll('.fixes > span')].map((e) => e.textContent)"
+    )
+    assert ceilings[::2] == [fix.name for fix in analysis.fixes if fix.gain >= 0.001]
     assert opened.value(INK) > 500, "something is painted"
 
 
@@ -152,7 +165,7 @@ def test_a_page_of_a_million_bars_stays_alive(browser: Page, trace: Path, tmp_pa
     """More than a trace of 200 MB has. What is drawn is bounded by pixels, wherever one zooms;
     kernels cover three quarters of the time, far too narrow to be drawn one by one."""
     page = tmp_path / "page.html"
-    write_page(page, [("", with_kernels(trace, 1_000_000))], ["words"])
+    write_page(page, [("", with_kernels(trace, 1_000_000))], [("computing", "", "words")])
     browser.open(page)
     assert int(browser.value("document.body.dataset.bars")) > 990_000
     browser.value("element('all').click()")
@@ -169,7 +182,10 @@ def test_a_page_of_a_million_bars_stays_alive(browser: Page, trace: Path, tmp_pa
 
 # What is painted in the middle of the row of kernels, as its alpha over the row's background.
 SHADES = """(() => {
-  const row = rows.find((one) => one.label === "GPU compute"), y = row.top + BAR / 2;
+  const row = rows.find((one) => one.label === "GPU compute");
+  // Between two dashes of the lines at ends of steps.
+  const gap = (at) => (row.top + at - data.runs[0].top) % 9 === 7;
+  const y = row.top + [4, 5, 6, 7, 8, 9, 10, 11, 12].find(gap);
   const back = getComputedStyle(document.documentElement).getPropertyValue("--band").trim();
   const red = (hex) => parseInt(hex.slice(1, 3), 16);
   const full = red(data.legend[row.colour[0]][1]);
@@ -190,3 +206,34 @@ def test_the_picture_is_saved_as_it_is_drawn(opened: Page) -> None:
     while opened.value("window.saved") is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert opened.value("window.saved").endswith(".png")
+
+
+@pytest.mark.parametrize("width", [400, 1300])
+def test_it_fits_the_window_and_nothing_is_cut(browser: Page, page: Path, width: int) -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.call("Emulation.setDeviceMetricsOverride", **size)
+    browser.open(page)
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    bottom = browser.value("canvas.getBoundingClientRect().bottom")
+    assert bottom > 0.9 * 900, "the window is used"
+    for scale in (1.0, 0.2, 0.02, 0.002):
+        texts = browser.value(f"(zoom({scale}, 0), {WRITTEN})")
+        names = set(browser.value("data.names.concat(rows.map((r) => r.heading || r.label))"))
+        names |= set(browser.value("used.map((entry) => entry[0])"))
+        whole = {text for text in texts if text in names or text.isdecimal()}
+        times = {text for text in texts if re.fullmatch(r"-?[\d.]+ (s|ms|µs)", text)}
+        assert texts
+        assert {t for t in texts if t not in whole | times and not t.startswith("step ")} == set()
+        assert len({text.split()[1] for text in times}) == 1, "one unit on the axis"
+        assert len(times) > 1
+    browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+# Draws, and returns what was written on the canvas.
+WRITTEN = """(() => {
+  const texts = [], original = paint.fillText;
+  paint.fillText = (text, ...rest) => { texts.push(text); original.call(paint, text, ...rest); };
+  draw();
+  paint.fillText = original;
+  return texts;
+})()"""
