@@ -155,12 +155,12 @@ def _gpu_layers(graph: Graph, replay: Replay) -> tuple[float, str]:
         {node.layer for node in graph.nodes if node.resource == kinds.CPU_UPDATE} - {NONE}
     )
     cost = _gpu_update_cost(graph, replay)
-    priced = "at the measured cost of an update" if cost else "whose update costs nothing"
+    priced = "updates there cost as measured" if cost else "updates there cost nothing"
     found = replay.seconds_per_step(), "none is better"
     for count in sorted({round(n) for n in np.linspace(1, len(on_cpu), _MOST_COUNTS)}):
         seconds = replay.seconds_per_step(_moved(replay, graph, on_cpu[:count], cost))
         if seconds < found[0]:
-            words = f"{count} of the {len(on_cpu)} layers on the CPU go to the GPU, {priced}; "
+            words = f"{count} of the {len(on_cpu)} CPU layers moved to the GPU, {priced}; "
             words += "memory not checked"
             found = seconds, words
     return found

@@ -288,7 +288,7 @@ def test_three_sentences_come_first(tmp_path: Path, capsys: Capture) -> None:
     assert first.startswith("The GPU computes ")
     assert "It waits for CPU Adam of layer 0 (6.8 %)" in first
     assert "Try first: more GPU layers, which saves at most " in first
-    assert "1 of the 4 layers on the CPU go to the GPU" in first
+    assert "1 of the 4 CPU layers moved to the GPU, updates there cost nothing" in first
     assert not [line for line in text.splitlines() if len(line) > 100]
 
 
