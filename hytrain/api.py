@@ -80,9 +80,8 @@ def initialize(
 
     A configuration with a "hytrain" section (see docs/configuration.md) gives a
     :class:`~hytrain.engine.HyTrainEngine`; without one the call is plain ``deepspeed.initialize``.
-    So it is where there is nothing to train with, neither ``optimizer`` nor an "optimizer" section,
-    and DeepSpeed has an engine for that: ZeRO-3 for inference, or no ZeRO at all. A warning says
-    so. Evaluation before training and reference models are built in this way.
+    With neither ``optimizer`` nor an "optimizer" section it is plain DeepSpeed's too, with a
+    warning, in ZeRO stage 3 or 0: for evaluation before training and for reference models.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)``.
@@ -91,7 +90,7 @@ def initialize(
         ConfigError: the section, or its fit to model and job, is wrong, an argument is not of its
             kind, ranks differ, or there is no optimizer in ZeRO stage 1 or 2; nothing was changed.
         PlanError: ``"hytrain.plan"`` is for another job; nothing was changed.
-        UnsupportedError: the configuration asks for what hytrain does not do.
+        UnsupportedError: the configuration asks for something that hytrain does not support.
     """
     avoid_cpu_communication_build()
     for lock in find_locks():

@@ -139,6 +139,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    for page in tmp_path.glob("*.html"):
+        loaded = re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="?https?:[^>]*', _read(page))
+        assert loaded == [], "pages from disk need no network"
     api = _read(tmp_path / "api.html")
     members = re.findall(r"^ {8}- (\w+)$", _read(DOCS / "api.md"), flags=re.MULTILINE)
     assert len(members) > 10
