@@ -99,7 +99,7 @@ def preview_and_commit() -> None:
     picture.box(400, 128, 180, 50, CPU, "preview again,\nwith the coefficient")
     picture.box(640, 128, 200, 50, CPU, "commit t, preview t+1\nin one sweep")
     picture.box(400, 212, 180, 50, BACK, "publish: old weights\ngo out once more")
-    picture.box(640, 212, 200, 50, CPU, "preview t+1:\nstep t never was")
+    picture.box(640, 212, 200, 50, CPU, "preview t+1:\nstep t never happened")
     picture.words(
         12, 300, "fp32 state is written only by a commit, whose scale is known by then", ink=PALE
     )
@@ -146,7 +146,7 @@ def share_on_gpu() -> None:
         picture.box(x - size / 2, y - size / 2, size, size, BACK if is_solved else CPU)
     x, y = at(12, 0.344)
     picture.words(x, y + 34, "solved: 12 of 26 layers", ink="#2f7a28", middle=True)
-    picture.words(left + 40, 30, "the CPU is the longer one", ink=PALE)
+    picture.words(left + 40, 30, "the CPU is the bottleneck", ink=PALE)
     picture.words(left + 410, 104, "the update hides; more layers cost GPU memory only", ink=PALE)
     picture.words(left + 364, bottom + 44, "layers updated on the GPU", middle=True)
     picture.write("share_on_gpu.svg")
