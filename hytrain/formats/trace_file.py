@@ -224,7 +224,10 @@ def _read_bytes(path: Path) -> bytes:
             f"the trace {path} cannot be unpacked ({error}): it is damaged, or was cut off"
         ) from None
     except OSError as error:
-        raise TraceError(f"cannot read the trace {path} ({error.strerror})") from None
+        raise TraceError(
+            f"cannot read the trace {path} ({error.strerror}): give a file, such as "
+            "traces/trace_rank0.json"
+        ) from None
 
 
 def _some_keys(values: Mapping[str, Any]) -> str:

@@ -85,6 +85,12 @@ def test_machine_facts_are_sane() -> None:
     assert 0 < host_room.available_host_bytes() < 2**50
 
 
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    text = capsys.readouterr().out
+    assert all(command in text for command in cli._COMMANDS)
+
+
 def test_a_misspelt_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["trce"])

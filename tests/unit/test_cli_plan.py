@@ -433,7 +433,7 @@ def test_named_gpus_are_found_in_a_library(tmp_path: Path, capsys: Capture) -> N
     assert "no profile of a GPU called b200" in text
     assert "RTX A6000" in text
     text = _error(capsys, "--gpus", "l4", "--hosts", 2, "--library", folder, "--batch", 24)
-    assert "hosts with [2] GPUs" in text
+    assert "--hosts 2 are 2 GPUs together, but --gpus names 1" in text
 
 
 def test_devices_of_one_name_need_labels(profile: Path, capsys: Capture) -> None:
@@ -495,7 +495,7 @@ def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
     assert "no data sheet of a GPU called b200" in _error(
         capsys, "--gpus", "b200", "--model", model, "--batch", 64
     )
-    assert "give the --model" in _error(capsys, "--gpus", "l4", "--batch", 64)
+    assert "need a --model" in _error(capsys, "--gpus", "l4", "--batch", 64)
 
 
 def test_data_sheets_have_the_moments_of_the_training(

@@ -35,7 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("hytrain.run").setLevel(logging.INFO)  # how far long work is
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    given = sys.argv[1:] if argv is None else argv
+    if not given:
+        parser.print_help()
+        return 2
+    arguments = parser.parse_args(given)
     try:
         status = arguments.run(arguments)
         sys.stdout.flush()
@@ -70,19 +75,19 @@ def _parser() -> argparse.ArgumentParser:
     # DeepSpeed's launcher gives every script this argument.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    words = "measure a part of hytrain beside its competitors"
+    words = "measure the CPU optimizer beside DeepSpeed's and torch's"
     bench.add(commands.add_parser("bench", help=words))
-    words = "measure GPUs and hosts with a model, for a plan"
+    words = "measure GPUs and hosts with a model, for `hytrain plan`"
     profile.add(commands.add_parser("profile", help=words))
-    plan.add(commands.add_parser("plan", help="deal a batch and the state to unequal GPUs"))
+    plan.add(commands.add_parser("plan", help="divide a batch and the state over unequal GPUs"))
     words = "explain why the solver chose its k, or what a configuration will do"
     explain.add(commands.add_parser("explain", help=words))
-    words = "check whether this machine is fit for offloaded training, and say what to change"
+    words = "check in some seconds whether this machine is fit for offloaded training"
     doctor.add(commands.add_parser("doctor", help=words))
     words = "write a checkpoint's weights as safetensors, or as one file for torch.load"
     export.add(commands.add_parser("export", help=words))
-    words = "list checkpoints, and verify that they are whole"
+    words = "list checkpoints, or verify that they are whole"
     checkpoint.add(commands.add_parser("checkpoint", help=words))
-    words = "report where the time of recorded steps goes, and what a change would win"
+    words = "report where the time of recorded steps goes, and what a change would save"
     trace.add(commands.add_parser("trace", help=words))
     return parser

@@ -10,8 +10,9 @@ from hytrain.tools.cli.arguments import positive_int, positive_ints
 
 def add(bench: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parts = bench.add_subparsers(required=True, metavar="PART")
-    kernel = parts.add_parser("kernel", help="the CPU optimizer's passes")
+    parts = bench.add_subparsers(required=True, metavar="{kernel}")
+    words = "the CPU optimizer's passes, beside DeepSpeed's and torch's optimizers"
+    kernel = parts.add_parser("kernel", help=words, description=f"Measures {words}.")
     kernel.add_argument("--json", action="store_true", help="print JSON instead of a table")
     kernel.add_argument(
         "--elements",
@@ -23,11 +24,11 @@ def add(bench: argparse.ArgumentParser) -> None:
         type=positive_ints,
         help="thread counts to try, as in 4,8,16 (default: quarters of the usable cores)",
     )
-    kernel.add_argument("--repeats", type=positive_int, default=7, help="timed rounds (7)")
+    kernel.add_argument("--repeats", type=positive_int, default=7, help="timed rounds (default: 7)")
     kernel.add_argument(
         "--ours",
         action="store_true",
-        help="without DeepSpeed's and torch's optimizers (DeepSpeed compiles its own at first)",
+        help="leave out DeepSpeed's and torch's optimizers (DeepSpeed compiles its own at first)",
     )
     kernel.set_defaults(run=_kernel)
 
@@ -48,6 +49,10 @@ def _kernel(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
     else:
         print(format_table(result))
+        print(
+            "Gparam/s: billion parameters a second; of read_write: of the rate of plain reads and\n"
+            "writes of as many bytes; over fp32: speed over the same pass with fp32 moments."
+        )
         machine = result["machine"]
         versions = ", ".join(f"{name} {it}" for name, it in machine["versions"].items() if it)
         print(f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}; {versions}")

@@ -13,7 +13,7 @@ from hytrain.errors import CheckpointError
 
 def add(checkpoint: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    actions = checkpoint.add_subparsers(required=True, metavar="ACTION")
+    actions = checkpoint.add_subparsers(required=True, metavar="{info,verify}")
     words = "read every byte and compare it with what was saved"
     verify = actions.add_parser("verify", help=words)
     verify.add_argument("--all", action="store_true", help="all checkpoints of the folder")

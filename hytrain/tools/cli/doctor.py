@@ -12,15 +12,27 @@ from hytrain.tools.cli.arguments import positive_int
 
 def add(doctor: argparse.ArgumentParser) -> None:
     """The command's arguments."""
+    doctor.description = (
+        "Checks this machine for offloaded training: versions, cores, memory, copies, disk. Takes "
+        "some seconds. Exits with 1 where something is bad."
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument(
-        "--ranks", type=positive_int, default=1, help="that will train on this host (1)"
+        "--ranks",
+        type=positive_int,
+        default=1,
+        help="how many will train on this host (default: 1)",
     )
     doctor.add_argument(
-        "--folder", type=Path, default=Path(), help="where checkpoints will be saved (here)"
+        "--folder",
+        type=Path,
+        default=Path(),
+        help="where checkpoints will be saved (default: the current folder)",
     )
     doctor.add_argument(
-        "--elements", type=positive_int, help="of the arrays measured (default: beyond the caches)"
+        "--elements",
+        type=positive_int,
+        help="of the arrays that are measured (default: more than the caches hold)",
     )
     doctor.set_defaults(run=_doctor)
 
@@ -34,8 +46,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         findings = examine(arguments.folder, arguments.ranks, arguments.elements)
     except OSError as error:
         raise ConfigError(
-            f"{arguments.folder} cannot be written ({type(error).__name__}: {error}): give the "
-            "folder for checkpoints as --folder"
+            f"{arguments.folder} cannot be written ({error.strerror}): give the folder for "
+            "checkpoints as --folder"
         ) from error
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))

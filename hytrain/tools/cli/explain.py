@@ -39,12 +39,12 @@ def add(explain: argparse.ArgumentParser) -> None:
         help="JSON lines of a run with placement decisions, or a DeepSpeed JSON",
     )
     explain.add_argument("--json", action="store_true", help="print JSON instead of text")
-    explain.add_argument("--rank", type=rank_number, help="whose decisions, or sizes (0)")
+    explain.add_argument("--rank", type=rank_number, help="whose decisions, or sizes (default: 0)")
     model = explain.add_argument_group("with CONFIG")
     model.add_argument(
         "--model", type=Path, metavar="PATH", help="a transformers config.json or its folder"
     )
-    model.add_argument("--ranks", type=positive_int, help="ranks that share the state (1)")
+    model.add_argument("--ranks", type=positive_int, help="ranks that share the state (default: 1)")
     model.add_argument(
         "--gpu-memory",
         type=positive_float,
@@ -98,7 +98,7 @@ def _whole_config(path: Path, text: str) -> Mapping[str, Any] | None:
             parse_json(first, "", ConfigError)
             return None
         raise ConfigError(
-            f"{error}; nor is it a metrics file, which has a JSON object a line"
+            f"{error}; nor is it a metrics file, which has one JSON object per line"
         ) from None
     if not isinstance(whole, dict):
         kind = type(whole).__name__

@@ -6,6 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
+from hytrain.errors import ConfigError
 from hytrain.formats.text_table import fold
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -14,6 +15,7 @@ _DTYPES = ("fp32", "bf16", "fp16")
 
 def add(export: argparse.ArgumentParser) -> None:
     """The command's arguments."""
+    export.description = "Writes a checkpoint's weights: no GPU and no ranks are needed."
     export.add_argument(
         "folder",
         type=Path,
@@ -39,7 +41,7 @@ def add(export: argparse.ArgumentParser) -> None:
         type=_size,
         default=5 * 10**9,
         metavar="SIZE",
-        help="of a file of safetensors, as in 500MB (5GB)",
+        help="of a file of safetensors, as in 500MB (default: 5GB)",
     )
     export.add_argument(
         "--exclude-frozen", action="store_true", help="leave out what was not trained"
@@ -58,6 +60,11 @@ def _export(arguments: argparse.Namespace) -> int:
     from hytrain.tools.checkpoints.export import ExportRequest, export_weights
     from hytrain.tools.checkpoints.trainer_folders import one_checkpoint
 
+    if arguments.format == "fp32" and arguments.dtype not in (None, "fp32"):
+        raise ConfigError(
+            f"--dtype {arguments.dtype} is of --format safetensors; --format fp32 writes master "
+            "weights as they are: leave one of them out"
+        )
     folder, tag = one_checkpoint(arguments.folder, arguments.tag)
     request = ExportRequest(
         folder=folder,

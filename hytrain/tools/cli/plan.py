@@ -30,7 +30,7 @@ from hytrain.tools.cli.arguments import (
 from hytrain.tools.cli.plan_options import STAGES, moments_of, plan_options, read_deepspeed
 
 _DESCRIPTION = (
-    "Deals the samples of a batch and the optimizer state to GPUs that differ in speed and memory, "
+    "Divides the samples of a batch and the optimizer state over GPUs of unlike speed and memory, "
     "on hosts that differ in cores and memory: from profiles of `hytrain profile`, or, for GPUs "
     "that are only named, from a library of profiles or from data sheets."
 )
@@ -48,7 +48,9 @@ def add(plan: argparse.ArgumentParser) -> None:
     _add_choices(plan.add_argument_group("what may be chosen"))
     _add_hosts(plan.add_argument_group("hosts of named GPUs; default: as measured, or as usual"))
     output = plan.add_argument_group("what comes of it")
-    output.add_argument("--out", type=Path, metavar="PLAN", help='for "hytrain": {"plan": ...}')
+    output.add_argument(
+        "--out", type=Path, metavar="PLAN", help='write it, for "hytrain": {"plan": PLAN}'
+    )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
     own = dict(vars(plan.parse_args([])))
@@ -60,7 +62,11 @@ def add(plan: argparse.ArgumentParser) -> None:
 
 def _add_subject(group: Any) -> None:
     group.add_argument(
-        "--profile", type=Path, nargs="+", metavar="FILE", help="of `hytrain profile`; they merge"
+        "--profile",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measured by `hytrain profile`; several are merged",
     )
     group.add_argument(
         "--gpus",
@@ -88,13 +94,13 @@ def _add_subject(group: Any) -> None:
         "--seq-len",
         type=positive_int,
         metavar="N",
-        help=f"tokens of a sample, data sheets ({_SHEET_SEQ_LEN})",
+        help=f"tokens of a sample, for data sheets (default: {_SHEET_SEQ_LEN})",
     )
-    group.add_argument("--dtype", choices=DTYPES, help=f"of data sheets ({DTYPES[0]})")
+    group.add_argument("--dtype", choices=DTYPES, help=f"for data sheets (default: {DTYPES[0]})")
     group.add_argument(
         "--moments",
         choices=MOMENTS,
-        help="of the profiles to plan with, where there are several; of data sheets (the "
+        help="of the profiles to plan with, where there are several; of data sheets (default: the "
         "configuration's, else fp32)",
     )
 
@@ -104,7 +110,7 @@ def _add_choices(group: Any) -> None:
         "--stage",
         type=int,
         choices=STAGES,
-        help="of ZeRO (that of --deepspeed-config, else 2)",
+        help="of ZeRO (default: that of --deepspeed-config, else 2)",
     )
     group.add_argument(
         "--offload-param",
@@ -152,19 +158,19 @@ def _add_choices(group: Any) -> None:
         type=positive_float,
         default=1.0,
         metavar="F",
-        help="of each GPU's memory that may be used (1)",
+        help="of each GPU's memory that may be used (default: 1)",
     )
     group.add_argument(
         "--gpu-memory-reserve",
         type=positive_float,
         metavar="GIB",
-        help="that stays free of each GPU (4 %%, at least 1)",
+        help="that stays free of each GPU (default: 4 %%, at least 1)",
     )
     group.add_argument(
         "--host-memory-reserve",
         type=positive_float,
         metavar="GIB",
-        help="that stays free of each host (3 %%, at least 1)",
+        help="that stays free of each host (default: 3 %%, at least 1)",
     )
 
 
@@ -194,7 +200,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from hytrain.tools.planner.result import plan_file
 
     if arguments.batch is None:
-        message = "hytrain plan needs --batch: the samples of a step, all ranks together"
+        message = "plan needs --batch: the samples of a step, all ranks together"
         if arguments.gpus and not arguments.model and not arguments.profile:
             message += "; and --model, a transformers config.json, to plan from data sheets"
         raise ConfigError(message)
@@ -302,8 +308,8 @@ def _profile(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[
         return named_gpus.measured_cluster(merged, groups, wishes), False
     if arguments.model is None:
         raise ConfigError(
-            "--gpus without --profile or --library are planned for from data sheets: give the "
-            "--model, or profiles"
+            "--gpus without --profile or --library are planned from data sheets, which need a "
+            "--model: give it, or profiles"
         )
     from hytrain.tools.profiler.language_model import check_length, read_config
     from hytrain.tools.profiler.model_shape import read_model_shape

@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="of `hytrain profile`; they merge. Needs --gbs and --bandwidth",
+        help="measured by `hytrain profile`; several are merged; needs --gbs and --bandwidth",
     )
     parser.add_argument("--gbs", type=positive_int, metavar="N", help="samples of a step")
     parser.add_argument(
@@ -51,7 +51,13 @@ def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
     )
     _add_model(parser.add_argument_group("what the cost model counts"))
     search = parser.add_argument_group("the search")
-    search.add_argument("--gap", type=share, default=0.0, metavar="F", help="to stop at (0)")
+    search.add_argument(
+        "--gap",
+        type=share,
+        default=0.0,
+        metavar="F",
+        help="share of the cost to stop at (default: 0)",
+    )
     search.add_argument(
         "--seconds", type=positive_float, metavar="S", help="stop then with the best so far"
     )
@@ -62,7 +68,7 @@ def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
         default=1,
         metavar="K",
         help="plans: the best ones of the K best combinations of order, micro-batches and range of "
-        "stage counts (1)",
+        "stage counts (default: 1)",
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     output.add_argument("--out", type=Path, metavar="PLAN", help="the plan as JSON")
@@ -81,7 +87,9 @@ def _add_model(group: Any) -> None:
         "or its slowest (default)",
     )
     group.add_argument(
-        "--inter-node", action="store_true", help="between nodes, their bandwidth between nodes"
+        "--inter-node",
+        action="store_true",
+        help="count the bandwidth between nodes for what goes between them",
     )
     group.add_argument(
         "--per-gpu-memory",

@@ -57,19 +57,23 @@ def add(profile: argparse.ArgumentParser) -> None:
         "that returns a model, and a function of a micro-batch size that returns its arguments",
     )
     model.add_argument("--seq-len", type=positive_int, help="tokens of a sample")
-    model.add_argument("--dtype", choices=DTYPES, help=f"({DTYPES[0]})")
-    model.add_argument("--block-class", metavar="NAME", help="the layers' class (detected)")
+    model.add_argument(
+        "--dtype", choices=DTYPES, help=f"of the training copy (default: {DTYPES[0]})"
+    )
+    model.add_argument(
+        "--block-class", metavar="NAME", help="the layers' class (default: detected)"
+    )
     how = profile.add_argument_group("measuring")
     how.add_argument(
         "--micro-batches",
         type=positive_ints,
         metavar="N,N,...",
-        help="sizes (1, 2, 4, ... until memory or speed ends)",
+        help="sizes to measure (default: 1, 2, 4, ... until memory ends or speed grows no more)",
     )
     how.add_argument(
         "--seconds",
         type=positive_float,
-        help=f"for the layers, about ({_SECONDS:.0f}); the rest takes about 30",
+        help=f"for the layers, about (default: {_SECONDS:.0f}); the rest takes about 30",
     )
     how.add_argument(
         "--device-memory-fraction",
@@ -80,9 +84,9 @@ def add(profile: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--moments",
         choices=MOMENTS,
-        help=f'how updates keep Adam\'s moments, as "hytrain.moments" ({FP32})',
+        help=f'how updates keep Adam\'s moments, as "hytrain.moments" (default: {FP32})',
     )
-    how.add_argument("--settings", metavar="WORDS", help="noted in the profile (clocks, limits)")
+    how.add_argument("--settings", metavar="WORDS", help="a note for the profile: clocks, limits")
     profile.set_defaults(run=_run)
 
 

@@ -12,25 +12,27 @@ from hytrain.tools.cli.arguments import check_outputs
 
 _REPORT = (
     "How well GPU, copies and CPU overlap, what the GPU waits for and why, and what a change would "
-    "win at most. FILEs are traces of one run, a file a rank: hytrain's, or of torch.profiler."
+    "save at most. FILEs are traces of one run, a file a rank: hytrain's, or of torch.profiler."
 )
 _COMPARE = "Two runs on one time axis: GPU, copies and CPU of both, and their differences in words."
 
 
 def add(trace: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    trace.description = "What recorded steps show."
-    commands = trace.add_subparsers(required=True, metavar="COMMAND")
+    trace.description = "What recorded steps show: of one run, or of two beside each other."
+    commands = trace.add_subparsers(required=True, metavar="{report,compare}")
     report = commands.add_parser("report", help="where the time of a run goes", description=_REPORT)
     report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON, gzipped or not")
     report.set_defaults(run=_report)
     compare = commands.add_parser("compare", help="two runs side by side", description=_COMPARE)
-    for name, words in (("A", "before"), ("B", "after")):
+    for name, words in (("A", "the trace before"), ("B", "the trace after")):
         compare.add_argument(f"file_{name.lower()}", type=Path, metavar=name, help=words)
     compare.set_defaults(run=_compare)
     for command in (report, compare):
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
-        command.add_argument("--html", type=Path, metavar="OUT", help="the picture, to zoom into")
+        command.add_argument(
+            "--html", type=Path, metavar="OUT", help="also write a page with the picture"
+        )
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any
 
 from hytrain.cost.step import LayerCosts, StepCosts
@@ -181,15 +182,16 @@ def costs_text(costs: StepCosts, device: str = "GPU") -> str:
             times += [("clipped: commit", mean.cpu_commit), ("preview", mean.cpu_preview)]
         words = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in times)
         lines.append(f"  {count} x {_short(mean.parameters / 1e6)} M: {words}")
+    seconds = partial(_seconds, longest=max(costs.compute_seconds, costs.cpu_seconds))
     threads = "" if costs.update_threads is None else f" ({costs.update_threads} threads)"
     lines += [
-        f"t_B, backward of all layers: {_seconds(costs.backward_seconds)} s",
-        f"t_U, CPU update of all layers: {_seconds(costs.cpu_seconds)} s{threads}",
+        f"t_B, backward of all layers: {seconds(costs.backward_seconds)} s",
+        f"t_U, CPU update of all layers: {seconds(costs.cpu_seconds)} s{threads}",
         f"alpha, {device} over CPU update: {costs.alpha:.3g}",
         f"clipped share of the steps: {costs.clipped_share:.1%}",
-        f"step without any update: {_seconds(costs.compute_seconds)} s (forward "
-        f"{_seconds(costs.forward_seconds)}, between {_seconds(costs.between)}, backward "
-        f"{_seconds(costs.backward_seconds)}, tail {_seconds(costs.tail)})",
+        f"step without any update: {seconds(costs.compute_seconds)} s (forward "
+        f"{seconds(costs.forward_seconds)}, between {seconds(costs.between)}, backward "
+        f"{seconds(costs.backward_seconds)}, tail {seconds(costs.tail)})",
     ]
     return "\n".join(lines)
 
@@ -208,18 +210,19 @@ def candidates_text(rows: Sequence[CandidateRow], device: str = "GPU") -> str:
     layers, memory = f"{device} layers", f"{device} GiB"
     head = [layers, "k", *predicted, memory, "host GiB", "fits", *measured, *marks]
     cells = [head]
+    seconds = partial(_seconds, longest=max(row.predicted_seconds or 0.0 for row in rows))
     for row in rows:
         line = [str(row.gpu_layers), f"{row.gpu_layers / rows[-1].gpu_layers:.2f}"]
         if is_predicted:
             times = (row.predicted_seconds, row.worker_seconds, row.exposed_seconds)
-            line += [*map(_seconds, times), (row.bound or "-").replace("gpu", device)]
+            line += [*map(seconds, times), (row.bound or "-").replace("gpu", device)]
         line += [_short(size / _GIB) for size in (row.gpu_bytes, row.host_bytes)]
         line.append("yes" if row.fits else "no")
         if is_measured:
             error = "-" if row.error is None else f"{row.error:+.1%}"
-            line += [_seconds(row.measured and row.measured.seconds), error]
+            line += [seconds(row.measured and row.measured.seconds), error]
         if marks:
-            line.append(f"<- {', '.join(row.marks)}" if row.marks else "")
+            line.append(f"<- {' = '.join(row.marks)}" if row.marks else "")
         cells.append(line)
     lines = align(cells, left=(len(head) - 1,) if marks else ())
     if is_predicted:
@@ -235,7 +238,8 @@ def candidates_text(rows: Sequence[CandidateRow], device: str = "GPU") -> str:
     return "\n".join(lines)
 
 
-def _seconds(value: float | None) -> str:
+def _seconds(value: float | None, longest: float | None = None) -> str:
+    """With a digit more where the longest beside it, or it itself, is of some ms."""
     if value is None:
         return "-"
-    return f"{value:.{4 if 0.0 < value < 0.1 else 3}f}"
+    return f"{value:.{3 if (longest or value) >= 0.1 else 4}f}"

@@ -54,7 +54,8 @@ def hosts_of(names: Sequence[str], per_host: Sequence[int] | None) -> list[list[
     counts = [len(names)] if per_host is None else list(per_host)
     if sum(counts) != len(names):
         raise PlanError(
-            f"hosts with {counts} GPUs have {sum(counts)} together, but {len(names)} are given"
+            f"--hosts {' '.join(map(str, counts))} are {sum(counts)} GPUs together, but --gpus "
+            f"names {len(names)}: give numbers that sum to it"
         )
     groups: list[list[str]] = []
     for count in counts:

@@ -125,7 +125,7 @@ def _summary(problem: PlanProblem, plan: Plan, own: float) -> str:
     speed = problem.batch / plan.predicted_seconds
     words = f"predicted step {1e3 * plan.predicted_seconds:.1f} ms, {speed:.1f} samples/s"
     if own > 0.0:
-        words += f", {speed / own:.0%} of what the GPUs compute each for itself"
+        words += f", {speed / own:.0%} of the GPUs' own speeds added up"
     return words
 
 

@@ -282,6 +282,15 @@ def test_a_trainers_output_folder(
     assert "checkpoint-10" in capsys.readouterr().out
 
 
+def test_a_dtype_that_would_be_ignored_is_refused(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--out", str(tmp_path / "out"), "--format", "fp32", "--dtype", "bf16"]
+    assert cli.main(["export", str(saved.folder), *options]) == 2
+    assert "--dtype bf16 is of --format safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_without_checkpoints_is_told_what_was_looked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
