@@ -54,6 +54,15 @@ class Outgoing:
 def commit(
     p: int, moments: Moments, n: int, step: GradientStep, out: Outgoing, num_threads: int
 ) -> None: ...
+def commit_split(
+    copy: int,
+    remainder: int,
+    moments: Moments,
+    n: int,
+    step: GradientStep,
+    new_copy: int,
+    num_threads: int,
+) -> None: ...
 def preview(
     p: int, moments: Moments, n: int, step: GradientStep, out: Outgoing, num_threads: int
 ) -> None: ...
@@ -95,6 +104,7 @@ def touch(memory: int, bytes: int, num_threads: int) -> None: ...
 class Pass:
     update: Pass
     direct: Pass
+    late: Pass
     preview: Pass
     commit: Pass
     settle: Pass
@@ -115,6 +125,7 @@ class StateArrays:
         m_exponents: int = 0,
         v_exponents: int = 0,
         seed: int = 0,
+        split: bool = False,
     ) -> None: ...
 
 class Chunk:
@@ -129,6 +140,7 @@ class Chunk:
         slot_class: int,
         weights_on_host: bool = False,
         runs: list[MomentRun] = ...,
+        copy_class: int = -1,
     ) -> None: ...
 
 class StepRecord:
@@ -166,6 +178,7 @@ class SpanKind:
     weights_to_device: ClassVar[SpanKind]
     state_to_host: ClassVar[SpanKind]
     state_to_device: ClassVar[SpanKind]
+    weights_to_host: ClassVar[SpanKind]
     name: str
 
 class TraceSpan:

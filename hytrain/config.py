@@ -217,6 +217,11 @@ class HyTrainConfig(_Section):
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     """How Adam's two moments are kept: 4 + 4 bytes a parameter, 2 + 2, or 1 + 1."""
 
+    master: Literal["fp32", "split"] = "fp32"
+    """How master weights are kept: in 4 bytes a parameter, or in 2 beside their bf16 training copy,
+    which together are the fp32 value, bit for bit. "split" updates no layer on the CPU before the
+    step's clip coefficient is known."""
+
     moments_seed: Count = Field(default=0, ge=0, lt=2**63)
     """Seed of the random bits that round moments; another one makes other, equally good ones."""
 

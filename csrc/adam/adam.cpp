@@ -148,6 +148,12 @@ OutRange at(const Outgoing& out, std::size_t begin) {
     return {static_cast<char*>(out.data) + begin * size_of(out.dtype), out.dtype, out.non_temporal};
 }
 
+SplitRange at(const SplitWeights& weights, std::size_t begin) {
+    return {static_cast<const char*>(weights.copy) + 2 * begin,
+            static_cast<char*>(weights.new_copy) + 2 * begin,
+            reinterpret_cast<char*>(weights.remainder + begin)};
+}
+
 GradientRange whole(const GradientStep& step) {
     return {step.gradient, step.dtype, constants_of(step)};
 }
@@ -246,6 +252,17 @@ void adam_commit(float* p, const Moments& moments, std::size_t n, const Gradient
     for_moments(moments, true, step.hyper.step, n, num_threads,
                 [&](const MomentRange& m, std::size_t i, std::size_t count) {
                     kernels.commit(p + i, m, count, at(gradient, i), at(out, i), ahead);
+                });
+}
+
+void adam_commit(const SplitWeights& weights, const Moments& moments, std::size_t n,
+                 const GradientStep& step, int num_threads) {
+    const KernelTable& kernels = active_kernels();
+    const GradientRange gradient = whole(step);
+    const std::size_t ahead = g_tuning.prefetch_elements;
+    for_moments(moments, true, step.hyper.step, n, num_threads,
+                [&](const MomentRange& m, std::size_t i, std::size_t count) {
+                    kernels.commit_split(at(weights, i), m, count, at(gradient, i), ahead);
                 });
 }
 

@@ -91,6 +91,14 @@ struct Vec {
         const Bits low = _mm256_srli_epi32(rounded(a, bits_and(random, set_bits(0xFFFFU))), 16);
         return _mm256_blend_epi16(low, rounded(b, _mm256_srli_epi32(random, 16)), 0xAA);
     }
+    // Bits of a where x is a NaN, else of b.
+    static Bits where_nan(Reg x, Bits a, Bits b) {
+        return pick(_mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)), a, b);
+    }
+    static void store_halves(void* low, void* high, Bits a) {
+        store_128<false>(low, pack_halves(bits_and(a, set_bits(0xFFFFU))));
+        store_128<false>(high, pack_halves(_mm256_srli_epi32(a, 16)));
+    }
     static void store_halves(void* low, void* high, Bits first, Bits second) {
         const Bits mask = set_bits(0xFFFFU);
         store_256(low, pack_halves(bits_and(first, mask), bits_and(second, mask)));

@@ -104,6 +104,14 @@ struct Vec {
         const __mmask32 carry = _mm512_mask_cmplt_epu16_mask(finite, sum, lower);
         return _mm512_mask_sub_epi16(upper, carry, upper, _mm512_set1_epi16(-1));
     }
+    // Bits of a where x is a NaN, else of b.
+    static Bits where_nan(Reg x, Bits a, Bits b) {
+        return _mm512_mask_mov_epi32(b, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), a);
+    }
+    static void store_halves(void* low, void* high, Bits a) {
+        store_256<false>(low, _mm512_cvtepi32_epi16(a));
+        store_256<false>(high, upper_words(a));
+    }
     // The lower halves of two registers to one address, the upper ones to the other.
     static void store_halves(void* low, void* high, Bits first, Bits second) {
         _mm512_storeu_si512(low, _mm512_permutex2var_epi16(first, even_words(), second));

@@ -192,8 +192,7 @@ inline void prefetch_run(const void* data, std::size_t index) {
 }
 
 template <class M>
-inline void prefetch_state(const float* p, const MomentRange& r, std::size_t index) {
-    prefetch_run<sizeof(float), M::kUnit>(p, index);
+inline void prefetch_moments(const MomentRange& r, std::size_t index) {
     prefetch_run<M::kBytes, M::kUnit>(r.m, index);
     prefetch_run<M::kBytes, M::kUnit>(r.v, index);
 }
@@ -244,6 +243,8 @@ struct PaddedMoments {
     }
 };
 
+#include "weights_kernel.inl"
+
 // ---- commit -----------------------------------------------------------------------------------
 
 // Calls body(first register, byte) for each M::kTogether registers of a unit. `byte` is a constant:
@@ -273,13 +274,13 @@ struct Moved {
     Reg m[M::kVectors], v[M::kVectors];
     typename M::Store store;
 
-    HYTRAIN_INLINE Moved(const float* p, const MomentRange& r, const void* g, std::size_t i,
+    template <class P>
+    HYTRAIN_INLINE Moved(const P& p, const MomentRange& r, const void* g, std::size_t i,
                          const Constants& c) {
         M::load(r, i, m, v);
         for (std::size_t j = 0; j < M::kVectors; ++j) {
             const std::size_t at = i + j * kLanes;
-            const NewMoments moved =
-                step_moments({Vec::load_f32(p + at), m[j], v[j]}, G::load(g, at), c);
+            const NewMoments moved = step_moments({p.load(at), m[j], v[j]}, G::load(g, at), c);
             m[j] = moved.m;
             v[j] = moved.v;
         }
@@ -294,9 +295,9 @@ struct Moved {
     }
 };
 
-template <class G, class W, class M>
-HYTRAIN_INLINE void commit_unit(float* p, const MomentRange& r, const void* g, void* w,
-                                std::size_t i, const Constants& c) {
+template <class G, class P, class M>
+HYTRAIN_INLINE void commit_unit(const P& p, const MomentRange& r, const void* g, std::size_t i,
+                                const Constants& c) {
     Moved<G, M> u(p, r, g, i, c);
     u.begin(r, i);
     for_each_group<M>([&](std::size_t first, auto byte) HYTRAIN_INLINE_BODY {
@@ -304,41 +305,39 @@ HYTRAIN_INLINE void commit_unit(float* p, const MomentRange& r, const void* g, v
         for (std::size_t j = 0; j < M::kTogether; ++j) {
             const std::size_t at = i + (first + j) * kLanes;
             const Reg root = Vec::sqrt(u.v[first + j]);
-            new_p[j] = step_weights(Vec::load_f32(p + at), u.m[first + j], root, c);
-            Vec::template store_f32<false>(p + at, new_p[j]);
+            new_p[j] = step_weights(p.load(at), u.m[first + j], root, c);
         }
-        W::template store<M::kTogether>(w, i + first * kLanes, new_p);
+        p.template store<M::kTogether>(i + first * kLanes, new_p);
         u.template put<byte>(r, i, first);
     });
     u.store.finish(r, i);
 }
 
-template <class G, class W, class M>
-void commit_loop(float* p, const MomentRange r, std::size_t n, const GradientRange& gradient,
-                 void* w, std::size_t ahead) {
+template <class G, class P, class M>
+void commit_loop(const P p, const MomentRange r, std::size_t n, const GradientRange& gradient,
+                 std::size_t ahead) {
     constexpr std::size_t kUnit = M::kUnit;
     const Constants c(gradient.constants);
     const void* g = gradient.data;
     std::size_t i = 0;
     for (; i + kUnit <= n; i += kUnit) {
         if (ahead != 0) {
-            prefetch_state<M>(p, r, i + ahead);
+            p.template prefetch_unit<kUnit>(i + ahead);
+            prefetch_moments<M>(r, i + ahead);
             prefetch_run<G::kBytes, kUnit>(g, i + ahead);
         }
-        commit_unit<G, W, M>(p, r, g, w, i, c);
+        commit_unit<G, P, M>(p, r, g, i, c);
     }
     if (i < n) {
         const std::size_t count = n - i;
-        Padded<kUnit> tail_p(p, i, count, sizeof(float));
+        typename P::template Padding<kUnit> tail_p(p, i, count);
         PaddedMoments<M> tail(r, i, count);
         const Padded<kUnit> tail_g(g, i, count, G::kBytes);
-        Padded<kUnit> tail_w;
-        commit_loop<G, typename W::Cached, M>(tail_p.data, tail.range, kUnit,
-                                              {tail_g.data, gradient.dtype, gradient.constants},
-                                              tail_w.data, 0);
-        tail_p.write(p, i, count, sizeof(float));
+        commit_loop<G, decltype(tail_p.weights()), M>(
+            tail_p.weights(), tail.range, kUnit, {tail_g.data, gradient.dtype, gradient.constants},
+            0);
+        tail_p.write(p, i, count);
         tail.write(r, i, count);
-        tail_w.write(w, i, count, W::kBytes);
     }
 }
 
@@ -348,12 +347,24 @@ void commit(float* p, const MomentRange& moments, std::size_t n, const GradientR
         with_in(gradient.dtype, [&](auto in) {
             using G = decltype(in);
             using M = decltype(kind);
+            const auto run = [&](auto to) {
+                using P = WholeWeights<decltype(to)>;
+                commit_loop<G, P, M>(P{p, out.data}, moments, n, gradient, ahead);
+            };
             if (out.data == nullptr) {
-                return commit_loop<G, NoOut, M>(p, moments, n, gradient, nullptr, ahead);
+                return run(NoOut());
             }
-            with_out(out, [&](auto to) {
-                commit_loop<G, decltype(to), M>(p, moments, n, gradient, out.data, ahead);
-            });
+            with_out(out, run);
+        });
+    });
+}
+
+void commit_split(const SplitRange& weights, const MomentRange& moments, std::size_t n,
+                  const GradientRange& gradient, std::size_t ahead) {
+    with_moments(moments.kind, [&](auto kind) {
+        with_in(gradient.dtype, [&](auto in) {
+            commit_loop<decltype(in), HalvedWeights, decltype(kind)>(HalvedWeights{weights},
+                                                                     moments, n, gradient, ahead);
         });
     });
 }
@@ -383,7 +394,8 @@ void preview_loop(const float* p, const MomentRange r, std::size_t n, const Grad
     std::size_t i = 0;
     for (; i + kUnit <= n; i += kUnit) {
         if (ahead != 0) {
-            prefetch_state<M>(p, r, i + ahead);
+            prefetch_run<sizeof(float), kUnit>(p, i + ahead);
+            prefetch_moments<M>(r, i + ahead);
             prefetch_run<G::kBytes, kUnit>(g, i + ahead);
         }
         preview_unit<G, W, M>(p, r, g, w, i, c);
@@ -445,6 +457,5 @@ void publish(const float* p, std::size_t n, const OutRange& out, std::size_t ahe
 
 #include "sweep_kernel.inl"
 
-constexpr KernelTable kTable{Vec::kName,          commit,  preview,
-                             commit_then_preview, publish, sum_of_squares_range,
-                             read_write_range};
+constexpr KernelTable kTable{Vec::kName,          commit,  commit_split,         preview,
+                             commit_then_preview, publish, sum_of_squares_range, read_write_range};

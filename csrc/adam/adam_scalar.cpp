@@ -136,6 +136,12 @@ struct Vec {
     static Bits rounded_halves(Bits a, Bits b, Bits random) {
         return (rounded(a, random & 0xFFFFU) >> 16) | (rounded(b, random >> 16) & 0xFFFF0000U);
     }
+    static void store_halves(void* low, void* high, Bits a) {
+        store_bits(low, static_cast<std::uint16_t>(a));
+        store_bits(high, static_cast<std::uint16_t>(a >> 16));
+    }
+    // Bits of a where x is a NaN, else of b.
+    static Bits where_nan(Reg x, Bits a, Bits b) { return std::isnan(x) ? a : b; }
     static void store_halves(void* low, void* high, Bits first, Bits second) {
         store_bits(low, (first & 0xFFFFU) | (second << 16));
         store_bits(high, (first >> 16) | (second & 0xFFFF0000U));

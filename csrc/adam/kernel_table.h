@@ -43,6 +43,13 @@ struct OutRange {
     bool non_temporal;
 };
 
+// Split master weights of a range: see SplitWeights in hytrain/adam.h.
+struct SplitRange {
+    const char* copy;
+    char* new_copy;
+    char* remainder;
+};
+
 // Moments of a range whose elements' indices differ in their lower 32 bits only.
 struct MomentRange {
     MomentKind kind;
@@ -59,6 +66,8 @@ struct KernelTable {
     void (*commit)(float* p, const MomentRange& moments, std::size_t n,
                    const GradientRange& gradient, const OutRange& out,
                    std::size_t prefetch_elements);
+    void (*commit_split)(const SplitRange& weights, const MomentRange& moments, std::size_t n,
+                         const GradientRange& gradient, std::size_t prefetch_elements);
     void (*preview)(const float* p, const MomentRange& moments, std::size_t n,
                     const GradientRange& gradient, const OutRange& out,
                     std::size_t prefetch_elements);

@@ -104,6 +104,17 @@ void bind_adam_passes(py::module_& m) {
         py::arg("p"), py::arg("moments"), py::arg("n"), py::arg("step"), py::arg("out"),
         py::arg("num_threads"), NoGil());
     m.def(
+        "commit_split",
+        [](Address copy, Address remainder, const Moments& moments, std::size_t n,
+           const GradientStep& step, Address new_copy, int num_threads) {
+            const hytrain::SplitWeights weights{pointer<const void>(copy),
+                                                pointer<std::uint16_t>(remainder),
+                                                pointer<void>(new_copy)};
+            hytrain::adam_commit(weights, moments, n, step, num_threads);
+        },
+        py::arg("copy"), py::arg("remainder"), py::arg("moments"), py::arg("n"), py::arg("step"),
+        py::arg("new_copy"), py::arg("num_threads"), NoGil());
+    m.def(
         "preview",
         [](Address p, const Moments& moments, std::size_t n, const GradientStep& step,
            const Outgoing& out, int num_threads) {
@@ -181,6 +192,7 @@ void bind_offload_types(py::module_& m) {
     py::enum_<Pass>(m, "Pass")
         .value("update", Pass::kUpdate)
         .value("direct", Pass::kDirect)
+        .value("late", Pass::kLate)
         .value("preview", Pass::kPreview)
         .value("commit", Pass::kCommit)
         .value("settle", Pass::kSettle)
@@ -192,22 +204,23 @@ void bind_offload_types(py::module_& m) {
         .value("capture", Pass::kCapture);
     py::class_<StateArrays>(m, "StateArrays")
         .def(py::init([](Address p, Address m_, Address v, MomentKind kind, Address m_exponents,
-                         Address v_exponents, std::uint64_t seed) {
-                 return StateArrays{pointer<float>(p),
+                         Address v_exponents, std::uint64_t seed, bool split) {
+                 return StateArrays{pointer<void>(p),
                                     pointer<void>(m_),
                                     pointer<void>(v),
                                     kind,
                                     pointer<std::uint8_t>(m_exponents),
                                     pointer<std::uint8_t>(v_exponents),
-                                    seed};
+                                    seed,
+                                    split};
              }),
              py::arg("p") = 0, py::arg("m") = 0, py::arg("v") = 0,
              py::arg("kind") = MomentKind::kFloat32, py::arg("m_exponents") = 0,
-             py::arg("v_exponents") = 0, py::arg("seed") = 0);
+             py::arg("v_exponents") = 0, py::arg("seed") = 0, py::arg("split") = false);
     py::class_<Chunk>(m, "Chunk")
         .def(py::init([](std::size_t n, std::size_t shard_offset, Address weights,
                          DType weights_dtype, int group, int slot_class, bool weights_on_host,
-                         std::vector<MomentRun> runs) {
+                         std::vector<MomentRun> runs, int copy_class) {
                  Chunk chunk;
                  chunk.n = n;
                  chunk.shard_offset = shard_offset;
@@ -217,11 +230,13 @@ void bind_offload_types(py::module_& m) {
                  chunk.slot_class = slot_class;
                  chunk.weights_on_host = weights_on_host;
                  chunk.runs = std::move(runs);
+                 chunk.copy_class = copy_class;
                  return chunk;
              }),
              py::kw_only(), py::arg("n"), py::arg("shard_offset"), py::arg("weights"),
              py::arg("weights_dtype"), py::arg("group"), py::arg("slot_class"),
-             py::arg("weights_on_host") = false, py::arg("runs") = std::vector<MomentRun>());
+             py::arg("weights_on_host") = false, py::arg("runs") = std::vector<MomentRun>(),
+             py::arg("copy_class") = -1);
     py::class_<StepRecord>(m, "StepRecord")
         .def(py::init([](float scale, std::vector<AdamHyper> hyper) {
                  return StepRecord{scale, std::move(hyper)};
@@ -261,7 +276,8 @@ void bind_trace_types(py::module_& m) {
         .value("gradient_to_device", SpanKind::kGradientToDevice)
         .value("weights_to_device", SpanKind::kWeightsToDevice)
         .value("state_to_host", SpanKind::kStateToHost)
-        .value("state_to_device", SpanKind::kStateToDevice);
+        .value("state_to_device", SpanKind::kStateToDevice)
+        .value("weights_to_host", SpanKind::kWeightsToHost);
     py::class_<Span>(m, "TraceSpan")
         .def_readonly("kind", &Span::kind)
         .def_readonly("thread", &Span::thread)

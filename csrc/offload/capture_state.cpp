@@ -97,7 +97,7 @@ void UpdateWorker::take_copy(const Layer& layer, const Chunk& chunk) {
         parallel_stream(static_cast<char*>(to) + offset, static_cast<const char*>(source) + offset,
                         bytes, num_threads_);
     };
-    copy(target.p, state.p, at * sizeof(float), n * sizeof(float));
+    copy(target.p, state.p, at * state.weight_bytes(), n * state.weight_bytes());
     copy(target.m, state.m, at * size, n * size);
     copy(target.v, state.v, at * size, n * size);
     if (state.kind == MomentKind::kEightBit) {

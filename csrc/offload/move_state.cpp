@@ -25,7 +25,7 @@ Run run_of(void* host, void* device, std::size_t begin, std::size_t bytes) {
 std::vector<Run> runs(const StateArrays& host, const StateArrays& device, const Chunk& chunk) {
     const std::size_t at = chunk.shard_offset, size = moment_bytes(host.kind);
     std::vector<Run> found{
-        run_of(host.p, device.p, at * sizeof(float), chunk.n * sizeof(float)),
+        run_of(host.p, device.p, at * host.weight_bytes(), chunk.n * host.weight_bytes()),
         run_of(host.m, device.m, at * size, chunk.n * size),
         run_of(host.v, device.v, at * size, chunk.n * size),
     };

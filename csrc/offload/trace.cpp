@@ -10,9 +10,9 @@ namespace hytrain {
 namespace {
 
 // What a pass reads and writes of memory for an element (docs/internals.md); of the state p, m, v.
-std::size_t bytes_per_element(SpanKind kind, std::size_t moment, std::size_t gradient,
-                              std::size_t weights) {
-    const std::size_t state = sizeof(float) + 2 * moment;
+std::size_t bytes_per_element(SpanKind kind, std::size_t weight, std::size_t moment,
+                              std::size_t gradient, std::size_t weights) {
+    const std::size_t state = weight + 2 * moment;
     switch (kind) {
         case SpanKind::kPreview:
             return state + gradient + weights;
@@ -21,7 +21,7 @@ std::size_t bytes_per_element(SpanKind kind, std::size_t moment, std::size_t gra
         case SpanKind::kCommitThenPreview:
             return 2 * state + 2 * gradient + weights;
         case SpanKind::kPublish:
-            return sizeof(float) + weights;
+            return weight + weights;
         default:
             throw std::logic_error("not a pass");
     }
@@ -80,8 +80,10 @@ void UpdateWorker::trace_pass(SpanRing& trace, SpanKind kind, const Chunk& chunk
     span.chunk = place_.chunk;
     span.elements = static_cast<std::int64_t>(chunk.n);
     span.bytes = static_cast<std::int64_t>(
-        chunk.n * bytes_per_element(kind, moment_bytes(layer.state.kind), size_of(gradient_dtype_),
-                                    sends ? size_of(chunk.weights_dtype) : 0));
+        chunk.n * bytes_per_element(kind, layer.state.weight_bytes(),
+                                    moment_bytes(layer.state.kind), size_of(gradient_dtype_),
+                                    (sends ? size_of(chunk.weights_dtype) : 0) +
+                                        (layer.state.split ? size_of(chunk.weights_dtype) : 0)));
     set_thread_times(nullptr);
     if (!traces_threads_) {
         span.begin_ns = begin_ns;

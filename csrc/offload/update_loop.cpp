@@ -24,6 +24,7 @@ constexpr std::size_t kLeastAhead = 1U << 20U;
 constexpr std::size_t kMaxSpans = 1U << 16U;
 
 bool fetches(Pass pass) { return pass == Pass::kUpdate || pass == Pass::kDirect; }
+bool reads_copy(Pass pass) { return pass == Pass::kDirect || pass == Pass::kLate; }
 bool is_move(Pass pass) { return pass == Pass::kLeave || pass == Pass::kArrive; }
 
 }  // namespace
@@ -153,12 +154,9 @@ bool UpdateWorker::issue_next() {
     work.job = fetching_;
     work.chunk = fetching_chunk_;
     work.last = fetching_chunk_ + 1 == layer.chunks.size();
-    if (fetches(job.pass)) {
-        SlotClass& slots = slots_[static_cast<std::size_t>(chunk.slot_class)];
-        // Every slot holds a gradient that a pass is still to read: no copy may go there yet.
-        if (slots.free.empty()) return false;
-        work.slot = slots.free.back();
-        slots.free.pop_back();
+    // Every slot holds what a pass is still to read: no copy may go there yet.
+    if (!take_slots(chunk, work)) return false;
+    if (work.slot >= 0 || work.copy >= 0) {
         delay();
         fetch(layer, chunk, work);
     }
@@ -168,13 +166,30 @@ bool UpdateWorker::issue_next() {
     return true;
 }
 
-// Issues the copy of a chunk's gradient into its slot.
+// Slots for what the job fetches of a chunk, its gradient and its training copy: all, or none.
+bool UpdateWorker::take_slots(const Chunk& chunk, Work& work) {
+    const Pass pass = work.job->pass;
+    const auto free = [&](int slot_class) -> std::vector<int>& {
+        return slots_[static_cast<std::size_t>(slot_class)].free;
+    };
+    const bool gradient = fetches(pass), copy = reads_copy(pass) && chunk.copy_class >= 0;
+    if (gradient && free(chunk.slot_class).empty()) return false;
+    if (copy && free(chunk.copy_class).empty()) return false;
+    const auto take = [](std::vector<int>& slots) {
+        const int slot = slots.back();
+        slots.pop_back();
+        return slot;
+    };
+    if (gradient) work.slot = take(free(chunk.slot_class));
+    if (copy) work.copy = take(free(chunk.copy_class));
+    return true;
+}
+
+// Issues the copies of a chunk's gradient and training copy into their slots.
 void UpdateWorker::fetch(const Layer& layer, const Chunk& chunk, const Work& work) {
     const Job& job = *work.job;
-    const Buffers& slots = slots_[static_cast<std::size_t>(chunk.slot_class)].slots;
-    const auto slot = static_cast<std::size_t>(work.slot);
     const std::int64_t begin = now_ns();
-    if (work.chunk == 0) {
+    if (work.chunk == 0 && work.slot >= 0) {
         // Without this wait the copy could read the gradient, or its sum of squares, before the
         // kernel has written it. Once a job: the chunks' copies follow on the same lane.
         device_->lane_wait(Lane::kToHost, job.gradient_ready);
@@ -183,30 +198,51 @@ void UpdateWorker::fetch(const Layer& layer, const Chunk& chunk, const Work& wor
             device_->copy(Lane::kToHost, layer.norm_slot, job.sum_of_squares, sizeof(double));
         }
     }
-    const std::size_t size = size_of(layer.gradient_dtype);
-    device_->record(slots.begins[slot], Lane::kToHost);
-    device_->copy(Lane::kToHost, slots.addresses[slot], job.gradient + chunk.shard_offset * size,
-                  chunk.n * size);
-    device_->record(slots.ends[slot], Lane::kToHost);
-    note(kToHostTask, "gradient", Place{job.step, job.layer, static_cast<std::int32_t>(work.chunk)},
-         slots.ends[slot]);
+    const Place place{job.step, job.layer, static_cast<std::int32_t>(work.chunk)};
+    if (work.slot >= 0) {
+        const std::size_t size = size_of(layer.gradient_dtype);
+        fetch_to(chunk.slot_class, work.slot, job.gradient + chunk.shard_offset * size,
+                 chunk.n * size);
+        note(kToHostTask, "gradient", place, end_of(chunk.slot_class, work.slot));
+    }
+    if (work.copy >= 0) {
+        // Needs no wait of its own. The copy's last writer, the step before, has been waited for by
+        // this step's forward, and compute is behind that: kDirect's gradient event says so, and
+        // kLate comes after the host has read the step's outcome.
+        fetch_to(chunk.copy_class, work.copy, chunk.weights,
+                 chunk.n * size_of(chunk.weights_dtype));
+        note(kToHostTask, "weights", place, end_of(chunk.copy_class, work.copy));
+    }
     job_statistics_.issue_ns += now_ns() - begin;
 }
 
-// Waits for a chunk's gradient: the kernel must not read the slot before the copy into it is done.
-void UpdateWorker::arrived(const Layer& layer, const Chunk& chunk, int slot) {
-    const Buffers& slots = slots_[static_cast<std::size_t>(chunk.slot_class)].slots;
+void UpdateWorker::fetch_to(int slot_class, int slot, const void* from, std::size_t bytes) {
+    const Buffers& slots = slots_[static_cast<std::size_t>(slot_class)].slots;
     const auto index = static_cast<std::size_t>(slot);
-    waits_for_ = "its gradient's copy to the host";
+    device_->record(slots.begins[index], Lane::kToHost);
+    device_->copy(Lane::kToHost, slots.addresses[index], from, bytes);
+    device_->record(slots.ends[index], Lane::kToHost);
+}
+
+EventHandle UpdateWorker::end_of(int slot_class, int slot) const {
+    return slots_[static_cast<std::size_t>(slot_class)].slots.ends[static_cast<std::size_t>(slot)];
+}
+
+// Waits for what was fetched: the kernel must not read a slot before the copy into it is done.
+void UpdateWorker::arrived(int slot_class, int slot, std::size_t num_bytes, SpanKind kind) {
+    const Buffers& slots = slots_[static_cast<std::size_t>(slot_class)].slots;
+    const auto index = static_cast<std::size_t>(slot);
+    waits_for_ = kind == SpanKind::kGradientToHost ? "its gradient's copy to the host"
+                                                   : "its weights' copy to the host";
     const std::int64_t waited = wait_event(slots.ends[index]);  // as said above
     waits_for_ = nullptr;
     job_statistics_.wait_gradient_ns += waited;
     span_.wait_gradient_ns += waited;
     job_statistics_.to_host_ns += device_->elapsed_ns(slots.begins[index], slots.ends[index]);
-    const auto bytes = static_cast<std::int64_t>(chunk.n * size_of(layer.gradient_dtype));
+    const auto bytes = static_cast<std::int64_t>(num_bytes);
     job_statistics_.to_host_bytes += bytes;
-    trace_copy(SpanKind::kGradientToHost, place_, slots.begins[index], slots.ends[index], bytes,
-               chunk.slot_class << 16 | slot);
+    trace_copy(kind, place_, slots.begins[index], slots.ends[index], bytes,
+               slot_class << 16 | slot);
 }
 
 // Takes over new pinned buffers, and takes out those that are to go; between such changes only the
@@ -265,6 +301,12 @@ void UpdateWorker::slot_gone(const SlotClass& slots, int slot) {
     }
 }
 
+// As free_slot, for all that a job has fetched of a chunk.
+void UpdateWorker::free_slots(const Chunk& chunk, const Work& work) {
+    if (work.slot >= 0) free_slot(chunk.slot_class, work.slot);
+    if (work.copy >= 0) free_slot(chunk.copy_class, work.copy);
+}
+
 // No copy of the slot may be in flight, and no pass may be to read it.
 void UpdateWorker::free_slot(int slot_class, int slot) {
     SlotClass& slots = slots_[static_cast<std::size_t>(slot_class)];
@@ -284,6 +326,8 @@ const char* pass_name(Pass pass) {
             return "update";
         case Pass::kDirect:
             return "direct update";
+        case Pass::kLate:
+            return "late update";
         case Pass::kPreview:
             return "preview";
         case Pass::kCommit:
@@ -320,13 +364,20 @@ void UpdateWorker::process(const Work& work) {
         span_.begin_ns = now_ns();
     }
     note(kUpdates, pass_name(job.pass), place_, kNoEvent);
-    if (work.slot >= 0) arrived(layer, chunk, work.slot);
+    if (work.slot >= 0) {
+        arrived(chunk.slot_class, work.slot, chunk.n * size_of(layer.gradient_dtype),
+                SpanKind::kGradientToHost);
+    }
+    if (work.copy >= 0) {
+        arrived(chunk.copy_class, work.copy, chunk.n * size_of(chunk.weights_dtype),
+                SpanKind::kWeightsToHost);
+    }
     delay();
     if (work.chunk == 0) begin_job(job, layer);
     // Read without the lock: begin_job has set `started`, after which it does not change.
     if (job.cancelled) {
         // After arrived(): the copy into the slot must have completed before it is used again.
-        free_slot(chunk.slot_class, work.slot);
+        free_slots(chunk, work);
     } else {
         run_pass(layer, chunk, work);
     }
@@ -362,11 +413,16 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
             layer.previewed = job.record;
             layer.tentative = !job.final;
             // Written so that a sum that is not a number holds as well.
-            holding_ = !job.final && !(running_sum_ <= limit_);
+            holding_ = layer.state.split || (!job.final && !(running_sum_ <= limit_));
             layer.held = holding_;
             break;
         case Pass::kDirect:
             current_ = job.record;
+            break;
+        case Pass::kLate:
+            if (!layer.pending) throw std::logic_error("a late update with nothing pending");
+            current_ = *layer.pending;
+            layer.pending.reset();
             break;
         case Pass::kPreview:
             if (!layer.pending) throw std::logic_error("preview of a layer with nothing pending");

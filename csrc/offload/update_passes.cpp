@@ -39,7 +39,8 @@ GradientStep UpdateWorker::gradient_step(const Layer& layer, const Chunk& chunk,
 }
 
 float* UpdateWorker::master(const Layer& layer, const Chunk& chunk) {
-    return layer.state.p + chunk.shard_offset;
+    if (layer.state.split) throw std::logic_error("split weights are not fp32");
+    return static_cast<float*>(layer.state.p) + chunk.shard_offset;
 }
 
 // A chunk's moments, which begin with a block of codes.
@@ -65,7 +66,10 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
             run_update(layer, chunk, work.slot);
             break;
         case Pass::kDirect:
-            run_direct(layer, chunk, work.slot);
+            run_direct(layer, chunk, work);
+            break;
+        case Pass::kLate:
+            run_late(layer, chunk, work);
             break;
         case Pass::kPreview: {
             const GradientStep step = gradient_step(layer, chunk, chunk.slot, current_);
@@ -182,8 +186,13 @@ void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
     if (!holding_) send(chunk, out);
 }
 
-void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, int slot) {
-    const GradientStep step = gradient_step(layer, chunk, slot, current_);
+void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, const Work& work) {
+    const GradientStep step = gradient_step(layer, chunk, work.slot, current_);
+    if (layer.state.split) {
+        commit_split(layer, chunk, work, step);
+        free_slots(chunk, work);
+        return;
+    }
     const Outgoing out = next_outgoing(chunk);
     in_blocks(layer, chunk, [&](const Chunk& block, std::size_t begin) {
         float* const p = master(layer, block);
@@ -193,7 +202,31 @@ void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, int slot) {
               [&] { adam_commit(p, m, block.n, shifted(step, begin), to, num_threads_); });
     });
     // After the pass, for the same reason as in run_update.
-    free_slot(chunk.slot_class, slot);
+    free_slots(chunk, work);
+    send(chunk, out);
+}
+
+// Commits the gradient of a step whose outcome is known.
+void UpdateWorker::run_late(const Layer& layer, Chunk& chunk, const Work& work) {
+    commit_split(layer, chunk, work, gradient_step(layer, chunk, chunk.slot, current_));
+    release_slot(chunk);
+    free_slots(chunk, work);
+}
+
+// One step of split weights, whose upper halves are the training copy: fetched, or on the host.
+void UpdateWorker::commit_split(const Layer& layer, const Chunk& chunk, const Work& work,
+                                const GradientStep& step) {
+    const Outgoing out = next_outgoing(chunk);
+    const void* copy = chunk.weights;
+    if (!chunk.weights_on_host) {
+        copy = slots_[static_cast<std::size_t>(chunk.copy_class)]
+                   .slots.addresses[static_cast<std::size_t>(work.copy)];
+    }
+    const SplitWeights weights{
+        copy, static_cast<std::uint16_t*>(layer.state.p) + chunk.shard_offset, out.data};
+    const Moments m = moments(layer, chunk);
+    timed(SpanKind::kCommit, chunk, out,
+          [&] { adam_commit(weights, m, chunk.n, step, num_threads_); });
     send(chunk, out);
 }
 
@@ -212,6 +245,7 @@ void UpdateWorker::run_commit(const Layer& layer, Chunk& chunk) {
 }
 
 void UpdateWorker::run_publish(const Layer& layer, const Chunk& chunk) {
+    if (layer.state.split) return;  // the copy has never been ahead of the state
     const Outgoing out = next_outgoing(chunk);
     const float* p = master(layer, chunk);
     timed(SpanKind::kPublish, chunk, out, [&] { adam_publish(p, chunk.n, out, num_threads_); });

@@ -236,6 +236,17 @@ std::vector<bool> UpdateWorker::layers_taken_back() {
     return found;
 }
 
+// Under mutex_. A pass over a layer that fetches no gradient.
+void UpdateWorker::push_pass(Pass pass, std::size_t layer) {
+    auto job = std::make_shared<Job>();
+    job->pass = pass;
+    job->layer = static_cast<int>(layer);
+    job->sequence = sequence_++;
+    job->step = trace_step_;
+    ++layers_[layer].outstanding;
+    jobs_.push_back(std::move(job));
+}
+
 int UpdateWorker::finalize(const StepRecord& record) {
     int again = 0;
     {
@@ -244,14 +255,19 @@ int UpdateWorker::finalize(const StepRecord& record) {
         std::lock_guard<std::mutex> lock(mutex_);
         throw_if_failed();
         const std::vector<bool> taken_back = layers_taken_back();
+        std::vector<std::size_t> late;
         for (const auto& job : jobs_) {
             // Not begun: the one pass it will make is already the final one. A job of an earlier
             // step that is still waiting keeps that step's outcome.
             if (job->pass == Pass::kUpdate && !job->started && !job->cancelled && !job->final) {
                 job->record = record;
                 job->final = true;
+                const auto layer = static_cast<std::size_t>(job->layer);
+                if (layers_[layer].state.split) late.push_back(layer);
             }
         }
+        // Behind their updates, which only fetch the gradient.
+        for (const std::size_t layer : late) push_pass(Pass::kLate, layer);
         for (std::size_t i = 0; i < layers_.size(); ++i) {
             Layer& layer = layers_[i];
             // What is on its way back belongs to a step that has had its outcome.
@@ -261,13 +277,7 @@ int UpdateWorker::finalize(const StepRecord& record) {
             if (!layer.held && layer.previewed == record) continue;
             layer.held = false;
             ++again;
-            auto job = std::make_shared<Job>();
-            job->pass = Pass::kPreview;
-            job->layer = static_cast<int>(i);
-            job->sequence = sequence_++;
-            job->step = trace_step_;
-            ++layer.outstanding;
-            jobs_.push_back(std::move(job));
+            push_pass(layer.state.split ? Pass::kLate : Pass::kPreview, i);
         }
     }
     wake_.notify_one();

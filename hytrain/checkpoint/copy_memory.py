@@ -43,7 +43,12 @@ class CopyMemory:
         Nothing of what it has may be in use. ``room`` is asked where some is missing: bytes of host
         memory that may be taken.
         """
-        here = {layer.index: layer for layer in layers if layer.placement == "cpu"}
+        # The worker copies no split state: half of it is the training copy.
+        here = {
+            layer.index: layer
+            for layer in layers
+            if layer.placement == "cpu" and not layer.moments.is_split
+        }
         for index in self._copies.keys() - here.keys():
             del self._copies[index]
         missing = [layer for index, layer in here.items() if index not in self._copies]

@@ -20,7 +20,7 @@ from hytrain.kernels.moment_codes import part_of, read_moment, write_moment
 from hytrain.kernels.moments import Moment
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import LayerLayout, ParameterSlot
-from hytrain.model.moment_format import StateArrays
+from hytrain.model.state_format import StateArrays
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 """Names of the state tensors: master weights and Adam's two moments."""
@@ -72,8 +72,11 @@ class ParameterPlace:
         """This rank's piece of a state tensor (``kind``: one of :data:`STATES`).
 
         fp32, 1-D: a view, on the host or the device as the layer is placed; of moments that are
-        kept in fewer bytes, their values in a tensor of its own, on the host.
+        kept in fewer bytes, their values in a tensor of its own, on the host; of split master
+        weights their values in one where the layer is placed.
         """
+        if kind == STATES[0]:
+            return self.layer.read_master(*self._place(piece))
         return self.read_in(self.layer.state, kind, piece)
 
     def read_in(self, state: StateArrays, kind: str, piece: Piece) -> torch.Tensor:
@@ -87,12 +90,19 @@ class ParameterPlace:
         What was read is set again as it was, of whichever kind the moments are; other values are
         rounded to the nearest. They are 1-D, as many, of any floating dtype, on any device.
         """
+        if kind == STATES[0]:
+            self.layer.write_master(self._place(piece)[0], values)
+            return
         part = self._part(self.layer.state, kind, piece)
         write_moment(part, values, is_second=kind == STATES[2])
 
     def _part(self, state: StateArrays, kind: str, piece: Piece) -> Moment:
+        return part_of(state[STATES.index(kind)], *self._place(piece))
+
+    def _place(self, piece: Piece) -> tuple[int, int]:
+        """Of a piece in this rank's shard of the layer."""
         at = self.slot.offset - self.layer.begin
-        return part_of(state[STATES.index(kind)], at + piece.begin, at + piece.end)
+        return at + piece.begin, at + piece.end
 
     def weights(self, piece: Piece) -> torch.Tensor:
         """The training copy of a piece: a 1-D view on the device."""
@@ -175,7 +185,8 @@ def whole_on_host(
         bytes that were held for it.
     """
     piece, num_bytes = Piece(0, 0, place.numel), 4 * place.numel
-    if kind != STATES[0] and place.layer.moments.is_rounded:
+    how = place.layer.moments
+    if how.is_split if kind == STATES[0] else how.is_rounded:
         hold(num_bytes)  # reading it makes a tensor
         return source(place, kind, piece).view(place.shape), num_bytes
     state = source(place, kind, piece)

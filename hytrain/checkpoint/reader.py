@@ -46,7 +46,7 @@ from hytrain.checkpoint.universal import (
 )
 from hytrain.comm.exchange import from_first, raise_together
 from hytrain.errors import CheckpointError, DamagedCheckpointError
-from hytrain.model.moment_format import MomentFormat
+from hytrain.model.state_format import StateFormat
 from hytrain.optimizer.kept_state import KeptState
 
 logger = logging.getLogger(__name__)
@@ -348,7 +348,7 @@ def _own_memory(objects: object) -> None:
                 tensor.set_(own[mapped._cdata], tensor.storage_offset(), shape, strides)
 
 
-def _tell_moments(folder: Path, saved: MomentFormat, here: MomentFormat) -> None:
+def _tell_moments(folder: Path, saved: StateFormat, here: StateFormat) -> None:
     """Where training does not go on bit for bit as it would have."""
     if saved.name != here.name:
         how = "to the nearest" if here.is_rounded else "without loss"

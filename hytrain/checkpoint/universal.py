@@ -27,7 +27,7 @@ from hytrain.checkpoint.gather import ParameterPlace
 from hytrain.checkpoint.inert import Unknown, load
 from hytrain.errors import CheckpointError
 from hytrain.formats.moment_kinds import FP32
-from hytrain.model.moment_format import MomentFormat
+from hytrain.model.state_format import StateFormat
 from hytrain.optimizer.loss_scaling import LossScaling
 
 _STATE_OF_ZERO3 = "optimizer_state_dict"
@@ -156,7 +156,7 @@ def pack_optimizer_state(
     clip: float,
     num_ranks: int,
     scaling: LossScaling,
-    moments: MomentFormat,
+    moments: StateFormat,
 ) -> dict[str, Any]:
     """What ``optimizer_state.pt`` holds; ``num_ranks`` shared the state, for information."""
     saved: list[dict[str, Any]] = []
@@ -217,7 +217,7 @@ class OptimizerRecord:
     steps: list[int] | None
     names: list[list[str]] | None
     loss_scale: object = None
-    moments: MomentFormat = field(default_factory=MomentFormat)
+    moments: StateFormat = field(default_factory=StateFormat)
 
     @staticmethod
     def read(path: Path, *, trusted: bool = False) -> OptimizerRecord:
@@ -241,7 +241,7 @@ class OptimizerRecord:
                 f"{path} was written by a later hytrain (record version {record['version']}, this "
                 f"one reads up to {RECORD_VERSION}): update hytrain"
             )
-        moments = MomentFormat(record.get("moments", FP32), record.get("moments_seed", 0))
+        moments = StateFormat(record.get("moments", FP32), record.get("moments_seed", 0))
         steps, names = list(record["group_steps"]), record["group_parameters"]
         return OptimizerRecord(groups, steps, names, record.get(LOSS_SCALE), moments)
 

@@ -14,7 +14,8 @@ What is simulated is the time from one decision on clipping, at 0, to the next:
 - The decision falls at the end of ``tail``, late by the part of ``tail`` that is the user's own
   code. In a clipped step, a layer whose job begins before it is only committed (``cpu_commit``) and
   is previewed by a second job (``cpu_preview``) after it; a layer whose job begins later is done in
-  one (``cpu_update``). Both kinds then compete: lowest layer first.
+  one (``cpu_update``). Both kinds then compete: lowest layer first. Where updates are late, all
+  jobs begin after the decision.
 - Ranks meet twice in a layer. Its gradient is final when the slowest rank's backward has passed it
   and the reduce-scatters of the layers above are through; its new weights are there when the
   slowest rank has updated its shard and the all-gathers of the layers below are through.
@@ -169,7 +170,8 @@ class Rank:
             clipped: whether the step is.
         """
         jobs = [self._jobs[index] for index in self._on_cpu]
-        each = (job.commit + job.preview if clipped else job.update for job in jobs)
+        is_twice = clipped and not self.costs.late
+        each = (job.commit + job.preview if is_twice else job.update for job in jobs)
         return max(0.0, sum(each) - host_waits)
 
     def updates(self, final: Sequence[float], *, clipped: bool) -> Updates:
@@ -185,6 +187,8 @@ class Rank:
             if not self._is_on_cpu[index]:
                 now += layer.gpu_update + layer.write_back
                 ready[index] = now
+        if self.costs.late:
+            final = [max(0.0, time) for time in final]
         order, coming = self._on_cpu, 0
         waiting: list[int] = []  # whose gradient is final, the lowest first
         committed: list[int] = []  # to be previewed after the decision

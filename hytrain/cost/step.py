@@ -105,6 +105,8 @@ class StepCosts:
             first chunk is on the host, and its last chunk's copy back follows the update.
         update_threads: threads of the CPU's updates while this was measured; None where it was not
             (a plan, an estimate) or is not known (records before 26 November 2026).
+        late: updates on the CPU begin at the decision on clipping, each in one pass (split master
+            weights); False: when gradients come.
 
     Raises:
         PlacementError: there is no layer, or a value is out of its range.
@@ -116,6 +118,7 @@ class StepCosts:
     clipped_share: float = 0.0
     chunk_elements: int = CHUNK_ELEMENTS
     update_threads: int | None = None
+    late: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -146,6 +149,8 @@ class StepCosts:
     def cpu_seconds(self) -> float:
         """t_U: the CPU's work for a step if it updated every layer."""
         unclipped = sum(layer.cpu_update for layer in self.layers)
+        if self.late:
+            return unclipped
         clipped = sum(layer.cpu_commit + layer.cpu_preview for layer in self.layers)
         return (1.0 - self.clipped_share) * unclipped + self.clipped_share * clipped
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 
@@ -15,11 +16,12 @@ from hytrain.engine.build_agreement import require_one_optimizer
 from hytrain.engine.build_weights import build_weights, give_shapes
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError
+from hytrain.formats.moment_kinds import SPLIT
 from hytrain.hardware.numa import call_on, on_cores
 from hytrain.kernels.clipping import GradientNorm
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.model.layer_state import LayerState
-from hytrain.model.moment_format import MomentFormat
+from hytrain.model.state_format import StateFormat
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
 from hytrain.offload.streams import Streams
 from hytrain.offload.threads import ThreadChoice, place_threads
@@ -73,6 +75,8 @@ def build_optimizer(
         )
     trained = [p for group in groups for p in group["params"] if id(p) in group_of]
     _check_all_found(trained, found_ids={id(p) for p in model.parameters()})
+    if config.master == SPLIT:
+        _check_bf16(model, group_of)
     gathers = settings.gathers
     if collectives.world_size == 1 and not settings.on_host:
         gathers = None  # no other rank could keep anything
@@ -128,7 +132,7 @@ def _build_on(
         may_bind=config.offload.numa == "auto",
     )
     for state in states:
-        state.moments = MomentFormat(config.moments, config.moments_seed)
+        state.moments = StateFormat(config.moments, config.moments_seed, config.master)
         state.placement = "gpu" if state.index < first.gpu_layers_target else "cpu"
         _allocate_state(state, threads)
     # The worker's threads stay there; the thread that registers pinned memory touches it.
@@ -202,6 +206,16 @@ def _check_all_found(trained: list[nn.Parameter], found_ids: set[int]) -> None:
         )
 
 
+def _check_bf16(model: nn.Module, trained: Container[int]) -> None:
+    for name, parameter in model.named_parameters():
+        if id(parameter) in trained and parameter.dtype != torch.bfloat16:
+            raise ConfigError(
+                f'"hytrain.master" is "{SPLIT}", which keeps half of a master weight in its bf16 '
+                f"training copy, but parameter '{name}' is trained in {parameter.dtype}: set "
+                '"bf16.enabled" to true, or "hytrain.master" to "fp32"'
+            )
+
+
 def _allocate_state(state: LayerState, threads: ThreadChoice) -> None:
     """Master weights from the training copy, zero moments; on the device or pageable on the host.
 
@@ -220,6 +234,4 @@ def _allocate_state(state: LayerState, threads: ThreadChoice) -> None:
             touch_threads=threads.num_threads,
         )
         state.set_state(call_on(threads.cores, take))
-    for start, weights in state.storage.shard_slices(state.begin, state.end):
-        at = start - state.begin
-        state.master[at : at + weights.numel()].copy_(weights)
+    state.master_from_copy()

@@ -122,13 +122,17 @@ class GatheringParameters:
 
     def _keep_written(self, layer: LayerWeights, parameters: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
+            before, trained = None, layer.trained
+            if trained is not None and trained.moments.is_split and trained.storage.is_sharded:
+                before = torch.cat(list(trained.storage.kept))
             if self._weights.gatherer.is_live(layer):
                 for part in layer.sharded:
                     part.storage.keep_gathered()
             if layer.trained is not None:
                 written = {id(parameter) for parameter in parameters}
                 slots = layer.trained.layout.slots
-                layer.trained.adopt_written([x for x in slots if id(x.parameter) in written])
+                slots = [x for x in slots if id(x.parameter) in written]
+                layer.trained.adopt_written(slots, before)
 
     def _release(self, layer: LayerWeights) -> None:
         if not self._claims[layer.index]:

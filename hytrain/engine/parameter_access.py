@@ -145,8 +145,10 @@ class StateAccess:
         if kind == STATES[0]:
             if weights is not None:
                 with torch.no_grad():
-                    place.weights(weights).copy_(flat[weights.begin : weights.end])
+                    copy = place.weights(weights)
+                    place.layer.moments.round(flat[weights.begin : weights.end], copy)
             torch.autograd.graph.increment_version([place.slot.parameter])
+            self._kept.ignore_writes()  # without this the copy would become the master weight
         self._kept.pipeline.streams.synchronize()
 
     def _set_full_hp_param(

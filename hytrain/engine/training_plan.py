@@ -21,6 +21,7 @@ from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import SECTION, HyTrainConfig
 from hytrain.engine.deepspeed_internals import is_partitioned, shape_partitioned, use_checkpointing
 from hytrain.errors import ConfigError, HyTrainError, PlanError
+from hytrain.formats.moment_kinds import FP32
 from hytrain.formats.plan_file import (
     Actual,
     ActualRank,
@@ -79,6 +80,11 @@ def adopt_plan(
         ConfigError: a key says what the plan decides.
     """
     _refuse_decided(config)
+    if section.master != FP32:
+        raise PlanError(
+            f'"{SECTION}.plan" with "{SECTION}.master": "{section.master}": plans are made for '
+            "fp32 master weights alone; remove one of the two keys"
+        )
     collectives = ShardCollectives(None)
     share = share_host(collectives)
     texts: list[str] = []

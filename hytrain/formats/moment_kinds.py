@@ -1,4 +1,5 @@
-"""How Adam's moments may be kept ("hytrain.moments"), and what that takes. Plain numbers, no torch.
+"""How moments ("hytrain.moments") and master weights ("hytrain.master") may be kept, and what that
+takes. Plain numbers, no torch.
 
 docs/internals.md, "Moments in fewer bytes", has the formats.
 """
@@ -8,12 +9,16 @@ from __future__ import annotations
 from typing import Final, Literal
 
 MomentsName = Literal["fp32", "bf16", "8bit"]
+MasterName = Literal["fp32", "split"]
 
 FP32: Final = "fp32"
 MOMENTS: Final[tuple[MomentsName, ...]] = ("fp32", "bf16", "8bit")
 
+SPLIT: Final = "split"
 MASTER_BYTES: Final = 4
-"""Of a master weight, always fp32."""
+"""Of an fp32 master weight."""
+SPLIT_BYTES: Final = 2
+"""Of what is kept of one beside its training copy, where it is split."""
 _BYTES: Final[dict[str, int]] = {"fp32": 4, "bf16": 2, "8bit": 1}
 _CODE_BLOCK = 64
 """Elements that share an exponent, of one byte, where moments are 8-bit codes."""
@@ -25,12 +30,17 @@ def moment_bytes(moments: str, parameters: int) -> int:
     return 2 * (_BYTES[moments] * parameters + exponents)
 
 
-def state_bytes(moments: str, parameters: int) -> int:
-    """Bytes of fp32 master weights and both moments, on whichever side."""
-    return MASTER_BYTES * parameters + moment_bytes(moments, parameters)
+def master_bytes(master: str) -> int:
+    """Bytes of a master weight."""
+    return SPLIT_BYTES if master == SPLIT else MASTER_BYTES
 
 
-def state_bytes_each(moments: str) -> float:
-    """Bytes of state a parameter: 12, 8, or 6 and 1/32."""
-    whole, part = divmod(state_bytes(moments, _CODE_BLOCK), _CODE_BLOCK)
+def state_bytes(moments: str, parameters: int, master: str = FP32) -> int:
+    """Bytes of master weights and both moments, on whichever side."""
+    return master_bytes(master) * parameters + moment_bytes(moments, parameters)
+
+
+def state_bytes_each(moments: str, master: str = FP32) -> float:
+    """Bytes of state a parameter: 12, 8, or 6 and 1/32; 2 fewer where master weights are split."""
+    whole, part = divmod(state_bytes(moments, _CODE_BLOCK, master), _CODE_BLOCK)
     return whole + part / _CODE_BLOCK if part else whole

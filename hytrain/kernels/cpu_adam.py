@@ -27,6 +27,7 @@ from hytrain.kernels.moments import (
     check_moments,
     native_moments,
 )
+from hytrain.kernels.split_weights import REMAINDER
 
 __all__ = [
     "AdamHyper",
@@ -34,6 +35,7 @@ __all__ = [
     "active_isa",
     "available_isas",
     "commit",
+    "commit_split",
     "commit_then_preview",
     "preview",
     "publish",
@@ -201,6 +203,48 @@ def commit(
     )
 
 
+def commit_split(
+    copy: torch.Tensor,
+    remainder: torch.Tensor,
+    m: Moment,
+    v: Moment,
+    gradient: Gradient,
+    *,
+    rounding: Rounding | None = None,
+    out: torch.Tensor | None = None,
+    num_threads: int = 1,
+) -> None:
+    """``commit`` of split master weights (``hytrain.kernels.split_weights``), in place.
+
+    Args:
+        copy: Training copy, n elements, bf16, CPU, contiguous.
+        remainder: The other halves, n elements, int16, CPU, contiguous.
+        m, v, gradient, rounding, num_threads: As in ``commit``.
+        out: Receives the new copy; None: ``copy`` does.
+
+    Raises:
+        KernelArgumentError: A buffer is unusable; nothing was touched.
+    """
+    check_moments(m, v, rounding, stores=True)
+    weights: list[_Part] = [
+        ("remainder", remainder, (REMAINDER,), 0),
+        ("copy", copy, (torch.bfloat16,), 0),
+    ]
+    if out is not None:
+        weights.append(("out", out, (torch.bfloat16,), 0))
+    state = [*weights, *_moments(m, v)]
+    _check_buffers(state, [("gradient", gradient.tensor)], None, num_threads)
+    _C.commit_split(
+        copy.data_ptr(),
+        remainder.data_ptr(),
+        native_moments(m, v, rounding),
+        remainder.numel(),
+        gradient.native(),
+        (copy if out is None else out).data_ptr(),
+        num_threads,
+    )
+
+
 def preview(
     p: torch.Tensor,
     m: Moment,
@@ -292,7 +336,11 @@ _Part = tuple[str, torch.Tensor, tuple[torch.dtype, ...], int]
 
 
 def _state(p: torch.Tensor, m: Moment, v: Moment) -> list[_Part]:
-    parts: list[_Part] = [("p", p, (torch.float32,), 0)]
+    return [("p", p, (torch.float32,), 0), *_moments(m, v)]
+
+
+def _moments(m: Moment, v: Moment) -> list[_Part]:
+    parts: list[_Part] = []
     for name, moment in (("m", m), ("v", v)):
         if isinstance(moment, EightBit):
             parts.append((f"codes of {name}", moment.codes, (torch.uint8,), MOMENT_BLOCK))
@@ -324,8 +372,9 @@ def _check_buffers(
         wanted = per_block * -(-num_elements // MOMENT_BLOCK) or num_elements
         if tensor.numel() != wanted:
             remedy = f"it needs {wanted}" if per_block else "pass slices of equal length"
+            first = state[0][0]
             raise KernelArgumentError(
-                f"{name} has {tensor.numel()} elements but p has {num_elements}: {remedy}"
+                f"{name} has {tensor.numel()} elements but {first} has {num_elements}: {remedy}"
             )
     # Two gradients are only read and may share memory; whatever is written may share none.
     written = [*((name, tensor) for name, tensor, _, _ in state), *outgoing]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, commit_split
 from hytrain.kernels.moment_codes import part_of
 from hytrain.kernels.moments import (
     MOMENT_BLOCK,
@@ -23,6 +23,7 @@ from hytrain.kernels.moments import (
     moment_kind,
 )
 from hytrain.kernels.rounded_runs import RoundedRuns, Run
+from hytrain.kernels.split_weights import is_split
 
 _BLOCK, _NUM_WARPS = 2048, 8
 _BF16_BLOCK, _BF16_NUM_WARPS = 512, 4
@@ -67,10 +68,11 @@ def device_adam(
     """One step in place, unless skipped: p, m, v and the training copy.
 
     Args:
-        p: fp32 master weights, n elements, on the device.
+        p: master weights, n elements, on the device: fp32, or int16, the remainders of split ones,
+            whose other halves are the training copy.
         m, v: the moments, n elements each, both fp32, bf16 or ``EightBit``, on the device.
         gradient: n elements, fp32, bf16 or fp16, on the device.
-        weights: the training copy, n elements, overwritten with the cast of p.
+        weights: the training copy, n elements, overwritten with the cast of p; bf16 with split p.
         outcome: fp32 tensor of two elements on the device: gradient scale, and 1.0 where the
             step is skipped (then nothing is written).
         hyper: hyper-parameters of the step.
@@ -89,12 +91,26 @@ def device_adam(
     if skip != 0.0:
         return
     if moment_kind(m) == torch.float32:
-        commit(p, m, v, Gradient(gradient, scale, hyper), out=weights)
+        _commit(p, m, v, Gradient(gradient, scale, hyper), None, weights)
         return
     for begin, end, bits in _runs(rounding, p.numel()).runs:
         state = p[begin:end], part_of(m, begin, end), part_of(v, begin, end)
         own = Gradient(gradient[begin:end], scale, hyper)
-        commit(*state, own, rounding=bits, out=weights[begin:end])
+        _commit(*state, own, bits, weights[begin:end])
+
+
+def _commit(
+    p: torch.Tensor,
+    m: Moment,
+    v: Moment,
+    gradient: Gradient,
+    rounding: Rounding | None,
+    weights: torch.Tensor,
+) -> None:
+    if is_split(p):
+        commit_split(weights, p, m, v, gradient, rounding=rounding)
+    else:
+        commit(p, m, v, gradient, rounding=rounding, out=weights)
 
 
 def cuda_adam(
@@ -117,6 +133,8 @@ def cuda_adam(
     n = p.numel()
     if n == 0:
         return
+    if is_split(p):
+        p, weights = p.view(torch.uint16), weights.view(torch.uint16)
     common = {**adam_constants(hyper), "enable_fp_fusion": False}
     if moment_kind(m) == torch.float32:
         kernels.adam_kernel[(-(-n // _BLOCK),)](

@@ -17,6 +17,7 @@ import torch
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.kernels.device_adam import adam_constants, device_adam
 from hytrain.kernels.launch_tables import NEVER, VECTOR, triton_dtypes
+from hytrain.kernels.split_weights import REMAINDER
 
 _BLOCK = 2048  # elements of a program, as in device_adam
 _PROGRAMS_LEFT_ROOM = 2
@@ -37,7 +38,8 @@ class Segment(NamedTuple):
     """Elements of one parameter group.
 
     Attributes:
-        p: fp32 master weights, n elements, as all of these on the device.
+        p: master weights, fp32 or the remainders of split ones, n elements, as all of these on the
+            device.
         m, v: the moments, fp32, n elements each.
         weights: the training copy, n elements.
         gradient: number of the gradient in what :meth:`GroupedAdam.begin_step` is given.
@@ -58,6 +60,7 @@ class Segment(NamedTuple):
 class _Launch:
     rows: int
     programs: int
+    master_dtype: torch.dtype
     gradient_dtype: torch.dtype
     weights_dtype: torch.dtype
     table: torch.Tensor  # its part of the table on the device
@@ -109,8 +112,8 @@ class GroupedAdam:
             programs = self._fill(tables[number], segments)
             part = self._device_words[number * per_launch : (number + 1) * per_launch]
             dtype = gradient_dtypes[segments[0].gradient]
-            weights = segments[0].weights.dtype
-            self._launches.append(_Launch(len(segments), programs, dtype, weights, part))
+            master, weights = segments[0].p.dtype, segments[0].weights.dtype
+            self._launches.append(_Launch(len(segments), programs, master, dtype, weights, part))
         self._find_gradients(launches, gradient_dtypes)
         self._fixed_bits = np.array(
             [np.bitwise_or.reduce(t[1:_GRADIENT], axis=None) for t in tables], dtype=np.int64
@@ -214,9 +217,12 @@ class GroupedAdam:
         kernel, dtypes = _kernel_cache
         launch = self._launches[number]
         loops = leaves_room and launch.programs > self._few_programs
+        master, weights = launch.master_dtype, launch.weights_dtype
+        if master == REMAINDER:
+            master = weights = torch.uint16
         kernel[(self._few_programs if loops else launch.programs,)](
             launch.table, self.constants, outcome, launch.programs,
-            GRADIENT=dtypes[launch.gradient_dtype], WEIGHTS=dtypes[launch.weights_dtype],
+            GRADIENT=dtypes[launch.gradient_dtype], MASTER=dtypes[master], WEIGHTS=dtypes[weights],
             ALIGNED=self.aligned[number], ROWS=self._rows, BLOCK=_BLOCK, LOOPS=loops,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
@@ -230,7 +236,8 @@ class GroupedAdam:
         table = launch.table.view(_NUM_FIELDS, self._rows)
         for row in range(launch.rows):
             _first, n, *addresses, group = table[:, row].tolist()
-            dtypes = [torch.float32] * 3 + [launch.weights_dtype, launch.gradient_dtype]
+            moments = [torch.float32] * 2
+            dtypes = [launch.master_dtype, *moments, launch.weights_dtype, launch.gradient_dtype]
             p, m, v, weights, gradient = (
                 _tensor_at(address, n, dtype)
                 for address, dtype in zip(addresses, dtypes, strict=True)

@@ -15,6 +15,7 @@ import torch
 
 from hytrain import _C
 from hytrain.errors import KernelArgumentError
+from hytrain.kernels.split_weights import is_split
 
 __all__ = [
     "MOMENT_BLOCK",
@@ -149,13 +150,16 @@ def native_arrays(p: torch.Tensor, m: Moment, v: Moment, seed: int) -> _C.StateA
     """Where a shard's master weights and moments are, for the update worker.
 
     Args:
-        p: master weights, fp32; they and the moments are on the host or the device.
+        p: master weights, fp32, or int16: the remainders of split ones; they and the moments are
+            on the host or the device.
         m, v: the moments, both of one kind.
         seed: of the random bits that round them.
     """
     (m_at, m_exponents), (v_at, v_exponents) = _addresses(m), _addresses(v)
     kind = _KINDS[moment_kind(m)]
-    return _C.StateArrays(p.data_ptr(), m_at, v_at, kind, m_exponents, v_exponents, seed)
+    return _C.StateArrays(
+        p.data_ptr(), m_at, v_at, kind, m_exponents, v_exponents, seed, is_split(p)
+    )
 
 
 def _addresses(moment: Moment) -> tuple[int, int]:

@@ -8,6 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_SIGN = tl.constexpr(0x80000000)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_INFINITY = tl.constexpr(0x7F800000)
+# Of split master weights: what is added before they are cut, and a NaN.
+_HALF = tl.constexpr(0x8000)
+_NAN = tl.constexpr(0x7FC08000)
+
 
 @triton.jit
 def adam_step(
@@ -25,6 +32,32 @@ def adam_step(
 
 
 @triton.jit
+def load_master(p_ptr, w_ptr, offsets, mask):
+    """Master weights: fp32, or with uint16 pointers split (csrc/adam/weights_kernel.inl)."""
+    if p_ptr.dtype.element_ty == tl.float32:
+        return tl.load(p_ptr + offsets, mask=mask, other=0.0)
+    else:
+        upper = tl.load(w_ptr + offsets, mask=mask, other=0).to(tl.uint32) << 16
+        both = upper | tl.load(p_ptr + offsets, mask=mask, other=0).to(tl.uint32)
+        magnitude = tl.maximum(both & _MAGNITUDE, _HALF) - _HALF
+        return (magnitude | (both & _SIGN)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_master(p_ptr, w_ptr, offsets, p, mask):
+    """Master weights and their training copy."""
+    if p_ptr.dtype.element_ty == tl.float32:
+        tl.store(p_ptr + offsets, p, mask=mask)
+        tl.store(w_ptr + offsets, p.to(w_ptr.dtype.element_ty), mask=mask)
+    else:
+        bits = p.to(tl.uint32, bitcast=True)
+        is_nan = (bits & _MAGNITUDE) > _INFINITY
+        both = tl.where(is_nan, (bits & _SIGN) | _NAN, bits + _HALF).to(tl.uint32)
+        tl.store(p_ptr + offsets, (both & 0xFFFF).to(tl.uint16), mask=mask)
+        tl.store(w_ptr + offsets, (both >> 16).to(tl.uint16), mask=mask)
+
+
+@triton.jit
 def adam_kernel(
     p_ptr, m_ptr, v_ptr, g_ptr, w_ptr, outcome_ptr, n,
     l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, neg_step_size,
@@ -37,7 +70,7 @@ def adam_kernel(
         # 64-bit: a segment may have more than 2**31 elements.
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < n
-        p = tl.load(p_ptr + offsets, mask=mask, other=0.0)
+        p = load_master(p_ptr, w_ptr, offsets, mask)
         m = tl.load(m_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
         g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
@@ -45,10 +78,9 @@ def adam_kernel(
             p, m, v, g, l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2,
             eps, neg_step_size,
         )  # fmt: skip
-        tl.store(p_ptr + offsets, p, mask=mask)
         tl.store(m_ptr + offsets, m, mask=mask)
         tl.store(v_ptr + offsets, v, mask=mask)
-        tl.store(w_ptr + offsets, p.to(w_ptr.dtype.element_ty), mask=mask)
+        store_master(p_ptr, w_ptr, offsets, p, mask)
 
 
 @triton.jit
@@ -81,7 +113,7 @@ def address_in(table_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit(do_not_specialize=["programs"])
 def adam_grouped_kernel(
     table_ptr, constants_ptr, outcome_ptr, programs,
-    GRADIENT: tl.constexpr, WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr,
+    GRADIENT: tl.constexpr, MASTER: tl.constexpr, WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
     """:func:`adam_kernel` over the segments of a table (kernels/grouped_adam.py has its fields).
@@ -95,20 +127,20 @@ def adam_grouped_kernel(
         while program < programs:
             adam_of_program(
                 table_ptr, constants_ptr, outcome_ptr, program,
-                GRADIENT, WEIGHTS, ALIGNED, ROWS, BLOCK,
+                GRADIENT, MASTER, WEIGHTS, ALIGNED, ROWS, BLOCK,
             )  # fmt: skip
             program += tl.num_programs(0)
     else:
         adam_of_program(
             table_ptr, constants_ptr, outcome_ptr, tl.program_id(0),
-            GRADIENT, WEIGHTS, ALIGNED, ROWS, BLOCK,
+            GRADIENT, MASTER, WEIGHTS, ALIGNED, ROWS, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def adam_of_program(
     table_ptr, constants_ptr, outcome_ptr, program,
-    GRADIENT: tl.constexpr, WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr,
+    GRADIENT: tl.constexpr, MASTER: tl.constexpr, WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of one segment of a table."""
@@ -120,7 +152,7 @@ def adam_of_program(
         n = tl.load(fields + ROWS)
         if ALIGNED:
             n = tl.multiple_of(n, 16)
-        p_ptr = address_in(fields + 2 * ROWS, tl.float32, ALIGNED)
+        p_ptr = address_in(fields + 2 * ROWS, MASTER, ALIGNED)
         m_ptr = address_in(fields + 3 * ROWS, tl.float32, ALIGNED)
         v_ptr = address_in(fields + 4 * ROWS, tl.float32, ALIGNED)
         w_ptr = address_in(fields + 5 * ROWS, WEIGHTS, ALIGNED)
@@ -128,7 +160,7 @@ def adam_of_program(
         constants = constants_ptr + 8 * tl.load(fields + 7 * ROWS)
         offsets = inside * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < n
-        p = tl.load(p_ptr + offsets, mask=mask, other=0.0)
+        p = load_master(p_ptr, w_ptr, offsets, mask)
         m = tl.load(m_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
         g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
@@ -138,10 +170,9 @@ def adam_of_program(
             tl.load(constants + 3), tl.load(constants + 4), tl.load(constants + 5),
             tl.load(constants + 6), tl.load(constants + 7),
         )  # fmt: skip
-        tl.store(p_ptr + offsets, p, mask=mask)
         tl.store(m_ptr + offsets, m, mask=mask)
         tl.store(v_ptr + offsets, v, mask=mask)
-        tl.store(w_ptr + offsets, p.to(WEIGHTS), mask=mask)
+        store_master(p_ptr, w_ptr, offsets, p, mask)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hytrain.kernels.triton_kernels import adam_step, row_of_program
+from hytrain.kernels.triton_kernels import adam_step, load_master, row_of_program, store_master
 
 _SIGN = tl.constexpr(0x80000000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -103,7 +103,7 @@ def step_of_bf16(
     elements = inside * BLOCK + tl.arange(0, BLOCK)
     offsets = begin + elements
     mask = mask_within(offsets, end, WHOLE)
-    p = tl.load(p_ptr + offsets, mask=mask, other=0.0)
+    p = load_master(p_ptr, w_ptr, offsets, mask)
     m = from_bf16(tl.load(m_ptr + offsets, mask=mask, other=0))
     v = from_bf16(tl.load(v_ptr + offsets, mask=mask, other=0))
     g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
@@ -112,10 +112,9 @@ def step_of_bf16(
         constants[5], constants[6], constants[7],
     )  # fmt: skip
     random = random_bits(key, index, elements)
-    tl.store(p_ptr + offsets, p, mask=mask)
     tl.store(m_ptr + offsets, to_bf16(m, random & 0xFFFF), mask=mask)
     tl.store(v_ptr + offsets, to_bf16(v, random >> 16), mask=mask)
-    tl.store(w_ptr + offsets, p.to(w_ptr.dtype.element_ty), mask=mask)
+    store_master(p_ptr, w_ptr, offsets, p, mask)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -212,7 +211,7 @@ def step_of_quarter(
     p_ptr, g_ptr, w_ptr = pointers
     offsets = begin + elements + 16 * QUARTER
     mask = mask_within(offsets, end, WHOLE)
-    p = tl.load(p_ptr + offsets, mask=mask, other=0.0)
+    p = load_master(p_ptr, w_ptr, offsets, mask)
     m = values_of_codes(words[0], exponents[0], 8 * QUARTER, True)
     v = values_of_codes(words[1], exponents[1], 8 * QUARTER, False)
     g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
@@ -220,8 +219,7 @@ def step_of_quarter(
         p, m, v, g, constants[0], constants[1], constants[2], constants[3], constants[4],
         constants[5], constants[6], constants[7],
     )  # fmt: skip
-    tl.store(p_ptr + offsets, p, mask=mask)
-    tl.store(w_ptr + offsets, p.to(w_ptr.dtype.element_ty), mask=mask)
+    store_master(p_ptr, w_ptr, offsets, p, mask)
     m_bits = tl.where(mask, m.to(tl.uint32, bitcast=True), 0).to(tl.uint32)
     v_bits = tl.where(mask, v.to(tl.uint32, bitcast=True), 0).to(tl.uint32)
     return m_bits, v_bits

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 
-from hytrain.formats.moment_kinds import MASTER_BYTES
+from hytrain.kernels import split_weights
 from hytrain.kernels.moment_codes import part_of
 from hytrain.kernels.moments import Moment
 from hytrain.model.layer_update import LayerUpdate, Placement
 from hytrain.model.layout import LayerLayout, ParameterSlot
-from hytrain.model.moment_format import MomentFormat, StateArrays, UpdateLaunch
 from hytrain.model.partition import sizes_within
 from hytrain.model.sharded_storage import ShardedStorage
+from hytrain.model.state_format import StateArrays, StateFormat, UpdateLaunch
 from hytrain.model.storage import ResidentStorage
 
 StatePart = Literal["master", "moments"]
@@ -27,7 +27,7 @@ class UpdatePart(NamedTuple):
     Attributes:
         launch: its place in the layer's flat space, and what rounds its moments.
         begin: its first element in the shard.
-        master: fp32 master weights, a view.
+        master: master weights, a view: fp32, or remainders where they are split.
         m, v: the moments, views.
     """
 
@@ -52,8 +52,8 @@ class LayerState:
     placement: Placement
     gradient_dtype: torch.dtype
 
-    moments: MomentFormat = field(default_factory=MomentFormat)
-    """How :attr:`exp_avg` and :attr:`exp_avg_sq` are kept."""
+    moments: StateFormat = field(default_factory=StateFormat)
+    """How master weights and moments are kept."""
 
     # State, end - begin elements each, on the host or on the device as placed.
     master: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -109,8 +109,8 @@ class LayerState:
         Args:
             memory: uint8, 1-D, :attr:`state_bytes` of them.
         """
-        master_bytes = MASTER_BYTES * self.shard_size
-        self._set_parts(memory[:master_bytes], memory[master_bytes:])
+        size = self.moments.master_bytes(self.shard_size)
+        self._set_parts(memory[:size], memory[size:])
         self.memory = memory
 
     def _set_parts(self, master: torch.Tensor, moments: torch.Tensor) -> None:
@@ -146,18 +146,87 @@ class LayerState:
                 self._parts.append(UpdatePart(launch, begin, self.master[begin:end], m, v))
         return self._parts
 
-    def adopt_written(self, slots: Sequence[ParameterSlot]) -> None:
+    def read_master(self, begin: int, end: int) -> torch.Tensor:
+        """Master weights ``[begin, end)`` of the shard, fp32, on the host or device as placed.
+
+        Returns:
+            A view; where they are split, a new tensor.
+        """
+        if not self.moments.is_split:
+            return self.master[begin:end]
+        joined = torch.empty(end - begin, dtype=torch.float32, device=self.master.device)
+        for start, copy in self._copies(begin, end):
+            part = slice(start, start + copy.numel())
+            joined[part.start - begin : part.stop - begin] = split_weights.join(
+                copy, self.master[part]
+            )
+        return joined
+
+    def write_master(self, begin: int, values: torch.Tensor) -> None:
+        """Sets master weights of the shard from ``begin`` on; where they are split, the training
+        copy with them.
+
+        Args:
+            begin: of the first.
+            values: 1-D, of any floating dtype, on any device.
+        """
+        if not self.moments.is_split:
+            self.master[begin : begin + values.numel()].copy_(values)
+            return
+        for start, copy in self._copies(begin, begin + values.numel()):
+            part = slice(start, start + copy.numel())
+            own = values[part.start - begin : part.stop - begin].to(self.master.device)
+            upper = torch.empty(len(own), dtype=torch.bfloat16, device=own.device)
+            split_weights.split(own, upper, self.master[part])
+            copy.copy_(upper)
+
+    def _copies(self, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(place in the shard, training copy) of ``[begin, end)`` of the shard, by dtype runs."""
+        for start, copy in self.storage.shard_slices(self.begin + begin, self.begin + end):
+            yield start - self.begin, copy
+
+    def master_from_copy(self) -> None:
+        """Master weights become their training copy's values."""
+        if self.moments.is_split:
+            self.master.fill_(split_weights.NO_REMAINDER)
+            return
+        for start, copy in self._copies(0, self.shard_size):
+            self.master[start : start + copy.numel()].copy_(copy)
+
+    def copy_from_master(self) -> None:
+        """The shard's training copy becomes its rounded master weights; split ones have it so."""
+        if self.moments.is_split:
+            return
+        for start, copy in self._copies(0, self.shard_size):
+            copy.copy_(self.master[start : start + copy.numel()])
+
+    def adopt_written(
+        self, slots: Sequence[ParameterSlot], before: torch.Tensor | None = None
+    ) -> None:
         """What was written into some parameters' training copy becomes their master weights'.
 
         An element that is its master weight, rounded, was not written: that keeps its fp32 bits.
+        Where master weights are split, only what the copy was ``before`` can tell; without that
+        all elements of these parameters become what the copy is.
+
+        Args:
+            slots: of the parameters.
+            before: the shard's training copy before it was written.
         """
         for slot in slots:
             begin, end = max(slot.offset, self.begin), min(slot.offset + slot.numel, self.end)
-            for start, copy in self.storage.shard_slices(begin, end) if begin < end else ():
-                at = start - self.begin
-                master = self.master[at : at + copy.numel()]
+            for start, copy in self._copies(begin - self.begin, max(begin, end) - self.begin):
+                master = self.master[start : start + copy.numel()]
                 written = copy.to(master.device)
                 bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
+                if self.moments.is_split:
+                    old = None if before is None else before[start : start + copy.numel()]
+                    if old is None:
+                        master.fill_(split_weights.NO_REMAINDER)
+                    else:
+                        is_new = written.view(bits) != old.to(master.device).view(bits)
+                        master.masked_fill_(is_new, split_weights.NO_REMAINDER)
+                    continue
                 is_new = written.view(bits) != master.to(copy.dtype).view(bits)
                 master.copy_(torch.where(is_new, written.to(master.dtype), master))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hytrain.kernels.split_weights import is_split
 from hytrain.model.layout import LayerLayout, ParameterSlot
 from hytrain.model.weight_reads import WatchedParameters
 
@@ -137,13 +138,17 @@ class ShardedStorage:
             begin: of a run of one dtype within this rank's shard.
             end: its end.
             master: its master weights on the device, as they are before the update: what the copy
-                is made of, so that an update that is skipped leaves it as it was.
+                is made of, so that an update that is skipped leaves it as it was. Where they are
+                split, the copy is half of them.
         """
         home = self.slice(begin, end)
         if not self.on_host:
             yield home
             return
-        outgoing = master.to(home.dtype)
+        if is_split(master):
+            outgoing = home.to(master.device, non_blocking=True)
+        else:
+            outgoing = master.to(home.dtype)
         if outgoing is master:
             outgoing = master.clone()
         yield outgoing

@@ -146,6 +146,8 @@ class CpuUpdater:
     def _register(self, plan: SlotPlan) -> None:
         for slots in plan.classes:
             self.worker.add_slot_class(slots.slot_bytes)
+        if plan.fetches_copies:
+            self.worker.add_slot_class(plan.outgoing_bytes)
         classes = iter(plan.class_of_chunk)
         for layer, spans in zip(self._all, self._chunks, strict=True):
             layer.update.weights_ready = self._streams.new_event()
@@ -155,7 +157,7 @@ class CpuUpdater:
                 event_handle(layer.update.weights_ready),
                 self.pinned.take_norm(),
                 native_state(layer) if layer.placement == "cpu" else _C.StateArrays(),
-                [_native_chunk(layer, span, next(classes)) for span in spans],
+                [_native_chunk(layer, span, next(classes), plan.copy_class) for span in spans],
             )
 
     def allocate_for(self, coming: Collection[LayerState]) -> None:
@@ -201,6 +203,8 @@ class CpuUpdater:
     def _before_update(self, layer: LayerState, *, direct: bool) -> None:
         if not layer.holds_updates:
             return
+        if not direct and layer.moments.is_split:
+            return  # see finalize
         if not direct:
             # An update changes state where it commits the gradient of the step before; where that
             # has been settled there is none.
@@ -238,7 +242,11 @@ class CpuUpdater:
         return self.worker.cancel_update(layer.worker_index)
 
     def finalize(self, record: _C.StepRecord) -> int:
-        """The step's outcome; returns how many layers are previewed once more."""
+        """The step's outcome; returns how many layers have a pass to come."""
+        for layer in self.layers:
+            if layer.moments.is_split:
+                # Here, not when its gradient is sent: only now its state changes.
+                layer.before_update()
         return self.worker.finalize(record)
 
     def release_fetched(self) -> None:
@@ -417,7 +425,12 @@ def _plan(
             length = span.end - span.begin
             gradient_bytes.append(length * layer.gradient_dtype.itemsize)
             outgoing_bytes.append(length * span.dtype.itemsize)
-    return plan_slots(gradient_bytes, outgoing_bytes, keeps_pending=not settings.direct)
+    return plan_slots(
+        gradient_bytes,
+        outgoing_bytes,
+        keeps_pending=not settings.direct,
+        fetches_copies=any(_fetches_copy(layer) for layer in layers),
+    )
 
 
 def native_state(layer: LayerState) -> _C.StateArrays:
@@ -425,7 +438,12 @@ def native_state(layer: LayerState) -> _C.StateArrays:
     return native_arrays(*layer.state, layer.moments.seed)
 
 
-def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int) -> _C.Chunk:
+def _fetches_copy(layer: LayerState) -> bool:
+    """Whether the worker fetches a layer's training copy, as half of its master weights."""
+    return layer.moments.is_split and not layer.storage.on_host
+
+
+def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int, copy_class: int) -> _C.Chunk:
     return _C.Chunk(
         n=span.end - span.begin,
         shard_offset=span.begin - layer.begin,
@@ -434,6 +452,7 @@ def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int) -> _C.Chu
         group=span.group,
         slot_class=slot_class,
         **({"weights_on_host": True} if layer.storage.on_host else {}),
+        copy_class=copy_class if _fetches_copy(layer) else -1,
         runs=[
             _C.MomentRun(run.begin - span.begin, run.rounding.parameter, run.rounding.first_index)
             for run in layer.moments.update_runs(layer.layout, span.begin, span.end)

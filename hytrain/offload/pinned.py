@@ -80,7 +80,7 @@ class PinnedMemory:
 
     def missing_bytes(self, on_host: Sequence[bool]) -> int:
         """Bytes that :meth:`grow` would take for so many chunks on the host."""
-        outgoing = self._plan.outgoing_bytes * NUM_OUTGOING
+        outgoing = self._plan.buffer_bytes
         return self._plan.slot_bytes(self._missing(on_host)) + (
             outgoing if any(on_host) and self._outgoing is None else 0
         )
@@ -108,7 +108,7 @@ class PinnedMemory:
         outgoing: Arena | None = None
         with ExitStack() as taken:  # all of it, or nothing
             if any(on_host) and self._outgoing is None:
-                outgoing = self._arena(self._plan.outgoing_bytes * NUM_OUTGOING)
+                outgoing = self._arena(self._plan.buffer_bytes)
                 taken.callback(outgoing.close)
             coming: list[_Slots] = []
             for number, count in enumerate(self._missing(on_host)):
@@ -126,8 +126,10 @@ class PinnedMemory:
             worker.add_slots(slots.number, slots.arena.take(size * slots.count), size, slots.count)
         if outgoing is not None:
             size = self._plan.outgoing_bytes
-            address = outgoing.take(size * NUM_OUTGOING)
-            worker.add_slots(worker.outgoing, address, size, NUM_OUTGOING)
+            takers = [worker.outgoing]
+            takers += [self._plan.copy_class] if self._plan.fetches_copies else []
+            for taker in takers:
+                worker.add_slots(taker, outgoing.take(size * NUM_OUTGOING), size, NUM_OUTGOING)
 
     def _slot_bytes(self, number: int) -> int:
         return self._plan.classes[number].slot_bytes

@@ -33,12 +33,25 @@ class SlotPlan:
         class_of_chunk: the class of each chunk, in the order they were given.
         keeps_pending: whether a chunk on the host keeps a slot between steps.
         outgoing_bytes: size of one outgoing buffer.
+        fetches_copies: whether as many such buffers take training copies that come to the host,
+            beside which master weights are split.
     """
 
     classes: tuple[SlotClass, ...]
     class_of_chunk: tuple[int, ...]
     keeps_pending: bool
     outgoing_bytes: int
+    fetches_copies: bool = False
+
+    @property
+    def copy_class(self) -> int:
+        """Number of the class of training copies that are fetched, behind those of gradients."""
+        return len(self.classes)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all buffers of training copies."""
+        return NUM_OUTGOING * self.outgoing_bytes * (2 if self.fetches_copies else 1)
 
     def counts(self, on_host: Sequence[bool]) -> list[int]:
         """Slots of each class that the chunks on the host need; a class without any needs none.
@@ -62,17 +75,21 @@ class SlotPlan:
         """All pinned bytes, without alignment between buffers, for the chunks on the host."""
         if not any(on_host):
             return 0
-        return self.slot_bytes(self.counts(on_host)) + NUM_OUTGOING * self.outgoing_bytes
+        return self.slot_bytes(self.counts(on_host)) + self.buffer_bytes
 
     @property
     def staging_bytes(self) -> int:
         """The part of the pinned bytes that does not grow with the chunks on the host, at most."""
         spares = sum(c.slot_bytes * c.spares for c in self.classes)
-        return spares + NUM_OUTGOING * self.outgoing_bytes
+        return spares + self.buffer_bytes
 
 
 def plan_slots(
-    gradient_bytes: Sequence[int], outgoing_bytes: Sequence[int], *, keeps_pending: bool = True
+    gradient_bytes: Sequence[int],
+    outgoing_bytes: Sequence[int],
+    *,
+    keeps_pending: bool = True,
+    fetches_copies: bool = False,
 ) -> SlotPlan:
     """Groups chunks into classes of similar size.
 
@@ -81,6 +98,7 @@ def plan_slots(
         outgoing_bytes: bytes of each chunk's outgoing copy.
         keeps_pending: whether gradients stay until the next update commits them; with direct
             commit the ring alone is needed.
+        fetches_copies: see :class:`SlotPlan`.
 
     Returns:
         The plan. A class wastes at most an eighth of a slot, so pinned memory stays close to the
@@ -108,4 +126,6 @@ def plan_slots(
         result.append(SlotClass(slot_bytes, spares))
         for index in members:
             class_of[index] = number
-    return SlotPlan(tuple(result), tuple(class_of), keeps_pending, max(outgoing_bytes))
+    return SlotPlan(
+        tuple(result), tuple(class_of), keeps_pending, max(outgoing_bytes), fetches_copies
+    )

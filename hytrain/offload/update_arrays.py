@@ -15,8 +15,8 @@ from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit_then_preview
 from hytrain.kernels.host_memory import host_zeros
 from hytrain.kernels.moment_codes import part_of
 from hytrain.kernels.moments import Rounding, native_moments
-from hytrain.model.moment_format import MomentFormat
 from hytrain.model.partition import align_up
+from hytrain.model.state_format import StateFormat
 
 PURPOSE = "measuring the CPU's update, for some milliseconds"
 
@@ -54,7 +54,7 @@ class UpdateArrays:
         """
         self.elements = n = align_up(elements)  # whole blocks of codes
         # In huge pages, like the memory that training updates.
-        how = MomentFormat(moments)
+        how = StateFormat(moments)
         # Touched: what is only read would all be one page of zeros, which lies in the caches.
         state, *others = (
             host_zeros(num_bytes, dtype=torch.uint8, purpose=PURPOSE, touch_threads=threads)

@@ -9,7 +9,7 @@ import torch
 
 from hytrain.errors import HyTrainError
 from hytrain.model.layer_state import LayerState
-from hytrain.model.moment_format import MomentFormat
+from hytrain.model.state_format import StateFormat
 from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.pass_tracker import PassTracker
 
@@ -34,7 +34,7 @@ class KeptState:
         return self.pipeline.layers
 
     @property
-    def moments(self) -> MomentFormat:
+    def moments(self) -> StateFormat:
         """How the layers' moments are kept."""
         return self.layers[0].moments
 
@@ -82,6 +82,10 @@ class KeptState:
             self.synchronize()
         self._passes.adopt_writes()
 
+    def ignore_writes(self) -> None:
+        """Weights have been written whose master weights are right."""
+        self._passes.ignore_writes()
+
     def forget_gradients(self) -> None:
         """Before state is replaced: nothing of the step so far stays, and nothing is pending."""
         for layer in self.layers:
@@ -101,9 +105,7 @@ class KeptState:
         pipeline = self.pipeline
         with torch.no_grad():
             for layer in pipeline.layers:
-                for start, weights in layer.storage.shard_slices(layer.begin, layer.end):
-                    at = start - layer.begin
-                    weights.copy_(layer.master[at : at + weights.numel()])
+                layer.copy_from_master()
         # The gather waits for the last update's event, not for these copies on the compute stream:
         # without this the other ranks could be sent weights that are half written.
         pipeline.streams.synchronize()

@@ -357,6 +357,10 @@ class PassTracker:
         # State on the device is read on the update stream.
         self.pipeline.streams.synchronize()
 
+    def ignore_writes(self) -> None:
+        """What has been written to weights so far is in their master weights already."""
+        self._writes.take(self.pipeline.overwrites)
+
     def end_forward(self) -> None:
         """The model's forward is over."""
         if not self.open_step.layer_major:

@@ -73,7 +73,8 @@ def load_state_dict(
     raise_together(failure, state.collectives)
     state.forget_gradients()
     for layer, stored in zip(state.layers, found["layers"], strict=True):
-        for kind, tensor in _tensors(layer).items():
+        layer.write_master(0, stored[_KINDS[0]])
+        for kind, tensor in _moments(layer).items():
             tensor.copy_(stored[kind])
     state.hyper.steps = [int(step) for step in found["steps"]]
     state.scaling.load(found.get("loss_scale"))
@@ -106,9 +107,9 @@ def _why_not(state: KeptState, found: Mapping[str, Any]) -> str | None:
     )
 
 
-def _tensors(layer: LayerState) -> dict[str, torch.Tensor]:
+def _moments(layer: LayerState) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for kind, part in zip(_KINDS, layer.state, strict=True):
+    for kind, part in zip(_KINDS[1:], layer.state[1:], strict=True):
         if isinstance(part, EightBit):
             tensors |= {kind: part.codes, f"{kind}_exponents": part.exponents}
         else:
@@ -117,4 +118,10 @@ def _tensors(layer: LayerState) -> dict[str, torch.Tensor]:
 
 
 def _pack(layer: LayerState) -> dict[str, Any]:
-    return {"name": layer.name, "begin": layer.begin, "end": layer.end, **_tensors(layer)}
+    return {
+        "name": layer.name,
+        "begin": layer.begin,
+        "end": layer.end,
+        _KINDS[0]: layer.read_master(0, layer.shard_size),
+        **_moments(layer),
+    }

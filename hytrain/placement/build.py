@@ -13,6 +13,7 @@ import torch
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError, MemoryBudgetError
+from hytrain.formats.moment_kinds import SPLIT
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import GROUP, host_memory_pools
 from hytrain.offload.cpu_updater import CpuSettings, pinned_bytes, staging_bytes
@@ -83,6 +84,7 @@ def plan_placement(
             max(segment.dtype.itemsize for segment in state.layout.segments),
             keeps_pending=not cpu.direct,
             moments=config.moments,
+            master=config.master,
         )
         for state in states
     )
@@ -261,12 +263,13 @@ def build_placement(
         gpu_rate = solver.alpha * cpu_rate
     else:
         dtype = pipeline.layers[0].gradient_dtype
-        gpu_rate = gpu_seconds_per_parameter(device, dtype, config.moments)
+        gpu_rate = gpu_seconds_per_parameter(device, dtype, config.moments, config.master)
     estimator = CostEstimator(
         first.layer_bytes,
         config.offload.chunk_elements,
         InitialRates(cpu_rate, gpu_rate),
         updates_overlap=device.type == "cuda",
+        late=config.master == SPLIT and not pipeline.norm.settings.direct,
     )
     tuned = None
     if config.offload.cpu_threads is None:

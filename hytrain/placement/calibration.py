@@ -9,11 +9,11 @@ from functools import cache
 
 import torch
 
-from hytrain.formats.moment_kinds import FP32, MomentsName
+from hytrain.formats.moment_kinds import FP32, MasterName, MomentsName
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.kernels.device_adam import device_adam
 from hytrain.kernels.moments import Rounding
-from hytrain.model.moment_format import MomentFormat
+from hytrain.model.state_format import StateFormat
 from hytrain.placement.step_timer import Clock
 
 _ELEMENTS = 1 << 24
@@ -52,7 +52,10 @@ def _median_seconds(device: torch.device, run: Callable[[], object]) -> float:
 
 @cache
 def gpu_seconds_per_parameter(
-    device: torch.device, dtype: torch.dtype, moments: MomentsName = FP32
+    device: torch.device,
+    dtype: torch.dtype,
+    moments: MomentsName = FP32,
+    master: MasterName = FP32,
 ) -> float:
     """Seconds a parameter of the Adam update on the device, with the device to itself.
 
@@ -63,9 +66,10 @@ def gpu_seconds_per_parameter(
         device: where GPU-placed layers are updated.
         dtype: of gradients and training copy.
         moments: how they are kept.
+        master: how master weights are.
     """
     n = _ELEMENTS if device.type == "cuda" else _ELEMENTS_ON_CPU
-    how = MomentFormat(moments)
+    how = StateFormat(moments, master=master)
     memory = torch.zeros(how.state_bytes(n), dtype=torch.uint8, device=device)
     p, m, v = how.split(memory, n)
     gradient = torch.zeros(n, dtype=dtype, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hytrain.formats.moment_kinds import FP32, MomentsName, state_bytes
+from hytrain.formats.moment_kinds import FP32, MasterName, MomentsName, state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class LayerBytes:
             where updates are committed directly.
         weights_itemsize: bytes of an element of the training copy that comes back.
         moments: how Adam's moments are kept ("hytrain.moments").
+        master: how master weights are kept ("hytrain.master").
     """
 
     name: str
@@ -28,11 +29,12 @@ class LayerBytes:
     weights_itemsize: int = 2
     keeps_pending: bool = True
     moments: MomentsName = FP32
+    master: MasterName = FP32
 
     @property
     def state_bytes(self) -> int:
-        """Of fp32 master weights and both moments, on whichever side."""
-        return state_bytes(self.moments, self.parameters)
+        """Of master weights and both moments, on whichever side."""
+        return state_bytes(self.moments, self.parameters, self.master)
 
 
 def layers_words(layers: Sequence[LayerBytes]) -> str:

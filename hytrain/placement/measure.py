@@ -72,6 +72,7 @@ class CostEstimator:
         rates: InitialRates,
         *,
         updates_overlap: bool,
+        late: bool = False,
     ) -> None:
         """
         Args:
@@ -80,7 +81,9 @@ class CostEstimator:
             rates: to begin with.
             updates_overlap: whether updates "on the GPU" run beside the next forward (on a GPU),
                 or before it (on a CPU).
+            late: updates on the CPU begin when the step's outcome is known, not before.
         """
+        self._late = late
         self._updates_overlap = updates_overlap
         self._layers = list(layers)
         self._chunk_elements = chunk_elements
@@ -163,7 +166,7 @@ class CostEstimator:
                     self._close(span.layer, job)
                 # Without a gradient of an earlier step to commit it is another, shorter pass.
                 self._jobs[span.layer] = _OpenJob(seconds, span.committed)
-            elif span.job_pass == _C.Pass.direct:
+            elif span.job_pass in (_C.Pass.direct, _C.Pass.late):
                 self._add("update", span.layer, seconds)
             elif span.job_pass == _C.Pass.preview and job is not None:
                 job.preview = seconds
@@ -257,6 +260,7 @@ class CostEstimator:
             clipped_share=fmean(self._clipped) if self._clipped else 0.0,
             chunk_elements=self._chunk_elements,
             update_threads=self.update_threads,
+            late=self._late,
         )
 
     def _forward(self, sample: StepSample) -> list[float]:

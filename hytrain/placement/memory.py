@@ -1,8 +1,9 @@
 """The memory budget: which numbers of GPU layers fit, on one rank. Bytes in, bytes out.
 
 A layer's optimizer state (fp32 master weights and two moments: 12 bytes a parameter, 8 or 6 where
-moments are kept in fewer) is on the GPU or on the host. On either side its gradient waits for the
-step's outcome as well: on the GPU for the update, on the host, pinned, for the commit.
+moments are kept in fewer, 2 less where master weights are split) is on the GPU or on the host. On
+either side its gradient waits for the step's outcome as well: on the GPU for the update, on the
+host, pinned, for the commit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from hytrain.errors import MemoryBudgetError, PlacementError, size_text
-from hytrain.formats.moment_kinds import MOMENTS
+from hytrain.formats.moment_kinds import MOMENTS, SPLIT, MasterName
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 
 GPU_RESERVE_KEY = "hytrain.solver.gpu_memory_reserve_bytes"
@@ -277,13 +278,23 @@ def _advice(
 def _fewer_bytes(
     layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
 ) -> list[str]:
-    """The kind of moments closest to this one with which the state fits, where there is one."""
-    for kind in MOMENTS[MOMENTS.index(layers[0].moments) + 1 :] if layers else ():
-        smaller = [replace(layer, moments=kind) for layer in layers]
+    """The kinds of moments and master weights closest to these with which the state fits."""
+    if not layers:
+        return []
+    first = layers[0]
+    kinds = MOMENTS[MOMENTS.index(first.moments) :]
+    ways = [(kind, first.master) for kind in kinds[1:]]
+    if first.master != SPLIT:
+        split: MasterName = SPLIT
+        ways += [(kind, split) for kind in kinds]
+    for kind, master in ways:
+        smaller = [replace(layer, moments=kind, master=master) for layer in layers]
         if bounds(smaller, limits, staging_bytes).fits:
+            keys = [f'"hytrain.moments": "{kind}"'] if kind != first.moments else []
+            keys += ['"hytrain.master": "split" (bf16 only)'] if master != first.master else []
             return [
-                f'"hytrain.moments": "{kind}": the state then takes '
-                f"{size_text(state_bytes(smaller))} instead of {size_text(state_bytes(layers))}"
+                f"{' and '.join(keys)}: the state then takes {size_text(state_bytes(smaller))} "
+                f"instead of {size_text(state_bytes(layers))}"
             ]
     return []
 

@@ -13,6 +13,7 @@ _COPIES = {
     "gradient_to_host": (names.D2H, "gradient"),
     "gradient_to_device": (names.H2D, "gradient"),
     "weights_to_device": (names.H2D, "weights"),
+    "weights_to_host": (names.D2H, "weights"),
     "state_to_host": (names.D2H, "state"),
     "state_to_device": (names.H2D, "state"),
 }

@@ -22,7 +22,7 @@ from fuzz.player import StepTrace, parameter_groups
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
 from hytrain.kernels.moment_codes import read_moment, write_moment
 from hytrain.kernels.moments import zero_moment
-from hytrain.model.moment_format import MomentFormat
+from hytrain.model.state_format import StateFormat
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -61,7 +61,7 @@ class Reference:
         self.case = case
         self.dtype = precision.copy_dtype(case)
         self.scale = precision.Scale(case)
-        self._kind = MomentFormat(case.moments).kind
+        self._kind = StateFormat(case.moments).kind
         self.model = FuzzModel(case.model, seed=0).to(device(), self.dtype)
         groups = parameter_groups(self.model, case.optimizer)
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}

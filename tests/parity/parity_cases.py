@@ -28,6 +28,8 @@ DELAYED = [
     Case("gpt2", 0.3, "always", 1, "bf16", **STEPS),
     Case("vit", 0.0, "never", 4, "fp32", **STEPS),
     *(Case("llama", 0.3, "sometimes", 1, "bf16", fractions=each, **STEPS) for each in SHARDS),
+    Case("llama", 0.3, "sometimes", 1, "bf16", **STEPS, master="split"),
+    Case("llama", 0.0, "off", 1, "bf16", 3, HALVES, **STEPS, master="split", offload_param=True),
 ]
 ROUNDED = [
     Case("llama", 0.0, "sometimes", 1, "bf16", 2, **STEPS, moments="8bit"),
@@ -38,6 +40,22 @@ ROUNDED = [
     Case("gpt2", 0.0, "never", 1, "bf16", 1, **STEPS, moments="bf16"),
     Case("vit", 1.0, "always", 4, "bf16", 2, **STEPS, moments="bf16"),
 ]
+SPLIT = [
+    Case("llama", 0.0, "sometimes", 1, "bf16", 2, **STEPS, master="split"),
+    Case("llama", 0.3, "always", 4, "bf16", 1, **STEPS, master="split", moments="8bit"),
+    Case("gpt2", 1.0, "never", 1, "bf16", 2, **STEPS, master="split"),
+    Case("vit", 0.3, "off", 1, "bf16", 3, **STEPS, master="split", moments="bf16"),
+    Case("gpt2", 0.3, "off", 4, "bf16", 2, **STEPS, master="split", moments="8bit"),
+]
+SPLIT_ON_TWO_RANKS = [
+    Case("llama", 0.3, "sometimes", 1, "bf16", 2, UNEQUAL, **STEPS, master="split",
+         moments="8bit"),
+    Case("gpt2", 0.0, "always", 4, "bf16", 3, UNEQUAL, **STEPS, master="split"),
+    Case("llama", 0.3, "off", 1, "bf16", 3, HALVES, **STEPS, master="split", moments="8bit",
+         offload_param=True),
+    Case("vit", 0.3, "sometimes", 1, "bf16", 3, UNEQUAL, **STEPS, master="split",
+         offload_param=True),
+]  # fmt: skip
 ROUNDED_ON_TWO_RANKS = [
     Case("llama", 0.3, "sometimes", 1, "bf16", 2, UNEQUAL, **STEPS, moments="8bit"),
     Case("gpt2", 0.0, "always", 4, "bf16", 3, UNEQUAL, **STEPS, moments="8bit"),

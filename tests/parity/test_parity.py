@@ -9,7 +9,16 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 from harness import on_ranks
-from parity_cases import DELAYED, FULL, ONE_RANK, ROUNDED, ROUNDED_ON_TWO_RANKS, TWO_RANKS
+from parity_cases import (
+    DELAYED,
+    FULL,
+    ONE_RANK,
+    ROUNDED,
+    ROUNDED_ON_TWO_RANKS,
+    SPLIT,
+    SPLIT_ON_TWO_RANKS,
+    TWO_RANKS,
+)
 from support.comparisons import check_parity
 from support.covering import covering, every, pairs_of
 from support.engines import environment
@@ -17,7 +26,14 @@ from support.parity import Case
 
 pytestmark = pytest.mark.timeout(300)
 full = pytest.mark.parity_full
-DAILY = [*ONE_RANK, *ROUNDED, *TWO_RANKS, *ROUNDED_ON_TWO_RANKS]
+DAILY = [
+    *ONE_RANK,
+    *ROUNDED,
+    *SPLIT,
+    *TWO_RANKS,
+    *ROUNDED_ON_TWO_RANKS,
+    *SPLIT_ON_TWO_RANKS,
+]
 
 
 @pytest.mark.parametrize(

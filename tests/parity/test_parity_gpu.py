@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_cases import ONE_RANK, ROUNDED
+from parity_cases import ONE_RANK, ROUNDED, SPLIT
 from support.comparisons import assert_bitwise_serial, assert_clipping, assert_close_to_torch
 from support.engines import device, environment
 from support.parity import Case, expected_outcomes, torch_states, train
@@ -41,7 +41,7 @@ def check_on_gpu(case: Case, disturb: Callable[[Any], None] | None) -> None:
     assert_close_to_torch(run, torch_states(run))
 
 
-@pytest.mark.parametrize("case", [*ONE_RANK, *ROUNDED], ids=str)
+@pytest.mark.parametrize("case", [*ONE_RANK, *ROUNDED, *SPLIT], ids=str)
 def test_covering_selection(case: Case) -> None:
     check_on_gpu(case, None)
 

@@ -89,7 +89,7 @@ def assert_bitwise_serial(run: Run, outcomes: list[Outcome], placements: str = "
         for shard, flat in zip(serial_states(run, outcomes, step), copies, strict=True):
             if shard.placement in placements:
                 own = flat[shard.begin : shard.end]
-                expected = shard.p.to(shard.copy_dtype)
+                expected = shard.training_copy()
                 assert_same_bits(f"copy of {shard.name} after step {step}", own, expected)
     for actual, expected in zip(run.final, serial_states(run, outcomes), strict=True):
         if actual.placement in placements:

@@ -21,6 +21,7 @@ from hytrain.kernels.moments import Moment
 from hytrain.model.layer_state import LayerState
 from support.engines import OFFLOAD_AT_SCALE, built, device, from_all_ranks, make_config
 from support.models import loss_of, make_batch, make_model
+from support.reference_adam import copy_away_from_zero
 from support.rounded_moments import commit_by_definition, copy_of, joined, part_of, rounding_of
 
 # The gradient's norm swings by a factor of 1000 between steps, so that one threshold between the
@@ -39,6 +40,7 @@ class Case:
         fractions: shard fractions, one a rank; () for one rank.
         observe: steps after which the training copy is read.
         moments: how they are kept.
+        master: how master weights are.
         offload_param: the training copy is kept in host memory (ZeRO-3).
     """
 
@@ -53,6 +55,7 @@ class Case:
     observe: tuple[int, ...] = (1, 17, 40)
     moments: str = "fp32"
     offload_param: bool = False
+    master: str = "fp32"
 
     @property
     def num_ranks(self) -> int:
@@ -64,6 +67,7 @@ class Case:
             f"{self.model}-k{self.gpu_fraction}-{self.clipping}-acc{self.accumulation}"
             f"-{self.dtype}-z{self.stage}-{shards}"
             f"{'' if self.moments == 'fp32' else '-' + self.moments}"
+            f"{'' if self.master == 'fp32' else '-' + self.master}"
             f"{'-host' if self.offload_param else ''}"
         )
 
@@ -74,7 +78,11 @@ class Case:
             bf16=self.dtype == "bf16",
             accumulation=self.accumulation,
             stage=self.stage,
-            hytrain={"shard_fractions": list(self.fractions) or None, "moments": self.moments},
+            hytrain={
+                "shard_fractions": list(self.fractions) or None,
+                "moments": self.moments,
+                "master": self.master,
+            },
             offload=OFFLOAD_AT_SCALE if self.model == "llama-100m" else None,
         )
         if self.offload_param:
@@ -131,6 +139,11 @@ class Shard:
     """(name, begin, end) of its parameters in the layer, padding included."""
     placement: str = "cpu"
     copy_dtype: torch.dtype = torch.float32
+    is_split: bool = False
+
+    def training_copy(self) -> torch.Tensor:
+        """Its master weights, rounded."""
+        return copy_away_from_zero(self.p) if self.is_split else self.p.to(self.copy_dtype)
 
     def clone(self) -> Shard:
         return replace(self, p=self.p.clone(), m=copy_of(self.m), v=copy_of(self.v))
@@ -190,12 +203,13 @@ def shard_of(state: LayerState) -> Shard:
         state.begin,
         state.end,
         segments,
-        state.master.detach().cpu().clone(),
+        state.read_master(0, state.shard_size).detach().cpu().clone(),
         copy_of(state.exp_avg),
         copy_of(state.exp_avg_sq),
         _slots(state),
         placement=state.placement,
         copy_dtype=state.storage.runs[0][2].dtype,
+        is_split=state.moments.is_split,
     )
 
 

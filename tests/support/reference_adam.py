@@ -30,6 +30,7 @@ __all__ = [
     "AdamState",
     "adam_step_float32",
     "adam_step_float64",
+    "copy_away_from_zero",
     "random_bits",
     "read_moments",
     "stored_moments",
@@ -84,6 +85,21 @@ def _adam_step(state: AdamState, gradient: Gradient, dtype: torch.dtype) -> Adam
     correction2 = 1.0 - hyper.beta2**hyper.step if hyper.bias_correction else 1.0
     denominator = v.sqrt() / math.sqrt(correction2) + hyper.eps
     return AdamState(p - (hyper.lr / correction1) * (m / denominator), m, v)
+
+
+def copy_away_from_zero(p: torch.Tensor) -> torch.Tensor:
+    """fp32 rounded to bf16, to the nearest, ties away from zero: by distances, in float64."""
+    bits = p.numpy().view(np.uint32)
+    sign, magnitude = bits & np.uint32(0x80000000), bits & np.uint32(0x7FFFFFFF)
+    lower = magnitude & np.uint32(0xFFFF0000)
+    upper = lower + np.uint32(0x10000)  # beyond the largest finite value: infinity
+    value, below = (x.view(np.float32).astype(np.float64) for x in (magnitude, lower))
+    # What infinity stands for in rounding is the next power of two.
+    above = np.where(upper >= 0x7F800000, 2.0**128, upper.view(np.float32).astype(np.float64))
+    rounded = np.where(value - below < above - value, lower, upper)
+    rounded = np.where(magnitude >= 0x7F800000, lower, rounded)
+    rounded = np.where(magnitude > 0x7F800000, np.uint32(0x7FC00000), rounded) | sign
+    return torch.from_numpy((rounded >> 16).astype(np.uint16)).view(torch.bfloat16)
 
 
 # ---- moments in fewer bytes ----

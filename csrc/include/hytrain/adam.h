@@ -90,10 +90,23 @@ inline Moments fp32_moments(const float* m, const float* v) {
     return moments;
 }
 
+// Master weights in 16 + 16 bits: of bits(p) + 0x8000 the upper half is the training copy in bf16
+// and the lower one the remainder. So the copy is p rounded to nearest, ties away from zero, and
+// both together are p, bit for bit, for every finite p and infinity. (Ties to even would not do:
+// 65,537 values share an even copy, and 16 bits tell 65,536 apart.) A NaN becomes the quiet NaN of
+// its sign. A copy with the remainder 0x8000 is the copy's value.
+struct SplitWeights {
+    const void* copy = nullptr;          // n elements of bf16
+    std::uint16_t* remainder = nullptr;  // n
+    void* new_copy = nullptr;            // n elements of bf16; may be `copy`
+};
+
 // Arguments are not checked here (the bindings do that): n may be 0; pointers need only their
 // element's natural alignment; num_threads >= 1 is an upper bound on the OpenMP team.
 void adam_commit(float* p, const Moments& moments, std::size_t n, const GradientStep& step,
                  const Outgoing& out, int num_threads);
+void adam_commit(const SplitWeights& weights, const Moments& moments, std::size_t n,
+                 const GradientStep& step, int num_threads);
 void adam_preview(const float* p, const Moments& moments, std::size_t n, const GradientStep& step,
                   const Outgoing& out, int num_threads);
 void adam_commit_then_preview(float* p, const Moments& moments, std::size_t n,

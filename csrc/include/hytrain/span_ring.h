@@ -23,6 +23,7 @@ enum class SpanKind : std::uint16_t {
     kWeightsToDevice,
     kStateToHost,  // a layer's state moves
     kStateToDevice,
+    kWeightsToHost,  // halves of split master weights
 };
 
 // One pass over a chunk, a thread's part of it, or one copy.

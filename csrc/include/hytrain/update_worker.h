@@ -9,6 +9,12 @@
 //   submit_withdraw the step is not taken yet: the gradient returns to the device, likewise
 // A gradient stays pending in its pinned slot until the next update, or a flush, commits it.
 //
+// Where master weights are split, the state is half of what the training copy is the other half of:
+// nothing is previewed, and no gradient stays pending between steps.
+//   submit_update   fetches the new gradient into its slot
+//   finalize        the copy is fetched, a commit with the final scale follows (kLate), and the new
+//                   copy is sent back
+//
 // Between two steps a layer's state may move: submit_move. On leaving, what is pending is committed
 // first; a layer that arrives has nothing pending. The weights stay where they are, so no forward
 // waits for a move. kSettle commits what is pending in the background: from then on the state is
@@ -37,16 +43,18 @@
 
 namespace hytrain {
 
-// A shard's state: fp32 master weights, and the moments as Moments keeps them; on the host or on
-// the device.
+// A shard's state: master weights, fp32 or the remainders of SplitWeights, and the moments as
+// Moments keeps them; on the host or on the device.
 struct StateArrays {
-    float* p = nullptr;
+    void* p = nullptr;
     void* m = nullptr;
     void* v = nullptr;
     MomentKind kind = MomentKind::kFloat32;
     std::uint8_t* m_exponents = nullptr;
     std::uint8_t* v_exponents = nullptr;
     std::uint64_t seed = 0;
+    bool split = false;  // p: remainders
+    std::size_t weight_bytes() const { return split ? 2 : 4; }
 };
 
 // A fixed-size piece of one parameter group's run within a layer's shard.
@@ -59,6 +67,7 @@ struct Chunk {
     int group = 0;                // index into StepRecord::hyper
     int slot_class = 0;           // which pool of pinned slots holds its gradient
     int slot = -1;                // the slot of the pending gradient, -1: none
+    int copy_class = -1;          // which pool the training copy is fetched to; -1: it is not
     std::vector<MomentRun> runs;  // its parameters; empty where moments are fp32
 };
 
@@ -72,6 +81,7 @@ struct StepRecord {
 enum class Pass {
     kUpdate,
     kDirect,
+    kLate,  // the commit of a split layer's gradient, once the step's outcome is known
     kPreview,
     kCommit,
     kSettle,  // as kCommit; no weights depend on it, so that no forward waits for it
@@ -292,6 +302,7 @@ class UpdateWorker {
         std::shared_ptr<Job> job;
         std::size_t chunk = 0;
         int slot = -1;
+        int copy = -1;  // the slot that the training copy is fetched to
         bool last = false;
     };
     // Pinned buffers of one size, each with the events around its latest copy.
@@ -321,6 +332,7 @@ class UpdateWorker {
     };
 
     std::vector<bool> layers_taken_back();
+    void push_pass(Pass pass, std::size_t layer);
     void run();
     std::shared_ptr<Job> pick_job();
     std::shared_ptr<Job> owed_capture();
@@ -338,7 +350,10 @@ class UpdateWorker {
     void begin_job(Job& job, Layer& layer);
     void run_pass(Layer& layer, Chunk& chunk, const Work& work);
     void run_update(const Layer& layer, Chunk& chunk, int slot);
-    void run_direct(const Layer& layer, Chunk& chunk, int slot);
+    void run_direct(const Layer& layer, Chunk& chunk, const Work& work);
+    void run_late(const Layer& layer, Chunk& chunk, const Work& work);
+    void commit_split(const Layer& layer, const Chunk& chunk, const Work& work,
+                      const GradientStep& step);
     void run_commit(const Layer& layer, Chunk& chunk);
     void run_publish(const Layer& layer, const Chunk& chunk);
     static float* master(const Layer& layer, const Chunk& chunk);
@@ -350,10 +365,14 @@ class UpdateWorker {
     void absorb_growth();
     void absorb(const Growth& growth);
     void absorb(Retirement& retirement);
+    void free_slots(const Chunk& chunk, const Work& work);
     void free_slot(int slot_class, int slot);
     void slot_gone(const SlotClass& slots, int slot);
+    EventHandle end_of(int slot_class, int slot) const;
+    bool take_slots(const Chunk& chunk, Work& work);
     void fetch(const Layer& layer, const Chunk& chunk, const Work& work);
-    void arrived(const Layer& layer, const Chunk& chunk, int slot);
+    void fetch_to(int slot_class, int slot, const void* from, std::size_t bytes);
+    void arrived(int slot_class, int slot, std::size_t bytes, SpanKind kind);
     std::size_t take_outgoing();
     void send_outgoing(std::size_t buffer, void* destination, std::size_t bytes, SpanKind kind);
     void account_sent(std::size_t buffer);

@@ -127,7 +127,13 @@ def moments_of(config: Mapping[str, Any]) -> MomentsName:
         ConfigError: in none of the ways that there are.
     """
     section: Any = config.get("hytrain") or {}
-    wanted = section.get("moments", FP32) if isinstance(section, dict) else FP32
+    section = section if isinstance(section, dict) else {}
+    if section.get("master", FP32) != FP32:
+        raise ConfigError(
+            f'"hytrain.master" is {section["master"]!r}: plans are made for fp32 master weights '
+            "alone; remove the key, or train without a plan"
+        )
+    wanted = section.get("moments", FP32)
     if wanted not in MOMENTS:
         raise ConfigError(f'"hytrain.moments" is {wanted!r}: choose one of {", ".join(MOMENTS)}')
     return wanted

@@ -18,7 +18,7 @@ from hytrain import _C
 from hytrain.formats.moment_kinds import FP32, MOMENTS, moment_bytes, state_bytes_each
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, commit_then_preview, preview
 from hytrain.kernels.moments import Rounding, native_moments
-from hytrain.model.moment_format import MomentFormat, StateArrays
+from hytrain.model.state_format import StateArrays, StateFormat
 from hytrain.tools.stdout import stdout_to
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Arrays:
 
         p = filled(torch.float32, 1.0)
         self.states = {
-            kind: MomentFormat(kind).arrays(
+            kind: StateFormat(kind).arrays(
                 p.view(torch.uint8), torch.zeros(moment_bytes(kind, n), dtype=torch.uint8)
             )
             for kind in MOMENTS

@@ -14,6 +14,7 @@ from torch import nn
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
+from hytrain.formats.moment_kinds import SPLIT
 from hytrain.offload.slots import plan_slots
 from hytrain.optimizer.model_cut import CutLayer, cut_model, live_bytes
 from hytrain.placement.costs import LayerBytes
@@ -55,13 +56,22 @@ def read_model_sizes(
         sizes = end - begin, itemsize, part.itemsize
         layers.append(
             LayerBytes(
-                layout.name, *sizes, keeps_pending=not form.is_direct, moments=config.moments
+                layout.name,
+                *sizes,
+                keeps_pending=not form.is_direct,
+                moments=config.moments,
+                master=config.master,
             )
         )
         for span in layout.chunks(begin, end, config.offload.chunk_elements):
             gradient_bytes.append((span.end - span.begin) * itemsize)
             outgoing_bytes.append((span.end - span.begin) * span.dtype.itemsize)
-    plan = plan_slots(gradient_bytes, outgoing_bytes, keeps_pending=not form.is_direct)
+    plan = plan_slots(
+        gradient_bytes,
+        outgoing_bytes,
+        keeps_pending=not form.is_direct,
+        fetches_copies=config.master == SPLIT and not form.weights_on_host,
+    )
     on_gpu, on_host = _weights(model, cut, gathers, form, rank)
     return ModelSizes(
         source=str(path),

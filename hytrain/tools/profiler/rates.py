@@ -11,7 +11,7 @@ import torch
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.hardware.machine import last_level_cache_bytes
 from hytrain.kernels.host_limits import available_host_bytes
-from hytrain.model.moment_format import MomentFormat
+from hytrain.model.state_format import StateFormat
 from hytrain.offload.threads import candidates
 from hytrain.offload.update_arrays import UpdateArrays, array_bytes
 from hytrain.tools.profiler.copies import TrainingLoad
@@ -79,7 +79,7 @@ def cpu_rates(
     wanted = elements or update_elements(ranks_on_host, parameters)
     arrays = UpdateArrays(wanted, moments, threads=max(counts))
     n = arrays.elements
-    state_bytes = MomentFormat(moments).state_bytes(n)
+    state_bytes = StateFormat(moments).state_bytes(n)
     load = TrainingLoad(device, arrays.out.nbytes)
     updates: dict[int, float] = {}
     in_training: dict[int, float] = {}

@@ -18,7 +18,7 @@ from hytrain.kernels.launch_tables import (
 )
 from hytrain.model.discovery import LayerParameters
 from hytrain.model.layout import LayerLayout, lay_out
-from hytrain.model.moment_format import MomentFormat
+from hytrain.model.state_format import StateFormat
 
 # -- how many launches update a layer on the GPU -----------------------------------------------
 
@@ -44,7 +44,7 @@ def llama_layouts(groups: int) -> list[LayerLayout]:
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 def test_a_llama_of_24_blocks(moments: MomentsName, groups: int) -> None:
-    how = MomentFormat(moments, seed=1)
+    how = StateFormat(moments, seed=1)
     found = [
         (layout, how.update_launches(layout, 0, layout.size)) for layout in llama_layouts(groups)
     ]
@@ -68,7 +68,7 @@ def test_a_llama_of_24_blocks(moments: MomentsName, groups: int) -> None:
 
 
 def test_a_shard_that_begins_within_a_parameter() -> None:
-    how = MomentFormat("bf16", seed=1)
+    how = StateFormat("bf16", seed=1)
     layout = llama_layouts(1)[0]
     (launch,) = how.update_launches(layout, 6400, 20000)
     assert (launch.begin, launch.end) == (6400, 20000)

@@ -13,7 +13,7 @@ import torch
 
 from hytrain.formats.moment_kinds import MomentsName
 from hytrain.kernels.cpu_adam import commit_then_preview
-from hytrain.model.moment_format import StateArrays
+from hytrain.model.state_format import StateArrays
 from hytrain.offload import update_arrays
 from hytrain.offload.update_arrays import UpdateArrays
 from hytrain.tools.profiler import copies, ranks, rates

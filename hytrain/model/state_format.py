@@ -1,4 +1,4 @@
-"""How a run keeps its layers' moments ("hytrain.moments"), in one block of memory a layer."""
+"""How a run keeps its layers' state ("hytrain.moments", "hytrain.master"): one block a layer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from typing import NamedTuple
 
 import torch
 
-from hytrain.formats.moment_kinds import FP32, MASTER_BYTES, MomentsName, state_bytes
+from hytrain.formats.moment_kinds import (
+    FP32,
+    SPLIT,
+    MasterName,
+    MomentsName,
+    master_bytes,
+    state_bytes,
+)
 from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment, Rounding
 from hytrain.kernels.rounded_runs import RoundedRuns, Run
+from hytrain.kernels.split_weights import REMAINDER, split
 from hytrain.model.layout import LayerLayout
 
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 
 class StateArrays(NamedTuple):
-    """A shard's optimizer state: fp32 master weights and Adam's two moments."""
+    """A shard's optimizer state: master weights, fp32 or the remainders of split ones (int16,
+    ``hytrain.kernels.split_weights``), and Adam's two moments."""
 
     master: torch.Tensor
     exp_avg: Moment
@@ -59,16 +68,18 @@ class UpdateLaunch:
 
 
 @dataclass(frozen=True, slots=True)
-class MomentFormat:
-    """How moments are kept.
+class StateFormat:
+    """How moments and master weights are kept.
 
     Attributes:
-        name: as in the configuration.
+        name: of the moments, as in the configuration.
         seed: of the random bits that round them, the same on all ranks.
+        master: of the master weights, as in the configuration.
     """
 
     name: MomentsName = FP32
     seed: int = 0
+    master: MasterName = FP32
 
     @property
     def kind(self) -> torch.dtype:
@@ -80,29 +91,46 @@ class MomentFormat:
         """Whether moments are rounded when they are stored."""
         return self.name != FP32
 
+    @property
+    def is_split(self) -> bool:
+        """Whether master weights are the remainders of their training copy."""
+        return self.master == SPLIT
+
+    def master_bytes(self, numel: int) -> int:
+        """Bytes of a shard's master weights."""
+        return master_bytes(self.master) * numel
+
+    def round(self, values: torch.Tensor, copy: torch.Tensor) -> None:
+        """Writes values to their training copy as an update would round them."""
+        if self.is_split:
+            upper = torch.empty(values.numel(), dtype=copy.dtype, device=values.device)
+            split(values, upper)
+            copy.copy_(upper)
+        else:
+            copy.copy_(values)
+
     def state_bytes(self, numel: int) -> int:
         """Bytes of a shard's state."""
-        return state_bytes(self.name, numel)
+        return state_bytes(self.name, numel, self.master)
 
     def split(self, memory: torch.Tensor, numel: int) -> StateArrays:
         """The state of ``numel`` parameters in one block: uint8, 1-D, :meth:`state_bytes` long."""
-        return self.arrays(
-            *memory.split([MASTER_BYTES * numel, memory.numel() - MASTER_BYTES * numel])
-        )
+        size = self.master_bytes(numel)
+        return self.arrays(memory[:size], memory[size:])
 
     def arrays(self, master: torch.Tensor, moments: torch.Tensor) -> StateArrays:
         """The state of a shard in its memory.
 
         Args:
-            master: uint8, 1-D, 4 bytes a parameter.
+            master: uint8, 1-D, 4 bytes a parameter, 2 where they are split.
             moments: uint8, 1-D, the rest of :meth:`state_bytes`. Where moments are codes the number
                 of parameters is a multiple of 64.
         """
-        numel = master.numel() // MASTER_BYTES
+        numel = master.numel() // master_bytes(self.master)
         each = self.kind.itemsize * numel
         blocks = numel // MOMENT_BLOCK if self.name == "8bit" else 0
         m, v, m_exponents, v_exponents = moments.split([each, each, blocks, blocks])
-        weights = master.view(torch.float32)
+        weights = master.view(REMAINDER if self.is_split else torch.float32)
         if self.name == "8bit":
             return StateArrays(weights, EightBit(m, m_exponents), EightBit(v, v_exponents))
         return StateArrays(weights, m.view(self.kind), v.view(self.kind))

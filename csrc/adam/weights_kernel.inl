@@ -1,0 +1,95 @@
+// Where commit has master weights from and where it leaves them; included by adam_kernel.inl.
+//
+// A kind is a type with
+//   load           the weights of one register at element i
+//   store          kCount registers of new weights, side by side, and their outgoing copy
+//   prefetch_unit  asks for what a unit's loads will need
+//   Padding        the same for the last elements of a range, on the stack
+
+// fp32, with an outgoing copy W.
+template <class W>
+struct WholeWeights {
+    float* p;
+    void* w;
+
+    HYTRAIN_INLINE Reg load(std::size_t i) const { return Vec::load_f32(p + i); }
+    template <std::size_t kCount>
+    HYTRAIN_INLINE void store(std::size_t i, const Reg* values) const {
+        for (std::size_t j = 0; j < kCount; ++j) {
+            Vec::template store_f32<false>(p + i + j * kLanes, values[j]);
+        }
+        W::template store<kCount>(w, i, values);
+    }
+    template <std::size_t kUnit>
+    inline void prefetch_unit(std::size_t i) const {
+        prefetch_run<sizeof(float), kUnit>(p, i);
+    }
+
+    template <std::size_t kUnit>
+    struct Padding {
+        Padded<kUnit> p, w;
+        Padding(const WholeWeights& of, std::size_t i, std::size_t count)
+            : p(of.p, i, count, sizeof(float)) {}
+        WholeWeights<typename W::Cached> weights() { return {p.data, w.data}; }
+        void write(const WholeWeights& of, std::size_t i, std::size_t count) const {
+            p.write(of.p, i, count, sizeof(float));
+            w.write(of.w, i, count, W::kBytes);
+        }
+    };
+};
+
+// Two halves of 16 bits (SplitWeights in hytrain/adam.h). What only the copy's owner may write may
+// have been written by somebody else, who knows of no remainder: a zero stays within half a
+// spacing of zero then, and does not become a NaN.
+struct HalvedWeights {
+    static constexpr std::uint32_t kHalf = 0x8000U;
+    static constexpr std::uint32_t kNaN = 0x7FC00000U + kHalf;
+    SplitRange r;
+
+    HYTRAIN_INLINE Reg load(std::size_t i) const {
+        const Bits copy = Vec::bits_of(Vec::load_bf16(r.copy + 2 * i));
+        const Bits low = Vec::bits_of(Vec::load_bf16(r.remainder + 2 * i));
+        const Bits both = Vec::bits_add(copy, Vec::template shift_right<16>(low));
+        const Bits magnitude = Vec::bits_and(both, Vec::set_bits(~kSign));
+        const Bits least = Vec::bits_max(magnitude, Vec::set_bits(kHalf));
+        const Bits bits = Vec::bits_add(least, Vec::set_bits(0U - kHalf));
+        return Vec::from_bits(Vec::pick(Vec::set_bits(kSign), copy, bits));
+    }
+    template <std::size_t kCount>
+    HYTRAIN_INLINE void store(std::size_t i, const Reg* values) const {
+        if constexpr (kCount == 1) {
+            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, halves(values[0]));
+        } else {
+            static_assert(kCount == 2, "registers are stored alone or in pairs");
+            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, halves(values[0]),
+                              halves(values[1]));
+        }
+    }
+    template <std::size_t kUnit>
+    inline void prefetch_unit(std::size_t i) const {
+        prefetch_run<2, kUnit>(r.copy, i);
+        prefetch_run<2, kUnit>(r.remainder, i);
+    }
+
+    template <std::size_t kUnit>
+    struct Padding {
+        Padded<kUnit> copy, remainder;
+        Padding(const HalvedWeights& of, std::size_t i, std::size_t count)
+            : copy(of.r.copy, i, count, 2), remainder(of.r.remainder, i, count, 2) {}
+        HalvedWeights weights() {
+            char* const c = reinterpret_cast<char*>(copy.data);
+            return {{c, c, reinterpret_cast<char*>(remainder.data)}};
+        }
+        void write(const HalvedWeights& of, std::size_t i, std::size_t count) const {
+            copy.write(of.r.new_copy, i, count, 2);
+            remainder.write(of.r.remainder, i, count, 2);
+        }
+    };
+
+   private:
+    HYTRAIN_INLINE static Bits halves(Reg value) {
+        const Bits bits = Vec::bits_of(value);
+        const Bits nan = Vec::pick(Vec::set_bits(kSign), bits, Vec::set_bits(kNaN));
+        return Vec::where_nan(value, nan, Vec::bits_add(bits, Vec::set_bits(kHalf)));
+    }
+};
