@@ -118,6 +118,7 @@ class KeptState:
                 weights.frozen.storage.mark_overwritten()
         pipeline.wait_all()
         pipeline.streams.synchronize()
+        self.ignore_writes()  # of the weights that were loaded before their master weights
 
     def settle(self, what: str) -> None:
         """Master weights and moments of this rank become those of the last step.

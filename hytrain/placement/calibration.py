@@ -73,7 +73,9 @@ def gpu_seconds_per_parameter(
     memory = torch.zeros(how.state_bytes(n), dtype=torch.uint8, device=device)
     p, m, v = how.split(memory, n)
     gradient = torch.zeros(n, dtype=dtype, device=device)
-    weights = torch.zeros(n, dtype=dtype, device=device)
+    # Gradients may be of another dtype than the copy that is half of the master weights.
+    copy_dtype = torch.bfloat16 if how.is_split else dtype
+    weights = torch.zeros(n, dtype=copy_dtype, device=device)
     outcome = torch.tensor([1.0, 0.0], device=device)
     hyper = AdamHyper(lr=1e-3)
     # The first run, which does not count, compiles the kernel.

@@ -187,6 +187,7 @@ class Case:
         then: the training goes on from its end in another job, of other ranks.
         follows: this is such a job.
         moments: "hytrain.moments".
+        master: "hytrain.master".
         precision: of a case that is not in bf16, see `precision.py`.
         async_saves: "hytrain.checkpoint.async".
         traced: "hytrain.trace.steps"; None: no trace.
@@ -217,6 +218,7 @@ class Case:
     then: Case | None = None
     follows: bool = False
     moments: str = "fp32"
+    master: str = "fp32"
     precision: str = ""
     async_saves: bool = False
     traced: tuple[int, int] | None = None

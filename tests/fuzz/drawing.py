@@ -54,6 +54,7 @@ def _draw(seed: int, ranks: int | None) -> Case:
         else "",
         # Of another stream: cases of a seed are otherwise what they were before there was a choice.
         moments=random.Random(f"moments {seed}").choice(("fp32", "fp32", "bf16", "8bit")),
+        master=_master(seed) if bf16 else "fp32",
         precision="" if bf16 else _precision(random.Random(f"precision {seed}"), model),
         short=random.Random(f"short {seed}").random() < 0.5,
         gradients=random.Random(f"gradients {seed}").choice(tuple(WAYS)),
@@ -66,6 +67,10 @@ def _draw(seed: int, ranks: int | None) -> Case:
     if drawn_ranks == ranks and not is_spoiled and rng.random() < 0.08:
         return replace(case, then=_following(rng, case))
     return case
+
+
+def _master(seed: int) -> str:
+    return random.Random(f"master {seed}").choice(("fp32", "fp32", "split"))
 
 
 def _precision(rng: random.Random, model: ModelSpec) -> str:

@@ -361,15 +361,18 @@ class Judge:
         self.reference.set_gradient(self._sums[name], value)
 
     def _judge_write(self, event: Event) -> None:
-        if self.traces[0].seen[self._position][0] == "safe_set":
+        what = self.traces[0].seen[self._position][0]
+        if what == "safe_set":
             self._judge_safe_set(event)
             return
-        written = self.next_seen("write")[0]
+        written = self.next_seen(what)[0]
         for name in self.reference.state if written is None else (written,):
             values = set_values(self.reference.shapes[name], event).flatten()
             old, new = self.reference.copy_of(name).flatten(), values.to(self.reference.dtype)
-            # What was there already was not written: that keeps its fp32 bits.
-            master = self.reference.state[name][0]
+            # What was there already was not written: that keeps its fp32 bits. Of split master
+            # weights nobody can tell where the weights are whole.
+            is_kept = self.case.master == "fp32" or what == "write"
+            master = self.reference.state[name][0] if is_kept else new.float()
             self.reference.state[name][0] = torch.where(old == new, master, new.float())
 
     _judge_copy = _judge_load_module = _judge_write

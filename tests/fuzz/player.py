@@ -127,6 +127,7 @@ def config_of(case: Case, build: Build, rank: int) -> dict[str, Any]:
     section: dict[str, Any] = {"gpu_fraction": build.gpu[rank], **dict(build.section)}
     section["offload"] = dict(build.offload)
     section["moments"] = case.moments
+    section["master"] = case.master
     if case.async_saves:
         section["checkpoint"] = {"async": True}
     if build.fractions is not None:
@@ -511,7 +512,17 @@ class Player:
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if self.rank == 0:
                 parameter.copy_(set_values(parameter.shape, event))
-        self.note("write", name)
+        self.note("write" if self._is_sharded(name) else "overwrite", name)
+
+    def _is_sharded(self, name: str) -> bool:
+        """Whether this rank keeps a part of the parameter alone."""
+        layers = self.engine.optimizer.kept.layers
+        return any(
+            layer.storage.is_sharded
+            for layer in layers
+            for slot in layer.layout.slots
+            if slot.name == name
+        )
 
     def _do_copy(self, event: Event) -> None:
         """Past the engine, where the weights are there."""
@@ -521,7 +532,7 @@ class Player:
         name, parameter = self._parameter(event)
         with torch.no_grad():
             parameter.copy_(set_values(parameter.shape, event))
-        self.note("write", name)
+        self.note("overwrite", name)
 
     def _do_load_module(self, event: Event) -> None:
         if self.engine.optimizer.weights.is_sharded:
@@ -535,7 +546,7 @@ class Player:
                 for name, p in self.model.named_parameters(remove_duplicate=False)
             }
         )
-        self.note("write", None)
+        self.note("overwrite", None)
 
     def _do_toggle(self, event: Event) -> None:
         self._toggles.append(event)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from support.engines import device
-from support.reference_adam import read_moments, stored_moments
+from support.reference_adam import copy_away_from_zero, read_moments, stored_moments
 from support.rounded_moments import rounding_of
 
 from fuzz import precision
@@ -79,7 +79,10 @@ class Reference:
 
     def copy_of(self, name: str) -> torch.Tensor:
         """The training copy of a parameter."""
-        return self.state[name][0].to(self.dtype).view(self.shapes[name])
+        master = self.state[name][0]
+        is_split = self.case.master == "split"
+        copy = copy_away_from_zero(master) if is_split else master.to(self.dtype)
+        return copy.view(self.shapes[name])
 
     def save(self) -> None:
         """A checkpoint."""

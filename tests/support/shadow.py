@@ -103,7 +103,9 @@ class Shadow:
         self.engine.optimizer.flush()
         self.assert_copy_is_current()
         for state, shard in zip(self.states, self.shards, strict=True):
-            assert_same_bits(f"p of {state.name}", state.read_master(0, state.shard_size).cpu(), shard.p)
+            assert_same_bits(
+                f"p of {state.name}", state.read_master(0, state.shard_size).cpu(), shard.p
+            )
             assert_same_moment(f"m of {state.name}", copy_of(state.exp_avg), shard.m)
             assert_same_moment(f"v of {state.name}", copy_of(state.exp_avg_sq), shard.v)
         assert set(self.engine.optimizer.steps) == {self.steps}
