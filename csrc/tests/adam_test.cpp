@@ -184,6 +184,51 @@ void test_mixed_gradient_types() {
     check(seen == a.out.bytes(), "mixed gradients: preview differs from commit");
 }
 
+// Split weights over every length and misalignment: both halves, and what they are halves of.
+void test_split_weights() {
+    for (const std::size_t n : {1U, 15U, 17U, 33U, 1000U, 16384U + 3U}) {
+        for (const std::size_t offset : {0U, 1U, 3U}) {
+            Case whole(n, DType::kBFloat16, DType::kBFloat16, offset);
+            Buffer copy(n, 2, offset), remainder(n, 2, offset);
+            auto* const upper = reinterpret_cast<std::uint16_t*>(copy.data());
+            auto* const lower = reinterpret_cast<std::uint16_t*>(remainder.data());
+            const auto halves = [&](std::size_t i) {
+                std::uint32_t bits;
+                std::memcpy(&bits, whole.p.data() + 4 * i, sizeof(bits));
+                return bits + 0x8000U;
+            };
+            for (std::size_t i = 0; i < n; ++i) {
+                upper[i] = static_cast<std::uint16_t>(halves(i) >> 16);
+                lower[i] = static_cast<std::uint16_t>(halves(i));
+            }
+            const GradientStep step{whole.current.data(), DType::kBFloat16, 0.5F,
+                                    hyper_of(3, true)};
+            hytrain::set_isa("scalar");
+            hytrain::adam_commit(whole.p.floats(), whole.m.floats(), whole.v.floats(), n, step,
+                                 Outgoing{}, 1);
+            const std::vector<char> old_copy = copy.bytes(), old_remainder = remainder.bytes();
+            for (const std::string& isa : hytrain::available_isas()) {
+                hytrain::set_isa(isa);
+                Case again(n, DType::kBFloat16, DType::kBFloat16, offset);
+                std::memcpy(copy.data() - 2 * offset, old_copy.data(), old_copy.size());
+                std::memcpy(remainder.data() - 2 * offset, old_remainder.data(),
+                            old_remainder.size());
+                hytrain::adam_commit(hytrain::SplitWeights{upper, lower, upper},
+                                     hytrain::fp32_moments(again.m.floats(), again.v.floats()), n,
+                                     step, 2);
+                std::size_t others = 0;
+                for (std::size_t i = 0; i < n; ++i) {
+                    const std::uint32_t found =
+                        static_cast<std::uint32_t>(upper[i]) << 16 | lower[i];
+                    others += found == halves(i) ? 0U : 1U;
+                }
+                check(others == 0, isa + ": split weights make another step");
+                check(again.m.bytes() == whole.m.bytes(), isa + ": their moments differ");
+            }
+        }
+    }
+}
+
 void test_wrong_names() {
     bool thrown = false;
     try {
@@ -201,6 +246,7 @@ int main() {
     test_all_agree();
     test_against_float64();
     test_mixed_gradient_types();
+    test_split_weights();
     test_wrong_names();
     std::printf("adam_test: passed on");
     for (const std::string& isa : hytrain::available_isas()) {

@@ -93,10 +93,11 @@ def copy_away_from_zero(p: torch.Tensor) -> torch.Tensor:
     sign, magnitude = bits & np.uint32(0x80000000), bits & np.uint32(0x7FFFFFFF)
     lower = magnitude & np.uint32(0xFFFF0000)
     upper = lower + np.uint32(0x10000)  # beyond the largest finite value: infinity
-    value, below = (x.view(np.float32).astype(np.float64) for x in (magnitude, lower))
-    # What infinity stands for in rounding is the next power of two.
-    above = np.where(upper >= 0x7F800000, 2.0**128, upper.view(np.float32).astype(np.float64))
-    rounded = np.where(value - below < above - value, lower, upper)
+    with np.errstate(invalid="ignore"):  # of NaNs and infinities, which are told apart below
+        value, below = (x.view(np.float32).astype(np.float64) for x in (magnitude, lower))
+        # What infinity stands for in rounding is the next power of two.
+        above = np.where(upper >= 0x7F800000, 2.0**128, upper.view(np.float32).astype(np.float64))
+        rounded = np.where(value - below < above - value, lower, upper)
     rounded = np.where(magnitude >= 0x7F800000, lower, rounded)
     rounded = np.where(magnitude > 0x7F800000, np.uint32(0x7FC00000), rounded) | sign
     return torch.from_numpy((rounded >> 16).astype(np.uint16)).view(torch.bfloat16)
