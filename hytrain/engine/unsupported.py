@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from hytrain.engine.deepspeed_internals import is_partitioned
@@ -21,10 +22,11 @@ def refuse_unsupported_model(model: torch.nn.Module, stage: int) -> None:
             "torch.nn.Module"
         )
     for name, module in model.named_modules():
-        if isinstance(module, MoE):
+        if isinstance(module, (MoE, MOELayer)):
             raise UnsupportedError(
-                f"module '{name}' is a DeepSpeed MoE layer, and experts have process groups of "
-                "their own, which hytrain does not support: use a dense model"
+                f"module '{name}' is a layer of deepspeed.moe, whose experts are spread over "
+                "process groups of their own: use a mixture of transformers, or modules of your "
+                "own on every rank; these train in all stages"
             )
     for name, parameter in model.named_parameters():
         if is_partitioned(parameter) and stage != 3:
@@ -60,6 +62,11 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("hybrid_engine.enabled", "the hybrid engine is not supported: remove hybrid_engine"),
     ("tensor_parallel.autotp_size", "tensor parallelism is not supported: remove tensor_parallel"),
     ("sequence_parallel_size", "sequence parallelism is not supported: remove it"),
+    (
+        "expert_parallel.enabled",
+        "AutoEP spreads experts over the ranks, which is not supported: remove expert_parallel; "
+        "mixtures of transformers train as they are, ZeRO-3 shards their experts",
+    ),
     ("pipeline.stages", "pipeline parallelism is not supported: remove pipeline"),
     ("zero_optimization.zenflow", "ZenFlow is another update scheme: remove zenflow"),
     ("zero_optimization.cpu_offload_param", 'set "offload_param": {"device": "cpu"} instead'),

@@ -23,6 +23,7 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
 }
 """What a model is for -> architecture -> class names."""
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 VOCABULARY = 96
 MOST_PARAMETERS = 8_000_000
 
@@ -37,7 +38,11 @@ SMALL: dict[str, Any] = {
         ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"),
         _INNER,
     ),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size",
+         "shared_intermediate_size", "ffn_hidden_size"),
+        16,
+    ),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), _LAYERS),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(
@@ -47,15 +52,16 @@ SMALL: dict[str, Any] = {
     ),
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "vocab_size": VOCABULARY,
+    **dict.fromkeys(("vocab_size", "unpadded_vocab_size"), VOCABULARY),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_sequence_length"), 64),
-    **dict.fromkeys(
-        ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"), 4
-    ),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    **dict.fromkeys(_EXPERTS, 8),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
     "v_head_dim": 8, "rotary_dim": 4,
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), _HEADS),
+    "linear_num_key_heads": 2,
     "state_size": 4, "mamba_d_state": 4, "mamba_n_heads": 4, "mamba_d_head": 16,
     "mamba_chunk_size": 8, "chunk_size": 8, "attention_window": 8,
     "image_size": 32, "patch_size": 8,
@@ -69,6 +75,36 @@ SMALL_LISTS: dict[str, int] = {
     **dict.fromkeys(("hidden_sizes", "conv_dim", "embed_dims", "dims"), _WIDTH),
     **dict.fromkeys(("depths", "num_blocks"), 1),
 }
+# What only one architecture has, or needs to be a mixture of experts at all.
+OF_ONE: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": 2},
+        "ffn_config": {
+            "hidden_size": _WIDTH, "ffn_hidden_size": 16, "moe_num_experts": 8, "moe_top_k": 2
+        },
+    },
+    "doge": {"is_moe": True, "num_experts": 16},
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {
+        "num_attention_heads": _HEADS, "num_key_value_heads": _HEADS, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 4, "index_n_heads": 2, "index_head_dim": 8, "swa_head_dim": 8,
+        "swa_num_attention_heads": _HEADS, "swa_num_key_value_heads": _HEADS, "swa_v_head_dim": 8,
+        "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_qk_nope_head_dim": 4,
+        "shared_experts_intermediate_size": 16,
+    },
+    "gemma4_text": {
+        "enable_moe_block": True, "top_k_experts": 2, "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "longcat_flash": {"head_dim": 4, "zero_expert_num": 4},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
+        "indexer_compress_ratio": 1,
+    },
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
+}  # fmt: skip
 # Where all of them together make no model: what is left as it is then.
 _LEFT_ALONE: tuple[tuple[str, ...], ...] = (
     (), ("head_dim",), ("num_key_value_heads",), ("n_group", "topk_group"),
@@ -91,8 +127,27 @@ def architectures() -> Iterator[tuple[str, str]]:
             yield purpose, name
 
 
-def make_model(purpose: str, name: str) -> nn.Module:
+def mixtures() -> Iterator[tuple[str, str]]:
+    """(what for, architecture) of each that has experts; of its models the one that makes text."""
+    for purpose, name in architectures():
+        if purpose not in ("causal", "seq2seq"):
+            continue
+        config_class = transformers.CONFIG_MAPPING[name]
+        classes = [config_class, *(getattr(config_class, "sub_configs", None) or {}).values()]
+        # One that has a text model within it has that model's class, which takes no other config.
+        if f"{name}_text" in TABLES[purpose]:
+            continue
+        if any(hasattr(each, key) for each in classes for key in _EXPERTS):
+            yield purpose, name
+
+
+def make_model(purpose: str, name: str, **changes: Any) -> nn.Module:
     """The architecture's model, in fp32, the same at every call.
+
+    Args:
+        purpose: see :data:`TABLES`.
+        name: the architecture's.
+        changes: values of its configuration.
 
     Raises:
         NoTinyModelError: why there is none.
@@ -102,7 +157,7 @@ def make_model(purpose: str, name: str) -> nn.Module:
     if model_class is None:
         raise NoTinyModelError(f"transformers has no {found}")
     reasons: list[str] = []
-    for config in _configs(name):
+    for config in _configs(name, changes):
         try:
             with torch.device("meta"):
                 size = sum(p.numel() for p in model_class(config).parameters())
@@ -132,8 +187,11 @@ def _settle(model: nn.Module) -> None:
                 parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def make_batch(purpose: str, number: int) -> dict[str, torch.Tensor]:
-    """Two samples with labels, the same for a number."""
+def make_batch(purpose: str, number: int, *, one_token: bool = False) -> dict[str, torch.Tensor]:
+    """Two samples with labels, the same for a number.
+
+    ``one_token``: of one token again and again, which goes to the same experts everywhere.
+    """
     drawn = torch.Generator().manual_seed(number)
     classes = torch.randint(0, 2, (2,), generator=drawn)
     if purpose == "image":
@@ -141,6 +199,8 @@ def make_batch(purpose: str, number: int) -> dict[str, torch.Tensor]:
     if purpose == "audio":
         return {"input_values": torch.randn(2, 4000, generator=drawn), "labels": classes}
     ids = torch.randint(3, VOCABULARY - 1, (2, 16), generator=drawn)
+    if one_token:
+        ids = ids[:1, :1].expand(2, 16).clone()
     return {"input_ids": ids, "labels": classes if purpose == "classes" else ids.clone()}
 
 
@@ -157,12 +217,12 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-def _configs(name: str) -> Iterator[Any]:
+def _configs(name: str, changes: Mapping[str, Any]) -> Iterator[Any]:
     config_class = transformers.CONFIG_MAPPING[name]
     for left_alone in _LEFT_ALONE:
         try:
-            values = _small_values(config_class, left_alone)
-            config = config_class(**values)
+            values = _small_values(config_class, left_alone) | OF_ONE.get(name, {})
+            config = config_class(**values, **changes)
         except Exception:  # whatever a configuration raises for sizes that do not fit together
             continue
         if not _has(config, "decoder_start_token_id"):
@@ -180,10 +240,17 @@ def _small_values(config_class: Any, left_alone: tuple[str, ...]) -> dict[str, A
         if (found := getattr(defaults, inner, None)) is not None:
             values[inner] = _small_values(type(found), left_alone)
     if "layer_types" not in left_alone and "num_hidden_layers" in values:
-        types = defaults.layer_types if _has(defaults, "layer_types") else None
-        if types:
-            values["layer_types"] = list(types)[:_LAYERS]
+        for key in ("layer_types", "mlp_layer_types"):
+            if _has(defaults, key) and (types := getattr(defaults, key)):
+                values[key] = _some_of_each(list(types))
     return values
+
+
+def _some_of_each(types: list[str]) -> list[str]:
+    """So many layers as there will be, the last ones of kinds that would be missing."""
+    first = types[:_LAYERS]
+    missing = [kind for kind in dict.fromkeys(types) if kind not in first]
+    return first[: len(first) - len(missing)] + missing
 
 
 def _has(config: Any, name: str) -> bool:

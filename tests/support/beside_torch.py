@@ -24,11 +24,13 @@ class BesideTorch:
     def __init__(self, model: nn.Module, eps: float = 1e-8) -> None:
         """Before the engine takes the model over; ``engine`` is set after it."""
         self.plain = copy.deepcopy(model)
-        parameters = self.plain.parameters()
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=eps)
+        self.trained = {name: p for name, p in self.plain.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(
+            self.trained.values(), lr=1e-2, weight_decay=0.1, eps=eps
+        )
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self.engine: Any = None
-        for parameter in self.plain.parameters():
+        for parameter in self.trained.values():
             parameter.grad = torch.zeros_like(parameter)
 
     def step(self, loss: Loss) -> None:
@@ -37,11 +39,20 @@ class BesideTorch:
         self.engine.backward(mine)
         self.engine.step()
         losses = [loss(self.plain, rank) for rank in range(self.ranks)]
-        found, expected = mine.detach().cpu(), losses[self.rank].detach()
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        self._follow(mine, losses[self.rank], sum(losses) / self.ranks)
+
+    def train_batch(self, batches: Callable[[int], list[dict[str, torch.Tensor]]]) -> None:
+        """One step of ``engine.train_batch``; ``batches`` gives a rank's, which count alike."""
+        mine = self.engine.train_batch(iter(batches(self.rank)), num_valid=lambda _: 1)
+        every = [batch for rank in range(self.ranks) for batch in batches(rank)]
+        loss = sum(self.plain(**batch) for batch in every) / len(every)
+        self._follow(mine, loss, loss)
+
+    def _follow(self, mine: torch.Tensor, expected: torch.Tensor, loss: Any) -> None:
+        torch.testing.assert_close(mine.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
         self.optimizer.zero_grad(set_to_none=False)  # none counts as zero, as with DeepSpeed
-        (sum(losses) / self.ranks).backward()  # pyright: ignore
-        nn.utils.clip_grad_norm_(self.plain.parameters(), CLIPPING)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.trained.values(), CLIPPING)
         self.optimizer.step()
 
     def check(self) -> None:
@@ -49,7 +60,7 @@ class BesideTorch:
         found = self.engine.fp32_state_dict()
         if self.rank:
             return
-        for name, parameter in self.plain.named_parameters():
+        for name, parameter in self.trained.items():
             state = self.optimizer.state[parameter]
             moments = {key: state[key] for key in ("exp_avg", "exp_avg_sq")}
             for key, expected in {"fp32": parameter.detach(), **moments}.items():
@@ -71,6 +82,7 @@ def training_beside_torch(
     gathers: str = "each",
     eps: float = 1e-8,
     zero: dict[str, Any] | None = None,
+    section: dict[str, Any] | None = None,
     **keywords: Any,
 ) -> Iterator[BesideTorch]:
     """An engine beside torch, compared at the end.
@@ -82,9 +94,12 @@ def training_beside_torch(
         gathers: see make_config.
         eps: where it is like the gradients, roundings of tiny ones make no steps of their own.
         zero: keys of "zero_optimization".
+        section: keys of "hytrain".
         keywords: of hytrain.initialize.
     """
-    config = make_config(stage=stage, bf16=False, clipping=CLIPPING, gathers=gathers)
+    config = make_config(
+        stage=stage, bf16=False, clipping=CLIPPING, gathers=gathers, hytrain=section
+    )
     config["zero_optimization"].update(zero or {})
     config["optimizer"]["params"]["eps"] = eps
     beside = BesideTorch(model, eps)

@@ -13,6 +13,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import MOELayer
 from support.engines import make_config
 from support.models import Mlp, make_model
 from training import untouched
@@ -201,6 +202,7 @@ def test_a_section_that_is_nearly_called_hytrain(name: str) -> None:
 # Each feature of DeepSpeed that is refused: the path in the JSON, and a value that asks for it.
 FEATURES: list[tuple[str, Any]] = [
     ("hybrid_engine.enabled", True),
+    ("expert_parallel.enabled", True),
     ("tensor_parallel.autotp_size", 2),
     ("sequence_parallel_size", 2),
     ("pipeline.stages", 2),
@@ -325,17 +327,18 @@ def test_step_with_a_closure() -> None:
 
 
 class _Expert(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[torch.nn.Module]) -> None:
         super().__init__()
         # Made without its __init__, which wants process groups; what it is, is enough.
-        self.moe = MoE.__new__(MoE)
+        self.moe = kind.__new__(kind)
         torch.nn.Module.__init__(self.moe)
         self.head = torch.nn.Linear(2, 2)
 
 
-def test_mixtures_of_experts() -> None:
-    with pytest.raises(UnsupportedError, match=r"module 'moe' is a DeepSpeed MoE layer"):
-        hytrain.initialize(model=_Expert(), config=make_config())
+@pytest.mark.parametrize("kind", [MoE, MOELayer])
+def test_layers_of_deepspeed_moe(kind: type[torch.nn.Module]) -> None:
+    with pytest.raises(UnsupportedError, match=r"module 'moe' is a layer of deepspeed\.moe"):
+        hytrain.initialize(model=_Expert(kind), config=make_config())
 
 
 def test_models_built_for_zero_3() -> None:

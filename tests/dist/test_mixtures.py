@@ -1,0 +1,210 @@
+"""Mixtures of experts on two ranks beside plain torch: each element of weights and moments.
+
+Ranks visit different experts, some of them in later steps only; one expert has never a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from harness import on_ranks
+from support.beside_torch import training_beside_torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.timeout(240)
+
+HIDDEN, INNER, EXPERTS, TOKENS = 16, 8, 5, 6
+VISITS = (
+    ([0, 1], [2]),  # none in common
+    ([0], [0]),
+    ([3], [1, 0]),  # the third was idle everywhere; the others come in another order
+    ([2, 1], [0, 3]),
+    ([], [1]),  # one rank has tokens for the shared expert only
+)
+"""Of each step: the experts of rank 0, and those of rank 1."""
+EPS = 1e-3
+"""Large beside what gradients of elements differ by between one process and two."""
+
+
+class Expert(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(HIDDEN, 2 * INNER)
+        self.down = nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(torch.tanh(gate) * up)
+
+
+class Modules(nn.Module):
+    """Experts that are modules of a list: those without a token get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor, visits: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(x)
+        for number in visits.unique(sorted=False).tolist():
+            if number >= 0:
+                tokens = (visits == number).nonzero().flatten()
+                found = found.index_add(0, tokens, self.experts[number](x[tokens]))
+        return found
+
+
+class Packed(nn.Module):
+    """Experts in tensors of all of them: ``[experts, 2 * inner, hidden]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(0.2 * torch.randn(EXPERTS, 2 * INNER, HIDDEN))
+        self.down = nn.Parameter(0.2 * torch.randn(EXPERTS, HIDDEN, INNER))
+
+    def forward(self, x: torch.Tensor, visits: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(x)
+        for number in visits.unique().tolist():
+            if number >= 0:
+                tokens = (visits == number).nonzero().flatten()
+                gate, up = (x[tokens] @ self.gate_up[number].T).chunk(2, dim=-1)
+                output = (torch.tanh(gate) * up) @ self.down[number].T
+                found = found.index_add(0, tokens, output)
+        return found
+
+
+class Mixture(nn.Module):
+    """A router, experts, and one that all tokens visit."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.routed = kind()
+        self.shared = Expert()
+
+    def forward(self, x: torch.Tensor, visits: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        weights = self.router(normed).softmax(-1).gather(1, visits.clamp(min=0)[:, None])
+        return x + self.shared(normed) + weights * self.routed(normed, visits)
+
+
+class Model(nn.Module):
+    """Blocks with experts; or without ``blocks`` one mixture, where no stack is."""
+
+    def __init__(self, kind: type[nn.Module], *, blocks: int = 2, recomputed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)  # the same on all ranks
+        self.embed = nn.Linear(HIDDEN, HIDDEN)
+        if blocks:
+            self.blocks = nn.ModuleList(Mixture(kind) for _ in range(blocks))
+        else:
+            self.mixture = Mixture(kind)
+        self.head = nn.Linear(HIDDEN, 4)
+        self.recomputed = recomputed
+
+    def forward(self, x: torch.Tensor, visits: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks if hasattr(self, "blocks") else [self.mixture]:
+            if self.recomputed:
+                x = checkpoint(block, x, visits, use_reentrant=False)
+            else:
+                x = block(x, visits)
+        return self.head(x).pow(2).mean()
+
+
+def _batch(step: int, rank: int) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(2 * step + rank)
+    experts = VISITS[step % len(VISITS)][rank]
+    visits = torch.tensor([(experts or [-1])[n % max(1, len(experts))] for n in range(TOKENS)])
+    return {"x": torch.randn(TOKENS, HIDDEN, generator=drawn), "visits": visits}
+
+
+def _train(model: nn.Module, stage: int, **keywords: Any) -> None:
+    with training_beside_torch(model, stage, eps=EPS, **keywords) as beside:
+        for step in range(len(VISITS) + 2):
+            beside.step(lambda model, rank, step=step: model(**_batch(step, rank)))
+
+
+FROZEN = {
+    "": (),
+    "router": ("router",),
+    "experts": ("routed",),
+    "all but experts and head": ("norm", "router", "shared", "embed"),
+}
+
+
+@pytest.mark.parametrize("kind", [Modules, Packed])
+@pytest.mark.parametrize(
+    ("stage", "frozen", "recomputed"),
+    [
+        (2, "", False),
+        *((3, frozen, False) for frozen in FROZEN),
+        (3, "", True),
+        (3, "router", True),
+    ],
+)
+@on_ranks(2)
+def test_experts(stage: int, frozen: str, recomputed: bool, kind: type[nn.Module]) -> None:
+    model = Model(kind, recomputed=recomputed)
+    for name, parameter in model.named_parameters():
+        if any(part in name.split(".") for part in FROZEN[frozen]):
+            parameter.requires_grad_(False)
+    _train(model, stage)
+
+
+@pytest.mark.parametrize("gathers", ["kept", "host"])
+@pytest.mark.parametrize("kind", [Modules, Packed])
+@on_ranks(2)
+def test_gathers(kind: type[nn.Module], gathers: str) -> None:
+    """Layers that stay for the next pass, or are in host memory."""
+    if gathers == "host":
+        _train(Model(kind), 3, zero={"offload_param": {"device": "cpu"}})
+    else:
+        _train(Model(kind), 3, gathers=gathers)
+
+
+@pytest.mark.parametrize("leaf", ["", "class", "config"])
+@on_ranks(2)
+def test_one_mixture(leaf: str) -> None:
+    """Where there is no stack of blocks each expert is a layer, but in a leaf module."""
+    model = Model(Modules, blocks=0)
+    if leaf == "class":
+        deepspeed.utils.set_z3_leaf_modules(model, [Mixture])
+    zero = {"leaf_module": {"names": ["mixture"]}} if leaf == "config" else {}
+    with training_beside_torch(model, 3, eps=EPS, zero=zero) as beside:
+        names = [layer.name for layer in beside.engine.optimizer.weights.layers]
+        assert ("mixture" if leaf else f"mixture.routed.experts.{EXPERTS - 1}") in names
+        for step in range(len(VISITS) + 2):
+            beside.step(lambda model, rank, step=step: model(**_batch(step, rank)))
+
+
+@pytest.mark.parametrize("kind", [Modules, Packed])
+@on_ranks(2)
+def test_experts_apart(kind: type[nn.Module]) -> None:
+    """A block in three layers: its experts, what is before them and what follows."""
+    _train(Model(kind), 3, section={"layers": {"class": kind.__name__}})
+
+
+@pytest.mark.parametrize("kind", [Modules, Packed])
+@pytest.mark.parametrize(
+    ("stage", "accumulation"),
+    [(2, "layer_major"), (3, "layer_major"), (3, "micro_batch_major")],
+)
+@on_ranks(2)
+def test_accumulation(stage: int, kind: type[nn.Module], accumulation: str) -> None:
+    """Micro-batches of a step visit different experts."""
+    section = {"accumulation": accumulation, "batch_sizes": [3, 2], "micro_batch_sizes": [1, 1]}
+    model = Model(kind)
+    with training_beside_torch(model, stage, eps=EPS, section=section) as beside:
+        for step in range(4):
+            beside.train_batch(
+                lambda rank, step=step: [_batch(step + n, rank) for n in range(3 - rank)]
+            )
+        if accumulation == "layer_major":
+            assert beside.engine.batch_training.accumulation.refusal is None
