@@ -65,7 +65,7 @@ class OffloadConfig(_Section):
     they use, on the node of the rank's GPU, unless all cores are measured to be faster."""
 
     chunk_elements: Count = Field(default=CHUNK_ELEMENTS, ge=1024, le=2**30)
-    """Parameters a chunk, the unit of copy and of CPU update (a multiple of 64)."""
+    """Parameters per chunk, the unit of copies and of the CPU update (a multiple of 64)."""
 
     overlap_forward: Flag = True
     """False: step() waits until every layer is updated, instead of each layer's next forward."""
@@ -148,7 +148,7 @@ class SolverConfig(_Section):
     balance of backward and CPU update."""
 
     alpha: Number | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    """GPU over CPU update time of a layer; null: measured."""
+    """A layer's update time on the GPU over that on the CPU; null: measured."""
 
     interval: Count = Field(default=1, ge=1)
     """Steps between two solves."""

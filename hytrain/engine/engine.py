@@ -393,9 +393,9 @@ class HyTrainEngine(DeepSpeedEngine):
         self.micro_steps = self.micro_steps // steps * int(internals.gradient_accumulation_steps())
 
     def zero_grad(self) -> None:
-        """Drops the gradients of the step's micro-batches so far, in whichever stage.
+        """Drops the gradients of the step's micro-batches so far, in every stage.
 
-        A collective, where there are any. A step() right after it is skipped: nothing is updated.
+        A collective if there are any. A step() right after it is skipped: nothing is updated.
 
         Raises:
             ConfigError: a backward is running, or updates are committed directly and have begun.
@@ -525,9 +525,9 @@ class HyTrainEngine(DeepSpeedEngine):
         return self.open_optimizer().statistics.recent()
 
     def plan_report(self) -> PlanReport:
-        """What ``"hytrain.plan"`` predicted beside what the last steps took; a collective.
+        """What ``"hytrain.plan"`` predicted, compared with the last steps; a collective.
 
-        After the first steps that no layer moved in, rank 0 logs its table by itself.
+        Rank 0 logs this table by itself after the first steps in which no layer moved.
 
         Raises:
             HyTrainError: there is no plan, or too few steps have been made.
@@ -551,14 +551,14 @@ class HyTrainEngine(DeepSpeedEngine):
         self.open_optimizer().set_gpu_fraction(value)
 
     def memory_peaks(self) -> dict[str, PhasePeak]:
-        """What this rank takes at most, by phase: "build", "step", "save", "load", "evaluation".
+        """This rank's peak memory by phase: "build", "step", "save", "load", "evaluation".
 
-        Bytes of pageable and pinned host memory and of the GPU's, with the layers where they are
-        now, beside what the process had before. It was checked against the limits of control
-        groups and of the process before anything was taken. Activations are the model's, and not
-        in it; where gradients that wait for the CPU's update take more, ``in_flight``, those count.
-        Memory for the copies of asynchronous saves is, as far as the host has had room for it;
-        their copies on the GPU, for a while and of what it has left, are not.
+        Bytes of pageable and pinned host memory and of GPU memory, for the current placement, on
+        top of what the process had before. They were checked against the limits of control groups
+        and process before anything was allocated. Activations are not included; add them, or
+        ``in_flight`` (gradients that wait for the CPU's update) where those are more. Host copies
+        of asynchronous saves are included as far as the host had room; their temporary copies on
+        the GPU are not.
         """
         peaks = self.open_optimizer().placement.memory_peaks()
         copies = 0 if self._saver is None else self._saver.copy_bytes
@@ -573,11 +573,11 @@ class HyTrainEngine(DeepSpeedEngine):
         return self.open_optimizer().placement.decisions[since:]
 
     def synchronize(self) -> None:
-        """Waits for every update: all weights are the newest, readable from any stream.
+        """Waits for every update: then all weights are the newest, readable from any stream.
 
-        A collective: ranks gather each other's updates here, or where weights are used. Weights
-        whose step was not taken yet are those of the last step again. Called by the engine itself
-        before ``state_dict``, checkpoints and ``eval``.
+        A collective: ranks gather each other's updates here, or where weights are used. Between
+        backward and :meth:`step` the weights are those of the last step again. The engine calls
+        it before ``state_dict``, checkpoints and ``eval``.
         """
         self.open_optimizer().synchronize()
 
@@ -701,15 +701,15 @@ class HyTrainEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Literal[True]:
-        """Saves a universal checkpoint; a collective. Training goes on as if it had not been.
+        """Saves a universal checkpoint; a collective. Training after it is the same as without.
 
-        It takes its place when all of it is written. A checkpoint that was saved under the tag
-        before stays whole until then (the disk must hold both), and is then removed; other
-        files that are beside it in the tag's folder stay.
+        The checkpoint appears under its tag only when all of it is written. Until then an older
+        one of the tag stays whole (the disk must hold both), and is then removed; other files in
+        the tag's folder stay.
 
-        With ``"hytrain.checkpoint.async"`` it returns at once, and the checkpoint is written beside
-        the next steps; one that is still being written is waited for first. What fails then is
-        raised after a later step, by :meth:`wait_for_checkpoint`, or by the next save.
+        With ``"hytrain.checkpoint.async"`` it returns at once, and the checkpoint is written during
+        the next steps; it first waits for one that is still being written. Errors are then raised
+        after a later step, by :meth:`wait_for_checkpoint`, or by the next save.
 
         Args:
             save_dir: folder of checkpoints; made where missing; one that all hosts share.
@@ -738,7 +738,7 @@ class HyTrainEngine(DeepSpeedEngine):
         return True
 
     def wait_for_checkpoint(self) -> None:
-        """Until the last asynchronous save has ended; returns at once where there is none.
+        """Waits until the last asynchronous save has ended; returns at once if there is none.
 
         Raises:
             CheckpointError: it failed, and that has not been raised yet; on all ranks.
@@ -814,9 +814,9 @@ class HyTrainEngine(DeepSpeedEngine):
     ) -> None:
         """Frees the device's memory for another phase (generation, say); a collective.
 
-        Training goes on, bit for bit, behind :meth:`reload_states`; until then whatever needs the
-        states raises. Parameters that are whole on this rank are on the host meanwhile and can be
-        read there. Activations of a forward whose graph is still alive stay on the device.
+        After :meth:`reload_states` training continues bit for bit; until then, whatever needs the
+        states raises. Parameters that are whole on this rank can be read meanwhile, on the host.
+        Activations of a forward whose graph is still alive stay on the device.
 
         Args:
             include: names, or members of DeepSpeed's ``OffloadStateTypeEnum``; default: all of
