@@ -62,7 +62,9 @@ def _show_by_default() -> None:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        # In a terminal a progress bar's line is overwritten: it is drawn again below.
+        start = "\r\033[K" if handler.stream.isatty() else ""
+        handler.setFormatter(logging.Formatter(f"{start}%(message)s"))
         logger.addHandler(handler)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -86,6 +87,18 @@ def test_a_fixed_k_is_not_said_to_have_settled(caplog: pytest.LogCaptureFixture)
     start, end = (r.getMessage() for r in caplog.records if r.name == "hytrain.run")
     assert "k = 0.50 (2 of 4 layers), fixed" in start
     assert "k = 0.50 (2 of 4 layers)" in end
+
+
+def test_a_progress_bar_is_not_written_into() -> None:
+    ours, theirs = os.openpty()
+    code = (
+        "import sys; from hytrain.engine import run_report\n"
+        "sys.stderr.write('50%'); run_report._show_by_default(); run_report.logger.info('seen')"
+    )
+    subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as terminal:
+        assert b"50%\r\x1b[Kseen\r\n" in terminal.read1()
 
 
 @pytest.mark.parametrize("quiet", [False, True])
