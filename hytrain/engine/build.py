@@ -85,7 +85,7 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
     else:
         check_overflow = True  # as DeepSpeed's ZeRO-1/2 does for fp32
     stage, offload = int(internals.zero_optimization_stage()), internals.zero_offload_param()
-    keys = internals._config.zero_config.model_dump(by_alias=True)
+    keys = internals._config.zero_config.model_dump(by_alias=True, exclude_unset=True)
     return BuildSettings(
         stage=cast(Literal[1, 2, 3], stage),
         device=torch.device(internals.device),

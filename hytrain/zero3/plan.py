@@ -58,7 +58,7 @@ class GatherSettings:
         prefetch: layers are gathered ahead of their use while fewer than this are
             (``stage3_prefetch_bucket_size``); 0: none is. The last one may exceed it.
         max_live: most elements of gathered layers, the one in use not counted
-            (``stage3_max_live_parameters``).
+            (``stage3_max_live_parameters``); None: 10^9, or the largest layer if it has more.
         max_reuse: a layer stays gathered if fewer elements than this are used before its next use
             (``stage3_max_reuse_distance``).
         persistence: layers of fewer elements are never released
@@ -67,7 +67,7 @@ class GatherSettings:
     """
 
     prefetch: int
-    max_live: int
+    max_live: int | None
     max_reuse: int
     persistence: int
     max_persistent: int
@@ -75,15 +75,15 @@ class GatherSettings:
     def __post_init__(self) -> None:
         for name, key in _KEYS.items():
             value = getattr(self, name)
-            if value < 0:
+            if value is not None and value < 0:
                 raise ConfigError(f'"zero_optimization.{key}" is {value}: it must be 0 or more')
 
 
 def gather_settings(keys: Mapping[str, int]) -> GatherSettings:
-    """DeepSpeed's ``stage3_*`` keys as a configuration has them, with DeepSpeed's defaults."""
+    """DeepSpeed's ``stage3_*`` keys as a configuration has them; others have their defaults."""
     return GatherSettings(
         prefetch=keys.get(_KEYS["prefetch"], 50_000_000),
-        max_live=keys.get(_KEYS["max_live"], 10**9),
+        max_live=keys.get(_KEYS["max_live"]),
         max_reuse=keys.get(_KEYS["max_reuse"], 10**9),
         persistence=keys.get(_KEYS["persistence"], 100_000),
         max_persistent=keys.get(_KEYS["max_persistent"], 2**63 - 1),
@@ -173,6 +173,9 @@ class _Planner:
         self._sizes = sizes
         self._sharded = sharded
         self._settings = settings
+        # Of a large block none could be gathered ahead within DeepSpeed's default.
+        default = max(10**9, *sizes)
+        self._max_live = default if settings.max_live is None else settings.max_live
         self._live = set(live)
         self._future = trace.uses + trace.next_uses
         self._operations: list[Operation] = []
@@ -202,7 +205,7 @@ class _Planner:
         wanted = self._prefetched(at)
         if at < len(self._trace.uses):
             wanted.add(self._trace.uses[at])
-        free = self._settings.max_live - self._elements(wanted & self._live)
+        free = self._max_live - self._elements(wanted & self._live)
         for layer, distance in self._distances(at):
             if layer in wanted:
                 continue
@@ -248,6 +251,6 @@ class _Planner:
             if layer in self._live:
                 continue
             others = self._live - {in_use}
-            if self._elements(others) + self._sizes[layer] > self._settings.max_live:
+            if self._elements(others) + self._sizes[layer] > self._max_live:
                 return
             self._gather(layer)

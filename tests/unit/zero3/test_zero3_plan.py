@@ -13,6 +13,7 @@ from hytrain.zero3.plan import (
     GatherSettings,
     Operation,
     PassTrace,
+    gather_settings,
     most_live,
     persistent_layers,
     plan_pass,
@@ -54,6 +55,13 @@ def test_max_live_stops_the_prefetch() -> None:
         PassTrace((0, 1, 2)), [10, 10, 10], {0, 1, 2}, settings(NO_LIMIT, max_live=10), ()
     )
     assert text(plan) == "u0 g0 g1 u1 r0 g2 u2 r1 end r2"
+
+
+@pytest.mark.parametrize(("keys", "is_ahead"), [({}, True), ({"max_live": 10**9}, False)])
+def test_a_layer_above_the_default_is_gathered_ahead(keys: dict[str, int], is_ahead: bool) -> None:
+    large = gather_settings({f"stage3_{key}_parameters": value for key, value in keys.items()})
+    plan = plan_pass(PassTrace((0, 1)), [2 * 10**9] * 2, {0, 1}, large, ())
+    assert text(plan) == ("u0 g0 g1 u1 r0 end r1" if is_ahead else "u0 g0 u1 r0 g1 end r1")
 
 
 def test_what_the_next_pass_begins_with_stays() -> None:
