@@ -91,6 +91,7 @@ def test_weights_are_where_a_run_will_have_them(
     fractions = {1: (1.0,), 2: (0.25, 0.75), 3: (0.5, 0.2, 0.3)}[num_ranks]
     form = TrainingForm(
         dtype="bfloat16",
+        dtype_from='"bf16.enabled" is true',
         gradient_dtype=None,
         clipping=1.0,
         check_overflow=True,
