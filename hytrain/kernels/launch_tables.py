@@ -17,7 +17,12 @@ SUM_BLOCK = 2048
 MOST_PARTIALS = 1024
 VECTOR = 16
 """Bytes, and elements: with addresses and lengths that are multiples kernels move vectors."""
-TRITON_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+TRITON_DTYPES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.uint16: "uint16",  # halves of split master weights
+}
 
 
 class RowTable(NamedTuple):
