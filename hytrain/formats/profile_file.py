@@ -357,8 +357,11 @@ def device_label(name: str, multiprocessors: int, limit_bytes: int) -> str:
 
     >>> device_label("NVIDIA L4", 58, 23 * 2**30)
     'NVIDIA L4, 58 SMs, 23.0 GiB'
+    >>> device_label("CPU AMD EPYC", 2, 23 * 2**30)
+    'CPU AMD EPYC, 2 cores, 23.0 GiB'
     """
-    return f"{name}, {multiprocessors} SMs, {limit_bytes / _GIB:.1f} GiB"
+    units = "cores" if name.startswith("CPU ") else "SMs"
+    return f"{name}, {multiprocessors} {units}, {limit_bytes / _GIB:.1f} GiB"
 
 
 # -- files -------------------------------------------------------------------------------------

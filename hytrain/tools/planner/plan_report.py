@@ -118,7 +118,8 @@ def limit_words(rank: PlannedRank, gpu: GpuProfile) -> str:
 
 def device_words(gpu: GpuProfile) -> str:
     """A device, told apart from others of its name."""
-    return f"{gpu.name}, {gpu.multiprocessors} SMs" if gpu.multiprocessors else gpu.name
+    units = "cores" if gpu.name.startswith("CPU ") else "SMs"
+    return f"{gpu.name}, {gpu.multiprocessors} {units}" if gpu.multiprocessors else gpu.name
 
 
 def _summary(problem: PlanProblem, plan: Plan, own: float) -> str:
