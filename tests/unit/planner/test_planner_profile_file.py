@@ -39,6 +39,7 @@ def test_a_label_tells_devices_of_one_name_apart() -> None:
         device_label("H", 132, 70 * GIB),
     }
     assert len(labels) == 3
+    assert device_label("CPU X", 2, GIB) == "CPU X, 2 cores, 1.0 GiB"
 
 
 def _changed(change: dict[str, Any], tmp_path: Path) -> Path:
