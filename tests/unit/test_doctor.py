@@ -116,6 +116,12 @@ def test_numa(tmp_path: Path) -> None:
     assert finding.seen == "2 nodes, this process on 1"
 
 
+def test_a_machine_without_a_gpu_is_told_so() -> None:
+    alone = _by_name(list(rate_findings(replace(RATES, to_host=None, to_device=None))))
+    assert (alone["GPU"].seen, alone["GPU"].verdict) == ("none", "note")
+    assert "GPU" not in _by_name(list(rate_findings(RATES)))
+
+
 def test_limits_of_memory(tmp_path: Path) -> None:
     tree = _machine(tmp_path)
     _limit(tmp_path, "box", str(28 * GIB))

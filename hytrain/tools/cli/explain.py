@@ -39,7 +39,9 @@ def add(explain: argparse.ArgumentParser) -> None:
         help="JSON lines of a run with placement decisions, or a DeepSpeed JSON",
     )
     explain.add_argument("--json", action="store_true", help="print JSON instead of text")
-    explain.add_argument("--rank", type=rank_number, help="whose decisions, or sizes (default: 0)")
+    explain.add_argument(
+        "--rank", type=rank_number, help="whose decisions, or sizes (default: the first)"
+    )
     model = explain.add_argument_group("with CONFIG")
     model.add_argument(
         "--model", type=Path, metavar="PATH", help="a transformers config.json or its folder"
@@ -112,7 +114,7 @@ def _explain_metrics(arguments: argparse.Namespace, text: str) -> int:
     from hytrain.tools.explain.report import run_json, run_text
 
     try:
-        history = read_history(text, arguments.rank or 0)
+        history = read_history(text, arguments.rank)
     except HyTrainError as error:
         raise ConfigError(f"{arguments.file}: {error}") from error
     _print(arguments, run_json(history) if arguments.json else run_text(history))

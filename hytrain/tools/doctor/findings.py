@@ -240,7 +240,7 @@ class Rates:
 def rate_findings(rates: Rates) -> Iterator[Finding]:
     """What measured rates mean."""
     moved = rates.memory / 1e9
-    seen = f"{moved:.1f} GB/s with {rates.threads} threads"
+    seen = f"{moved:.1f} GB/s with {rates.threads} thread{'s' * (rates.threads > 1)}"
     if moved < _FEW_GB_PER_S:
         advice = (
             "far below any server's: other work on the machine, one memory channel, or far NUMA"
@@ -256,6 +256,8 @@ def rate_findings(rates: Rates) -> Iterator[Finding]:
     else:
         each = 1e9 / rates.adam
         yield Finding("Adam", seen, "good", f"{each:.2f} s for each billion parameters on the CPU")
+    if rates.pinned is None and rates.to_host is None:
+        yield Finding("GPU", "none", "note", "training runs on the CPU alone, which is for tests")
     if rates.pinned is not None:
         advice = "copies are staged, and several times slower: ulimit -l unlimited, more memory"
         yield Finding("pinned memory", rates.pinned, "bad", advice)

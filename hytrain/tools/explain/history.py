@@ -81,7 +81,7 @@ def _median(seconds: list[float]) -> Median | None:
 # -- reading -----------------------------------------------------------------------------------
 
 
-def read_history(text: str, rank: int = 0) -> History:
+def read_history(text: str, rank: int | None = None) -> History:
     """Reads a metrics file: JSON lines, of which decisions and step times are taken.
 
     A line that repeats a step (of a resumed run) replaces that step and all behind it. The last
@@ -89,7 +89,8 @@ def read_history(text: str, rank: int = 0) -> History:
 
     Args:
         text: the file's.
-        rank: whose decisions; lines that name no rank are rank 0's.
+        rank: whose decisions, by default those of the first rank that has some; lines that name no
+            rank are rank 0's.
 
     Raises:
         PlacementError: a line is not JSON, or there is no decision (of this rank).
@@ -110,6 +111,7 @@ def read_history(text: str, rank: int = 0) -> History:
             'steps): hytrain writes one where "hytrain.gpu_fraction" is "solve"; give the metrics '
             "file of such a run, or its DeepSpeed configuration"
         )
+    rank = min(decisions) if rank is None else rank
     if rank not in decisions:
         seen = ", ".join(str(r) for r in sorted(decisions))
         raise PlacementError(

@@ -53,7 +53,8 @@ def _host_lines(host: HostProfile) -> list[str]:
     return [
         f"host {host.host}: {host.cores} cores of {host.cpu or 'a CPU'}, "
         f"{host.memory_bytes / _GIB:.1f} GiB, {host.bandwidth / 1e9:.0f} GB/s",
-        f"  CPU update: {best.rate / 1e9:.2f} G parameters/s a rank with {best.threads} threads"
+        f"  CPU update: {best.rate / 1e9:.2f} G parameters/s a rank with {best.threads} "
+        f"thread{'s' * (best.threads > 1)}"
         f"{beside}, {len(host.ranks)} rank{'s' if len(host.ranks) > 1 else ''} at once",
     ]
 

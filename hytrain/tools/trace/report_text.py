@@ -78,11 +78,10 @@ def change_number(analysis: Analysis) -> str:
 def _overlap_words(analysis: Analysis) -> str:
     rank = analysis.slowest
     step, share = analysis.step_seconds(rank), analysis.busy_share(rank)
-    # Of what recorded no GPU the CPU's forward and backward are taken.
-    device = "GPU" if analysis.has_gpu else "CPU, in the place of a GPU,"
-    who = f"The {device}"
+    device, note = ("GPU", "") if analysis.has_gpu else ("CPU", " (there is no GPU)")
+    who = f"The {device}{note}"
     if len(analysis.ranks) > 1:
-        who += f" of rank {rank}, the slowest,"
+        who = f"The {device} of rank {rank}, the slowest{note},"
     words = f"{who} computes {percent(share)} of a step ({_ms(share * step)} of {_ms(step)} ms)"
     hidden: list[str] = []
     for activity in _BESIDE:

@@ -107,6 +107,8 @@ def test_ranks_are_kept_apart() -> None:
     assert measured is not None
     assert measured.num_steps == 7
     assert "Rank 1 of the 2" in run_text(second)
+    alone = text_of([record for record in records if record.get("rank") == 1])
+    assert read_history(alone).rank == 1, "the only one in the file"
     with pytest.raises(PlacementError, match=r"no decision of rank 2.*rank 0, 1"):
         read_history(text_of(records), 2)
 

@@ -23,6 +23,7 @@ from hytrain.errors import ConfigError
 from hytrain.formats import trace_file as names
 from hytrain.formats.trace_file import Peaks
 from hytrain.hardware.energy import EnergyReading
+from hytrain.tools import cli
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -67,6 +68,13 @@ def test_the_header(trace: Trace) -> None:
     assert header.peaks.cores is not None
     assert header.peaks.dram_bytes_per_s is not None
     assert header.peaks.adam_parameters_per_s is not None
+
+
+def test_a_report_says_that_there_was_no_gpu(
+    trace: Trace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["trace", "report", str(trace.file.path)]) == 0
+    assert capsys.readouterr().out.startswith("The CPU (there is no GPU) computes ")
 
 
 def test_what_it_cost_is_measured_beside_it(trace: Trace) -> None:
