@@ -79,5 +79,7 @@ def fold(text: str, width: int = WIDTH) -> str:
         whole = textwrap.TextWrapper(
             width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
-        lines += whole.wrap(line) if len(line) > width else [line]
+        # A number keeps its percent sign.
+        folded = (part.replace("\0", " ") for part in whole.wrap(line.replace(" %", "\0%")))
+        lines += folded if len(line) > width else [line]
     return "\n".join(lines)

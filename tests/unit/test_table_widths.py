@@ -77,6 +77,10 @@ def test_long_lines_are_folded_at_spaces() -> None:
     assert " ".join(text.split()).count("word") == 30
 
 
+def test_a_number_keeps_its_percent_sign() -> None:
+    assert fold("a word of 3.6 %.", 14).splitlines() == ["a word of", "  3.6 %."]
+
+
 # -- plan --------------------------------------------------------------------------------------
 
 EXTREME = "NVIDIA GeForce RTX 4090 Laptop GPU with a name that nobody has given to any GPU as yet"
