@@ -72,7 +72,7 @@ def verdict(analysis: Analysis) -> list[tuple[str, str, str]]:
 def change_number(analysis: Analysis) -> str:
     """What the best change saves at most, for a page; nothing where none is worth it."""
     gain = max((fix.gain for fix in analysis.fixes), default=0.0)
-    return f"-{percent(gain)} at most" if gain >= _WORTH else ""
+    return f"-{percent(gain)} at most" if gain >= _WORTH and analysis.has_gpu else ""
 
 
 def _overlap_words(analysis: Analysis) -> str:
@@ -148,6 +148,8 @@ def _slow_words(analysis: Analysis, rank: int) -> str:
 
 def change_words(analysis: Analysis) -> str:
     """What to try first, and what it would save."""
+    if not analysis.has_gpu:
+        return "Record a run with a GPU: what a change would save there cannot be seen on a CPU."
     worth = [fix for fix in analysis.fixes if fix.gain >= _WORTH]
     if not worth:
         return "No change saves more than 1 %: the rest of the step is compute."

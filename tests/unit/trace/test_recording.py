@@ -74,7 +74,9 @@ def test_a_report_says_that_there_was_no_gpu(
     trace: Trace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["trace", "report", str(trace.file.path)]) == 0
-    assert capsys.readouterr().out.startswith("The CPU (there is no GPU) computes ")
+    text = capsys.readouterr().out
+    assert text.startswith("The CPU (there is no GPU) computes ")
+    assert "\nRecord a run with a GPU: " in text, "no advice"
 
 
 def test_what_it_cost_is_measured_beside_it(trace: Trace) -> None:
