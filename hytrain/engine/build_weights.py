@@ -20,6 +20,7 @@ from hytrain.engine.deepspeed_internals import (
     is_partitioned,
     shape_partitioned,
 )
+from hytrain.kernels.host_memory import PAGE
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import LayerLayout
 from hytrain.model.sharded_storage import ShardedStorage
@@ -27,8 +28,6 @@ from hytrain.model.storage import ResidentStorage
 from hytrain.offload.arena import Arena
 from hytrain.optimizer.model_cut import CutLayer, CutPart, live_bytes, parts_of
 from hytrain.zero3.layer_weights import BuiltWeights, LayerWeights, ShardedWeights
-
-_LINE = 64
 
 
 def give_shapes(model: nn.Module) -> None:
@@ -59,6 +58,7 @@ def build_weights(
             device,
             purpose="this rank's shards of the weights",
             remedy='use more ranks, or remove "zero_optimization.offload_param"',
+            as_taken=True,  # the model gives its memory back layer by layer meanwhile
         )
     num_trained = sum(layer.trained is not None for layer in cut)
     beyond = itertools.count(num_trained)
@@ -117,7 +117,7 @@ def _make_state(
 
 
 def _home_bytes(part: CutPart, rank: int) -> int:
-    return -(-part.shard_bytes(rank) // _LINE) * _LINE
+    return -(-part.shard_bytes(rank) // PAGE) * PAGE
 
 
 def _bring(

@@ -24,6 +24,7 @@ class Arena:
         *,
         purpose: str = "weights and gradients",
         remedy: str = STATE_REMEDY,
+        as_taken: bool = False,
     ) -> None:
         """Maps and, for a CUDA device, pins ``num_bytes``.
 
@@ -32,6 +33,8 @@ class Arena:
             device: whose copies will read and write the memory.
             purpose: what it is for, in an error.
             remedy: what the user can do where there is none.
+            as_taken: only the mapping is made at once; what is taken, in whole pages, is there and
+                pinned from then on.
 
         Raises:
             HostMemoryError: the mapping is refused.
@@ -45,16 +48,25 @@ class Arena:
         ).from_buffer(self._mapping)
         self.address = ctypes.addressof(self._export)
         self._taken = 0
-        self._pinning = Pinning(self.address, self.num_bytes, device, purpose)
-        if not self._pinning.is_pinned:
+        self._device = device
+        self._purpose = purpose
+        self._as_taken = as_taken
+        self._pinnings: list[Pinning] = []
+        if not as_taken:
+            self._pin(self.address, self.num_bytes)
+
+    def _pin(self, address: int, num_bytes: int) -> None:
+        pinning = Pinning(address, num_bytes, self._device, self._purpose)
+        self._pinnings.append(pinning)
+        if not pinning.is_pinned:
             # As pinning would: memory that is not there is missed now, and not steps later, and a
             # build takes what was said of it.
-            _C.touch(self.address, self.num_bytes, 1)
+            _C.touch(address, num_bytes, 1)
 
     @property
     def is_pinned(self) -> bool:
         """Whether all of the memory is registered with the driver."""
-        return self._pinning.is_pinned
+        return all(pinning.is_pinned for pinning in self._pinnings)
 
     def take(self, num_bytes: int, alignment: int = 64) -> int:
         """Address of the next ``num_bytes``.
@@ -62,12 +74,17 @@ class Arena:
         Raises:
             MemoryError: more is taken than the arena was made for.
         """
+        if self._as_taken:
+            alignment = PAGE
+            num_bytes = -(-num_bytes // PAGE) * PAGE
         start = -(-self._taken // alignment) * alignment
         if start + num_bytes > self.num_bytes:
             raise MemoryError(
                 f"arena of {self.num_bytes} bytes cannot give {num_bytes} more after {start}"
             )
         self._taken = start + num_bytes
+        if self._as_taken:
+            self._pin(self.address + start, num_bytes)
         return self.address + start
 
     def take_tensor(self, num_bytes: int) -> torch.Tensor:
@@ -85,6 +102,7 @@ class Arena:
         """Unpins and unmaps. No copy may be in flight. May be called twice."""
         if self._export is None:
             return
-        self._pinning.release()
+        for pinning in self._pinnings:
+            pinning.release()
         self._export = None
         self._mapping.close()

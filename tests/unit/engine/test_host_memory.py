@@ -292,6 +292,39 @@ def test_a_checkpoint_that_there_is_no_room_for(
         shadow.check()
 
 
+# -- weights that stay on the host -------------------------------------------------------------
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+def test_a_model_gives_its_memory_back_while_shards_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Frozen weights with ``offload_param``: there are never two copies of them on the host."""
+    most = 0
+    take = arena_module.Arena.take_tensor
+
+    def taken(arena: arena_module.Arena, num_bytes: int) -> torch.Tensor:
+        nonlocal most
+        memory = take(arena, num_bytes)
+        most = max(most, _anonymous_bytes())
+        return memory
+
+    config = make_config(stage=3, bf16=False)
+    config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    block = 4 * 3072**2  # each is a mapping of its own, which goes back to the system
+    before = _anonymous_bytes()
+    model = torch.nn.Sequential(*(torch.nn.Linear(3072, 3072, bias=False) for _ in range(8)))
+    model.requires_grad_(False).append(torch.nn.Linear(3072, 4))
+    monkeypatch.setattr(arena_module.Arena, "take_tensor", taken)
+    with built(model, config) as engine:
+        assert engine.optimizer.weights.host_bytes > 8 * block
+        assert 8 * block < most - before < 11 * block
+
+
 # -- pinning -----------------------------------------------------------------------------------
 
 

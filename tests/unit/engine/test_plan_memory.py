@@ -18,6 +18,7 @@ from torch import nn
 
 from hytrain.config import HyTrainConfig
 from hytrain.formats.profile_file import ProfiledModel, ProfileFile
+from hytrain.kernels.host_memory import PAGE
 from hytrain.tools.explain.training_form import TrainingForm
 from hytrain.tools.planner.cost_model import Collectives, Workload, gpu_bytes, host_bytes, workload
 from hytrain.tools.planner.problem import PlanProblem
@@ -163,7 +164,7 @@ def test_weights_are_where_a_step_has_them(
         planned = host_bytes(problem, 0.0, whole, work.offloaded) - problem.host_state_bytes * whole
         parts = sum(part.nbytes for storage in storages for _, part in storage.parts)
         assert planned == pytest.approx(parts, rel=0.01)
-        assert weights._home.num_bytes == pytest.approx(planned, rel=0.01)
+        assert 0 <= weights._home.num_bytes - parts < len(storages) * PAGE
         gather = weights.gatherer.gather
 
         def watch(layer: Any, **keywords: Any) -> None:

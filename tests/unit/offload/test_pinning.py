@@ -103,6 +103,17 @@ def test_large_mappings_are_registered_in_parts_or_not_at_all(
     assert driver.registered == []
 
 
+def test_what_is_taken_is_registered_then(driver: Driver) -> None:
+    driver.most = 2
+    arena = Arena(4 * PAGE, CUDA, as_taken=True)
+    assert driver.registered == []
+    addresses = [arena.take(10), arena.take(2 * PAGE)]
+    assert driver.registered == addresses, "whole pages: none is registered twice"
+    assert arena.is_pinned
+    arena.close()
+    assert driver.registered == []
+
+
 def test_blocks_are_cut_to_the_layout_of_tensors() -> None:
     tensors = [
         torch.randn(3, 5).t(),
