@@ -114,6 +114,7 @@ int UpdateWorker::add_layer(std::string name, DType gradient_dtype, EventHandle 
     }
     layer.norm_slot = norm_slot;
     layer.state = state;
+    layer.split = state.split;
     layer.chunks = std::move(chunks);
     layers_.push_back(std::move(layer));
     return static_cast<int>(layers_.size()) - 1;
@@ -193,7 +194,10 @@ void UpdateWorker::submit_move(Job job) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         throw_if_failed();
-        ++count(layers_.at(static_cast<std::size_t>(job.layer)), job.pass);
+        Layer& layer = layers_.at(static_cast<std::size_t>(job.layer));
+        // Not when it arrives: the step may be final before that.
+        if (job.pass == Pass::kArrive) layer.split = job.host_state.split;
+        ++count(layer, job.pass);
         job.sequence = sequence_++;
         job.step = trace_step_;
         jobs_.push_back(std::make_shared<Job>(std::move(job)));
@@ -263,7 +267,7 @@ int UpdateWorker::finalize(const StepRecord& record) {
                 job->record = record;
                 job->final = true;
                 const auto layer = static_cast<std::size_t>(job->layer);
-                if (layers_[layer].state.split) late.push_back(layer);
+                if (layers_[layer].split) late.push_back(layer);
             }
         }
         // Behind their updates, which only fetch the gradient.
@@ -277,7 +281,7 @@ int UpdateWorker::finalize(const StepRecord& record) {
             if (!layer.held && layer.previewed == record) continue;
             layer.held = false;
             ++again;
-            push_pass(layer.state.split ? Pass::kLate : Pass::kPreview, i);
+            push_pass(layer.split ? Pass::kLate : Pass::kPreview, i);
         }
     }
     wake_.notify_one();

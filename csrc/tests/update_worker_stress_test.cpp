@@ -41,7 +41,8 @@ class Life {
    public:
     Life(std::uint64_t seed, unsigned max_delay_us)
         : random_(seed * 977 + 5),
-          is_direct_(chance(0.15)),
+          is_direct_(chance(0.25)),
+          is_split_(chance(0.5)),
           bench_(hytrain::make_host_device(seed, max_delay_us), shapes(), draw({1, 2}), seed,
                  max_delay_us, 1 + random_() % 3),
           junk_(3 * kTeamElements * sizeof(float), kJunk) {}
@@ -81,6 +82,8 @@ class Life {
             shape.n = 1 + random_() % (4 * shape.chunk);
             shape.gradient = draw({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
             shape.weights = draw({DType::kFloat32, DType::kBFloat16});
+            shape.split = is_split_;
+            if (is_split_) shape.weights = DType::kBFloat16;
             shape.weights_on_host = chance(0.2);
         }
         if (!kOneThreadPasses && chance(0.25)) shapes[0].chunk = shapes[0].n = kTeamElements;
@@ -214,6 +217,12 @@ class Life {
         const hytrain::Outgoing out{layer.weights.data(), layer.shape.weights, false};
         // The copy of weights that the worker has sent may still be under way.
         worker().wait_complete(layer.index);
+        if (state.split) {
+            const hytrain::SplitWeights weights{out.data, state.remainders.data(), out.data};
+            hytrain::adam_commit(weights, hytrain::fp32_moments(state.m.data(), state.v.data()),
+                                 layer.shape.n, step, 1);
+            return;
+        }
         hytrain::adam_commit(state.p.data(), state.m.data(), state.v.data(), layer.shape.n, step,
                              out, 1);
     }
@@ -308,13 +317,14 @@ class Life {
     void release(int layer) {
         const auto found = left_.find(layer);
         if (found == left_.end() || found->second == nullptr) return;
-        std::memset(found->second->p.data(), kJunk, found->second->p.size() * sizeof(float));
+        std::memset(found->second->weights(), kJunk, found->second->weight_bytes());
         std::memset(found->second->v.data(), kJunk, found->second->v.size() * sizeof(float));
         left_.erase(found);
     }
 
     std::mt19937_64 random_;
     bool is_direct_;  // every update is committed at once
+    bool is_split_;   // master weights are
     std::map<int, std::unique_ptr<State>> left_;
     WorkerBench bench_;
     std::vector<char> junk_;

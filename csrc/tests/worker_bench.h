@@ -38,17 +38,45 @@ inline void check(bool condition, const std::string& what) {
     }
 }
 
+// Of n parameters: fp32 master weights, or, where they are split, their remainders.
 struct State {
-    explicit State(std::size_t n) : p(n), m(n), v(n) {}
-    StateArrays arrays() { return {p.data(), m.data(), v.data()}; }
+    explicit State(std::size_t n, bool is_split = false)
+        : p(is_split ? 0 : n), m(n), v(n), remainders(is_split ? n : 0), split(is_split) {}
+    StateArrays arrays() {
+        StateArrays arrays{weights(), m.data(), v.data()};
+        arrays.split = split;
+        return arrays;
+    }
+    void* weights() { return split ? static_cast<void*>(remainders.data()) : p.data(); }
+    std::size_t weight_bytes() const { return m.size() * (split ? 2 : sizeof(float)); }
     bool operator==(const State& other) const {
-        const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
-            return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+        const auto same = [](const auto& a, const auto& b) {
+            return a.size() == b.size() &&
+                   (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0);
         };
-        return same(p, other.p) && same(m, other.m) && same(v, other.v);
+        return same(p, other.p) && same(m, other.m) && same(v, other.v) &&
+               same(remainders, other.remainders);
     }
     std::vector<float> p, m, v;
+    std::vector<std::uint16_t> remainders;
+    bool split;
 };
+
+// The state with its master weights, all of them finite, split; `copy` becomes their upper halves.
+inline State split_state(const State& whole, std::vector<char>& copy) {
+    State result(whole.m.size(), true);
+    result.m = whole.m;
+    result.v = whole.v;
+    copy.resize(2 * whole.p.size());
+    for (std::size_t i = 0; i < whole.p.size(); ++i) {
+        std::uint32_t bits = 0;
+        std::memcpy(&bits, &whole.p[i], sizeof(bits));
+        const auto upper = static_cast<std::uint16_t>((bits + 0x8000U) >> 16U);
+        std::memcpy(copy.data() + 2 * i, &upper, sizeof(upper));
+        result.remainders[i] = static_cast<std::uint16_t>(bits + 0x8000U);
+    }
+    return result;
+}
 
 // Sizes of a layer; everything in elements.
 struct Shape {
@@ -57,28 +85,34 @@ struct Shape {
     DType gradient = DType::kBFloat16;
     DType weights = DType::kBFloat16;
     bool weights_on_host = false;
+    bool split = false;  // master weights; the training copy is in bf16 then
 };
 
 // A layer as its owner sees it, and the serial loop's twin.
 struct BenchLayer {
     BenchLayer(int number, const Shape& its, std::mt19937_64& random)
-        : index(number),
-          shape(its),
-          state(std::make_unique<State>(its.n)),
-          expected(its.n),
-          weights(its.n * size_of(its.weights)) {
+        : index(number), shape(its), expected(its.n), weights(its.n * size_of(its.weights)) {
         std::normal_distribution<float> normal;
-        for (float& value : state->p) value = normal(random);
-        expected = *state;
+        for (float& value : expected.p) value = normal(random);
         weights = expected_weights();
+        state = std::make_unique<State>(expected_state());
     }
 
     std::size_t gradient_bytes() const { return shape.n * size_of(shape.gradient); }
 
     std::vector<char> expected_weights() const {
         std::vector<char> cast(shape.n * size_of(shape.weights));
+        if (shape.split) {
+            split_state(expected, cast);
+            return cast;
+        }
         adam_publish(expected.p.data(), shape.n, Outgoing{cast.data(), shape.weights, false}, 1);
         return cast;
+    }
+
+    State expected_state() const {
+        std::vector<char> copy;
+        return shape.split ? split_state(expected, copy) : expected;
     }
 
     // The step of the gradient sent last, as the serial loop makes it.
@@ -93,11 +127,11 @@ struct BenchLayer {
     int index;
     Shape shape;
     std::unique_ptr<State> state;  // where it is now
-    State expected;
-    std::vector<char> weights;   // the training copy, on the "device"
-    std::vector<char> gradient;  // likewise; what the worker fetches
-    std::vector<char> sent;      // the same values, never touched by the worker
-    std::vector<float> scratch;
+    State expected;                // whole, also where master weights are split
+    std::vector<char> weights;     // the training copy, on the "device"
+    std::vector<char> gradient;    // likewise; what the worker fetches
+    std::vector<char> sent;        // the same values, never touched by the worker
+    std::vector<char> scratch;
     double sum_of_squares = 0.0;
     EventHandle ready = kNoEvent;  // of the gradient
     EventHandle free = kNoEvent;   // recorded after all earlier uses of a destination
@@ -198,23 +232,24 @@ class WorkerBench {
     // must live until the layer is not moving.
     std::unique_ptr<State> move(BenchLayer& layer, EventHandle moved) {
         std::unique_ptr<State> old = std::move(layer.state);
-        layer.state = std::make_unique<State>(layer.shape.n);
-        const std::size_t bytes = layer.shape.n * sizeof(float);
+        layer.state = std::make_unique<State>(layer.shape.n, layer.shape.split);
+        const std::size_t bytes = old->weight_bytes();
+        char* const from = static_cast<char*>(old->weights());
         Job job;
         job.layer = layer.index;
         job.gradient_ready = layer.free;
         if (layer.away) {
             // The last update on the device may not have been made yet.
-            layer.scratch = old->p;
-            device_->copy(Lane::kToDevice, old->p.data(), layer.scratch.data(), bytes);
+            layer.scratch.assign(from, from + bytes);
+            device_->copy(Lane::kToDevice, from, layer.scratch.data(), bytes);
             device_->record(layer.free, Lane::kToDevice);
             job.pass = Pass::kArrive;
             job.host_state = layer.state->arrays();
             job.device_state = old->arrays();
         } else {
             // An earlier user of the destination may still write there.
-            layer.scratch.assign(layer.shape.n, 1e30F);
-            device_->copy(Lane::kToHost, layer.state->p.data(), layer.scratch.data(), bytes);
+            layer.scratch.assign(bytes, 0x55);
+            device_->copy(Lane::kToHost, layer.state->weights(), layer.scratch.data(), bytes);
             device_->record(layer.free, Lane::kToHost);
             job.pass = Pass::kLeave;
             job.device_state = layer.state->arrays();
@@ -230,7 +265,7 @@ class WorkerBench {
     }
 
     void check_state(const BenchLayer& layer) const {
-        check(*layer.state == layer.expected, layer.name() + ": another state");
+        check(*layer.state == layer.expected_state(), layer.name() + ": another state");
     }
 
     void wait(EventHandle event) {
@@ -251,6 +286,9 @@ class WorkerBench {
         const std::size_t slot_bytes = shape.chunk * size_of(shape.gradient);
         // A class of each layer's own: as many as it keeps pending, and a few that take new ones.
         const int slots = worker_->add_slot_class(slot_bytes);
+        const std::size_t copy_bytes = shape.chunk * size_of(shape.weights);
+        const bool fetches_copy = shape.split && !shape.weights_on_host;
+        const int copies = fetches_copy ? worker_->add_slot_class(copy_bytes) : -1;
         std::vector<Chunk> chunks;
         for (std::size_t at = 0; at < shape.n; at += shape.chunk) {
             Chunk chunk;
@@ -260,6 +298,7 @@ class WorkerBench {
             chunk.weights_on_host = shape.weights_on_host;
             chunk.weights_dtype = shape.weights;
             chunk.slot_class = slots;
+            chunk.copy_class = copies;
             chunks.push_back(chunk);
         }
         const auto count = static_cast<int>(chunks.size() + spare_slots);
@@ -267,6 +306,7 @@ class WorkerBench {
         worker_->add_layer(layer.name(), shape.gradient, kNoEvent, &norms_.back(),
                            layer.state->arrays(), std::move(chunks));
         add_slots(slots, slot_bytes, count);
+        if (fetches_copy) add_slots(copies, copy_bytes, static_cast<int>(spare_slots));
     }
 
     std::mt19937_64 random_;

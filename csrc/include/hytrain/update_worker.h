@@ -255,6 +255,7 @@ class UpdateWorker {
         EventHandle ready = kNoEvent;
         double* norm_slot = nullptr;
         StateArrays state;
+        bool split = false;  // its state on the host, which may still be about to arrive
         std::vector<Chunk> chunks;
         std::optional<StepRecord> pending;
         std::int64_t pending_sequence = 0;  // of the job that sent it
