@@ -17,8 +17,8 @@ NO_REMAINDER = -(2**15)
 _SIGN = -(2**31)
 _HALF = 2**15
 _NAN = 0x7FC00000 + _HALF
-_PIECE = 1 << 24
-"""Elements at a time: of each some 20 bytes are needed meanwhile."""
+_PIECE = 1 << 18
+"""Elements at a time: of each some 20 bytes are needed meanwhile, which nobody plans for."""
 
 
 def is_split(master: torch.Tensor) -> bool:
@@ -49,8 +49,9 @@ def split(values: torch.Tensor, copy: torch.Tensor, remainder: torch.Tensor | No
 
     Args:
         values: n elements, of any floating dtype, on any device.
-        copy: bf16, n elements; gets the upper halves.
-        remainder: int16, n elements; gets the lower halves; None: they are not wanted.
+        copy: bf16, n elements, on any device; gets the upper halves.
+        remainder: int16, n elements, on any device; gets the lower halves; None: they are not
+            wanted.
     """
     for at in range(0, values.numel(), _PIECE):
         part = slice(at, at + _PIECE)

@@ -175,10 +175,8 @@ class LayerState:
             return
         for start, copy in self._copies(begin, begin + values.numel()):
             part = slice(start, start + copy.numel())
-            own = values[part.start - begin : part.stop - begin].to(self.master.device)
-            upper = torch.empty(len(own), dtype=torch.bfloat16, device=own.device)
-            split_weights.split(own, upper, self.master[part])
-            copy.copy_(upper)
+            own = values[part.start - begin : part.stop - begin]
+            split_weights.split(own, copy, self.master[part])
 
     def _copies(self, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(place in the shard, training copy) of ``[begin, end)`` of the shard, by dtype runs."""

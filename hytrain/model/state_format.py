@@ -103,9 +103,7 @@ class StateFormat:
     def round(self, values: torch.Tensor, copy: torch.Tensor) -> None:
         """Writes values to their training copy as an update would round them."""
         if self.is_split:
-            upper = torch.empty(values.numel(), dtype=copy.dtype, device=values.device)
-            split(values, upper)
-            copy.copy_(upper)
+            split(values, copy)
         else:
             copy.copy_(values)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hytrain.errors import MemoryBudgetError, size_text
-from hytrain.formats.moment_kinds import FP32, MASTER_BYTES
+from hytrain.formats.moment_kinds import FP32, MASTER_BYTES, SPLIT
 from hytrain.formats.text_table import align
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import gradient_bytes, state_bytes
@@ -138,8 +138,10 @@ def _gathered(inputs: PeakMemoryInputs) -> int:
     It comes when the update has fetched all gradients, and these have been let go: one or the other
     is there.
     """
-    # Whole parameters come together from the ranks' pieces, which are there as well.
-    return MASTER_BYTES * inputs.largest_parameter * (2 if inputs.num_ranks > 1 else 1)
+    # Whole parameters come together from the ranks' pieces, which are there as well: where there is
+    # one rank only if they are not views of the state.
+    is_joined = any(layer.master == SPLIT for layer in inputs.layers)
+    return MASTER_BYTES * inputs.largest_parameter * (2 if inputs.num_ranks > 1 or is_joined else 1)
 
 
 def hard_limit(pools: Mapping[str, int]) -> tuple[str, int] | None:

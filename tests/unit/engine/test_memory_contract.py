@@ -33,7 +33,8 @@ _MEASURE = f"""
     import torch
     from support.engines import built, join_process_group, make_config
     join_process_group()
-    folder, stage, k, width, layers, follows_step = sys.argv[1], *map(float, sys.argv[2:])
+    folder, master, direct = sys.argv[1:4]
+    stage, k, width, layers, follows_step = map(float, sys.argv[4:])
     width, model = int(width), torch.nn.Sequential()
 
     def make_layer():
@@ -69,7 +70,9 @@ _MEASURE = f"""
         engine = context.__enter__()
 
     # Libraries, allocators and threads get what they take once from a small engine.
-    small = make_config(offload={{"chunk_elements": 2**20}}, stage=int(stage))
+    small = make_config(
+        offload={{"chunk_elements": 2**20}}, stage=int(stage), hytrain={{"master": master}}
+    )
     with built(torch.nn.Sequential(make_layer()), small) as engine:
         engine.backward(engine(torch.ones(1, width, dtype=torch.bfloat16)).float().sum())
         engine.step()
@@ -78,7 +81,7 @@ _MEASURE = f"""
     model = torch.nn.Sequential(*(make_layer() for _ in range(int(layers))))
     config = make_config(
         gpu_fraction=k, stage=int(stage), offload={{"chunk_elements": 2**20}},
-        hytrain={{"layers": {{"class": "Linear"}}}},
+        hytrain={{"layers": {{"class": "Linear"}}, "master": master}}, direct=direct == "True",
     )
     context = built(model, config)
     before = status("VmRSS")
@@ -121,18 +124,25 @@ def _run(folder: Path, script: str, *arguments: Any, **variables: str) -> str:
 
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize(
-    ("stage", "k", "delays"),
-    [(2, 0.0, None), (3, 0.5, "1:20000")],
-    ids=["settled", "gradients in flight"],
+    ("stage", "k", "delays", "master", "direct"),
+    [
+        (2, 0.0, None, "fp32", False),
+        (3, 0.5, "1:20000", "fp32", False),
+        (2, 0.0, None, "split", False),
+        (2, 0.25, None, "split", True),
+    ],
+    ids=["settled", "gradients in flight", "split", "split, committed directly"],
 )
-def test_peaks_are_what_was_said(stage: int, k: float, delays: str | None, tmp_path: Path) -> None:
+def test_peaks_are_what_was_said(
+    stage: int, k: float, delays: str | None, master: str, direct: bool, tmp_path: Path
+) -> None:
     """38 M parameters: 432 MiB of state. What imports take is left out, and a small engine's.
 
     Gradients, which are the GPU's elsewhere, go back to the system as they are freed: with its
     default glibc keeps up to 200 MiB of them for later. With delays a step returns before its
     updates have fetched anything, and each phase follows a step: it is within its peak.
     """
-    arguments = (tmp_path, stage, k, 1536, 16, int(delays is not None))
+    arguments = (tmp_path, master, direct, stage, k, 1536, 16, int(delays is not None))
     output = _run(tmp_path, _MEASURE, *arguments, **({"HYTRAIN_DELAYS": delays} if delays else {}))
     measured, said = json.loads(output.partition("RESULT ")[2])
     for name, growths in measured.items():
@@ -208,6 +218,13 @@ def test_what_a_save_copies_to_the_host_beside_states() -> None:
     some, no = (predict_peaks(_terms(layers=rounded, gpu_layers=k)) for k in (1, 0))
     for phase in ("save", "load"):  # fp32 values of a moment that is on the device
         assert some[phase].host - no[phase].host == 2 * 100 - 8 * 1000
+    split = [LayerBytes(f"layer {number}", 1000, master="split") for number in range(4)]
+    for ranks, joined in ((1, 400), (2, 0)):  # with more ranks pieces have memory of their own
+        whole, halved = (
+            predict_peaks(_terms(num_ranks=ranks, largest_frozen=0, **more))["save"]
+            for more in ({}, {"layers": split})
+        )
+        assert halved.host - whole.host == joined - 3 * 2 * 1000
     on_cpu = (_terms(gpu_base=None, **more) for more in ({"largest_frozen": 5000}, none))
     assert len({repr(predict_peaks(terms)) for terms in on_cpu}) == 1
 
