@@ -132,7 +132,7 @@ class GatheringParameters:
                 written = {id(parameter) for parameter in parameters}
                 slots = layer.trained.layout.slots
                 slots = [x for x in slots if id(x.parameter) in written]
-                layer.trained.adopt_written(slots, before)
+                self._kept.adopt_written(layer.trained, slots, before)
 
     def _release(self, layer: LayerWeights) -> None:
         if not self._claims[layer.index]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
 
 from hytrain.errors import HyTrainError
 from hytrain.model.layer_state import LayerState
+from hytrain.model.layout import ParameterSlot
 from hytrain.model.state_format import StateFormat
 from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.pass_tracker import PassTracker
@@ -81,6 +83,12 @@ class KeptState:
         if any(state.update.sent for state in self.layers):
             self.synchronize()
         self._passes.adopt_writes()
+
+    def adopt_written(
+        self, layer: LayerState, slots: Sequence[ParameterSlot], before: torch.Tensor | None
+    ) -> None:
+        """See :meth:`PassTracker.adopt_written`."""
+        self._passes.adopt_written(layer, slots, before)
 
     def ignore_writes(self) -> None:
         """Weights have been written whose master weights are right."""

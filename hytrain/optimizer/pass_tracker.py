@@ -9,7 +9,7 @@ become final. All micro-batches of a step layer by layer are in
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -24,6 +24,7 @@ from hytrain.errors import (
     StatesOffloadedError,
 )
 from hytrain.model.layer_state import LayerState
+from hytrain.model.layout import ParameterSlot
 from hytrain.model.storage import ResidentStorage
 from hytrain.model.weight_writes import WeightWrites
 from hytrain.offload.update_pipeline import UpdatePipeline
@@ -78,6 +79,7 @@ class PassTracker:
         self._engine = engine
         self._marks = marks
         self._has_warned_of_moves = False
+        self._has_warned_of_writes = False
         self.away: frozenset[str] = frozenset()
         """Kinds of states that are off the device (offload_states): every pass is refused."""
         self.trace: Recorder | None = None
@@ -353,9 +355,24 @@ class PassTracker:
         with torch.no_grad():
             for index, written in found.items():
                 self.pipeline.layers[index].before_change()
-                self.pipeline.layers[index].adopt_written(written)
+                self.adopt_written(self.pipeline.layers[index], written)
         # State on the device is read on the update stream.
         self.pipeline.streams.synchronize()
+
+    def adopt_written(
+        self, layer: LayerState, slots: Sequence[ParameterSlot], before: torch.Tensor | None = None
+    ) -> None:
+        """:meth:`LayerState.adopt_written`; warns once where unchanged elements are rounded."""
+        layer.adopt_written(slots, before)
+        if layer.moments.is_split and before is None and slots and not self._has_warned_of_writes:
+            self._has_warned_of_writes = True
+            logger.warning(
+                'weights were written (%s, ...): with "hytrain.master": "split" the master weights '
+                "of these whole parameters are what is there now, so that elements that were not "
+                "changed lose what bf16 does not hold. deepspeed.utils.safe_set_full_fp32_param "
+                "writes fp32 values",
+                slots[0].name,
+            )
 
     def ignore_writes(self) -> None:
         """What has been written to weights so far is in their master weights already."""

@@ -75,6 +75,7 @@ class Run:
     sigterm_dir: str | None = None
     run_pickled_code: bool = False
     moments: str = "fp32"
+    master: str = "fp32"
     moments_seed: int = 0
 
     def __str__(self) -> str:
@@ -100,7 +101,11 @@ def engine_of(run: Run) -> Iterator[Any]:
     """An engine for the length of a block; its state differs from every saved one where asked."""
     torch.manual_seed(run.seed)
     model = Everything(run.num_blocks, run.width)
-    hytrain: dict[str, Any] = {"moments": run.moments, "moments_seed": run.moments_seed}
+    hytrain: dict[str, Any] = {
+        "moments": run.moments,
+        "moments_seed": run.moments_seed,
+        "master": run.master,
+    }
     if run.fractions is not None:
         hytrain["shard_fractions"] = list(run.fractions)
     if run.asynchronous or run.sigterm_dir is not None:

@@ -19,6 +19,7 @@ from hytrain.model.layer_state import LayerState
 from support.comparisons import assert_same_bits, assert_same_moment
 from support.models import loss_of
 from support.parity import shard_of
+from support.reference_adam import copy_away_from_zero
 from support.rounded_moments import copy_of
 
 
@@ -94,7 +95,8 @@ class Shadow:
         for state, shard in zip(self.states, self.shards, strict=True):
             for start, weights in state.storage.shard_slices(state.begin, state.end):
                 at = start - state.begin
-                expected = shard.p[at : at + weights.numel()].to(weights.dtype)
+                p = shard.p[at : at + weights.numel()]
+                expected = copy_away_from_zero(p) if shard.is_split else p.to(weights.dtype)
                 assert_same_bits(f"copy of {state.name}", weights.detach().cpu(), expected)
 
     def check(self) -> None:

@@ -1,0 +1,406 @@
+""" "hytrain.master": "split" through an engine: access by hand, writes, saves, refusals."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from support.comparisons import assert_same_bits, assert_same_states
+from support.engines import GATHERS, built, environment, make_config
+from support.models import make_model
+from support.plans import a_plan, write_a_plan
+from support.precision import fp16_on_a_cpu
+from support.reference_adam import copy_away_from_zero
+from support.resume import Run, Snapshot, assert_same, engine_of, micro_batch, snapshot, train
+from support.shadow import Shadow
+from training import backward, inputs, make_steps, untouched
+
+from hytrain.errors import ConfigError, PlanError
+from hytrain.placement.memory import state_bytes
+
+pytestmark = pytest.mark.timeout(120)
+SPLIT = {"master": "split"}
+WAYS = {"late": False, "direct": True}
+"""Updates on the CPU follow the step's outcome, or their gradient."""
+RUN = Run(master="split", gpu_fraction=0.5)
+DIRECT = replace(RUN, clipping=0.0, check_overflow=False)
+BOTH = pytest.mark.parametrize("run", [RUN, DIRECT], ids=list(WAYS))
+
+
+@contextmanager
+def _engine(*, direct: bool = False, gpu_fraction: float = 0.5, **more: Any) -> Iterator[Any]:
+    """After two steps, each update with a delay."""
+    config = make_config(gpu_fraction=gpu_fraction, hytrain=SPLIT, direct=direct, **more)
+    if more.get("stage") == 3:
+        # One rank shards nothing unless its weights are kept on the host.
+        config["zero_optimization"].update(GATHERS["each"], offload_param={"device": "cpu"})
+    with environment("HYTRAIN_DELAYS", "3:500"), built(make_model("mlp"), config) as engine:
+        make_steps(engine, range(2))
+        yield engine
+
+
+@pytest.fixture(params=[(d, k) for d in WAYS for k in (0.0, 0.5, 1.0)], ids=str)
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Of both ways to update, with state on either side and on both."""
+    way, gpu_fraction = request.param
+    with _engine(direct=WAYS[way], gpu_fraction=gpu_fraction) as found:
+        yield found
+
+
+@pytest.fixture(params=[0.0, 0.5, 1.0])
+def late(request: pytest.FixtureRequest) -> Iterator[Shadow]:
+    """Steps that may be taken back, with the serial loop beside them."""
+    with _engine(gpu_fraction=request.param) as found:
+        yield Shadow(found)
+
+
+def _hard_values(like: torch.Tensor) -> torch.Tensor:
+    """Random, with ties, zeros of both signs, tiny and huge numbers among them."""
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(like.numel(), generator=generator)
+    bits = [0x3F808000, 0x3F818000, 0xBF808000, 0xBF817FFF, 0, 1, 0x7FFF, 0x8000, 0x7F7FFFFF]
+    bits += [0x80000000, 0x80000001, 0xFF7F8000]
+    patterns = torch.tensor(bits, dtype=torch.int64).to(torch.int32)
+    values[: len(bits)] = patterns.view(torch.float32)
+    return values.view(like.shape).to(like.device)
+
+
+def _remainders(engine: Any) -> torch.Tensor:
+    engine.optimizer.flush()
+    return torch.cat([state.master.cpu() for state in engine.optimizer.layer_states])
+
+
+# -- what is refused, and what it takes -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_not_bf16_is_refused_by_name(dtype: str) -> None:
+    more = {"fp16": {"enabled": True}} if dtype == "float16" else {}
+    model = make_model("mlp").to(getattr(torch, dtype))
+    config = make_config(bf16=False, hytrain=SPLIT, **more)
+    text = rf"parameter '\w[\w.]*' is trained in torch\.{dtype}: set \"bf16\.enabled\" to true"
+    with fp16_on_a_cpu(), untouched(model, ConfigError, text) as raised, built(model, config):
+        pass
+    assert '"hytrain.master" is "split"' in str(raised.value)
+    assert '"hytrain.master" to "fp32"' in str(raised.value)
+
+
+@pytest.mark.parametrize("value", ["bf16", "Split", 16, None])
+def test_other_ways_are_refused(value: object) -> None:
+    config = make_config(hytrain={"master": value})
+    with pytest.raises(ConfigError, match=r"hytrain\.master"), built(make_model("mlp"), config):
+        pass
+
+
+def test_a_plan_is_refused(tmp_path: Path) -> None:
+    plan = write_a_plan(tmp_path, a_plan(make_model("llama"), (4,), (2,)))
+    config = make_config(hytrain={"plan": plan, **SPLIT})
+    del config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    match = r'"hytrain\.plan" with "hytrain\.master": "split".*remove one of the two keys'
+    model = make_model("llama")
+    with untouched(model, PlanError, match), built(model, config):
+        pass
+
+
+@pytest.mark.parametrize(("moments", "each"), [("fp32", 10.0), ("bf16", 6.0), ("8bit", 4 + 1 / 32)])
+def test_bytes_are_those_that_placement_counts(moments: str, each: float) -> None:
+    config = make_config(gpu_fraction=0.5, hytrain={"moments": moments, **SPLIT})
+    with built(make_model("llama"), config) as engine:
+        states = engine.optimizer.layer_states
+        held = sum(state.memory.nbytes for state in states)
+        assert held == each * sum(state.shard_size for state in states)
+        assert state_bytes(engine.optimizer.placement.decisions[0].layer_bytes) == held
+        engine.set_gpu_fraction(1.0)
+        engine.optimizer.pipeline.mover.finish()
+        assert sum(state.memory.nbytes for state in states) == held
+
+
+# -- access by hand, and writes -------------------------------------------------------------------
+
+
+def test_what_is_set_is_kept_bit_for_bit(engine: Any) -> None:
+    values: dict[str, torch.Tensor] = {}
+    for name, parameter in engine.module.named_parameters():
+        values[name] = _hard_values(safe_get_full_fp32_param(parameter))
+        safe_set_full_fp32_param(parameter, values[name])
+        with torch.no_grad():
+            engine(**inputs(7))  # before which writes by others are taken over
+    for name, parameter in engine.module.named_parameters():
+        engine.optimizer.flush()
+        assert_same_bits(name, safe_get_full_fp32_param(parameter), values[name])
+        rounded = copy_away_from_zero(values[name].cpu()).view_as(values[name])
+        assert_same_bits(f"copy of {name}", parameter.detach().cpu(), rounded)
+    for name, tensors in engine.fp32_state_dict().items():
+        assert_same_bits(name, tensors["fp32"], values[name].cpu())
+
+
+def test_steps_go_on_from_what_was_set(engine: Any) -> None:
+    for parameter in engine.module.parameters():
+        master = safe_get_full_fp32_param(parameter)
+        safe_set_full_fp32_param(parameter, master * 1.001)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            value = safe_get_full_optimizer_state(parameter, kind) * 1.5
+            safe_set_full_optimizer_state(parameter, value, kind)
+            assert_same_bits(kind, safe_get_full_optimizer_state(parameter, kind), value)
+        assert_same_bits("master", safe_get_full_fp32_param(parameter), master * 1.001)
+    shadow = Shadow(engine)
+    assert (_remainders(engine) != -(2**15)).any()
+    make_steps(shadow, range(3))
+    shadow.check()
+
+
+def test_setting_between_backward_and_step(late: Shadow) -> None:
+    for number in range(2):
+        backward(late.engine, number)
+        parameter = next(late.engine.module.parameters())
+        value = _hard_values(safe_get_full_fp32_param(parameter)).clamp(-1.0, 1.0)
+        safe_set_full_fp32_param(parameter, value)
+        late.shards[0].p[: value.numel()] = value.flatten().cpu()
+        late.step()
+        late.check()
+
+
+def test_a_write_becomes_the_master_weight_and_is_told_once(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = engine.fp32_state_dict()
+    written = ["blocks.1.up.weight", "blocks.0.up.bias"]
+    with caplog.at_level(logging.WARNING, "hytrain"):
+        for name in written:
+            parameter = engine.module.get_parameter(name)
+            with torch.no_grad():
+                parameter[:1].fill_(0.3)
+        for name, tensors in engine.fp32_state_dict().items():
+            there = engine.module.get_parameter(name).detach().float().cpu()
+            expected = there if name in written else before[name]["fp32"]
+            assert_same_bits(name, tensors["fp32"], expected)
+        with torch.no_grad():
+            engine.module.get_parameter(written[0]).mul_(1.5)
+        shadow = Shadow(engine)
+        make_steps(shadow, range(2))
+        shadow.check()
+    (text,) = [r.getMessage() for r in caplog.records if "hytrain.master" in r.getMessage()]
+    assert "blocks.0.up.bias" in text
+    assert "safe_set_full_fp32_param" in text
+
+
+def test_what_the_engine_writes_itself_is_not_told(
+    engine: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level(logging.WARNING, "hytrain"):
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        parameter = next(engine.module.parameters())
+        safe_set_full_fp32_param(parameter, safe_get_full_fp32_param(parameter))
+        make_steps(engine, range(2))
+        engine.fp32_state_dict()
+    assert not [r for r in caplog.records if "hytrain.master" in r.getMessage()]
+
+
+@pytest.mark.parametrize("direct", WAYS.values(), ids=WAYS)
+def test_elements_that_were_not_written_where_gathered_stay(
+    direct: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _engine(stage=3, direct=direct) as engine, caplog.at_level(logging.WARNING, "hytrain"):
+        before = engine.fp32_state_dict()
+        names = ["blocks.1.up.weight", "head.bias"]
+        some = [engine.module.get_parameter(name) for name in names]
+        with deepspeed.zero.GatheredParameters(some, modifier_rank=0), torch.no_grad():
+            some[0][0, :3] = 0.25
+        for name, tensors in engine.fp32_state_dict().items():
+            expected = before[name]["fp32"].clone()
+            if name == names[0]:
+                expected[0, :3] = 0.25
+            assert_same_bits(name, tensors["fp32"], expected)
+        shadow = Shadow(engine)
+        make_steps(shadow, range(2))
+        shadow.check()
+    assert not [r for r in caplog.records if "hytrain.master" in r.getMessage()]
+
+
+def test_a_resident_parameter_written_where_gathered_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config(hytrain=SPLIT, stage=3)
+    with built(make_model("mlp"), config) as engine, caplog.at_level(logging.WARNING, "hytrain"):
+        make_steps(engine, range(2))
+        parameter = engine.module.get_parameter("head.bias")
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data[0] = 0.25  # of which torch keeps no count
+        found = engine.fp32_state_dict()["head.bias"]["fp32"]
+        assert_same_bits("head.bias", found, parameter.detach().float().cpu())
+    (text,) = [r.getMessage() for r in caplog.records if "hytrain.master" in r.getMessage()]
+    assert "head.bias" in text
+
+
+# -- steps that are taken back --------------------------------------------------------------------
+
+
+def test_a_forward_between_backward_and_step(late: Shadow) -> None:
+    for number in range(4):
+        backward(late.engine, number)
+        late.engine.eval()
+        with torch.no_grad():
+            late.engine(**inputs(77))
+        late.engine.train()
+        late.assert_copy_is_current()
+        late.step()
+    late.check()
+
+
+def test_two_backward_passes_in_a_step(late: Shadow) -> None:
+    for number in range(0, 6, 2):
+        backward(late.engine, number)
+        backward(late.engine, number + 1)
+        late.step()
+    late.check()
+
+
+def test_skipped_steps(late: Shadow) -> None:
+    for number, factor in enumerate([1.0, float("inf"), float("inf"), 1.0, float("nan")]):
+        loss = late.engine(**inputs(number)) * factor
+        late.engine.backward(loss)
+        assert late.step() is (factor != 1.0)
+        late.check()
+
+
+def test_gradients_that_are_dropped(late: Shadow) -> None:
+    for number in range(3):
+        backward(late.engine, 40 + number)
+        late.engine.zero_grad()
+        late.engine.step()
+        late.gradients.clear()
+        assert late.engine.optimizer.overflow
+        late.check()
+        make_steps(late, [number])
+    late.check()
+
+
+# -- moves ----------------------------------------------------------------------------------------
+
+
+def test_moves_keep_every_bit(engine: Any) -> None:
+    shadow = Shadow(engine)
+    for number, fraction in enumerate((1.0, 0.0, 0.5, 0.3, 1.0)):
+        engine.set_gpu_fraction(fraction)
+        make_steps(shadow, [number])
+        if number % 2:
+            shadow.check()
+    before = engine.fp32_state_dict()
+    engine.set_gpu_fraction(0.0)
+    engine.optimizer.pipeline.mover.finish()
+    assert_same_states(engine.fp32_state_dict(), before)
+    shadow.check()
+
+
+SETS = [None, ["lp_params"], ["hp_params"], ["optim_states", "lp_params"]]
+
+
+@BOTH
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_that_were_away(run: Run, stage: int) -> None:
+    run = replace(run, stage=stage, accumulation=2)
+    with engine_of(run) as engine:
+        losses, expected = train(engine, 0, 8), snapshot(engine)
+    with engine_of(run) as engine:
+        found: list[float] = []
+        for number in range(8):
+            engine.offload_states(include=SETS[number % len(SETS)])
+            engine.reload_states()
+            found += train(engine, number, number + 1)
+        assert found == losses
+        assert_same(snapshot(engine), expected)
+
+
+# -- saves ----------------------------------------------------------------------------------------
+
+
+def _check_loaded(engine: Any, saved: Snapshot) -> None:
+    """Every master weight and moment, and a training copy of either rounding."""
+    found = snapshot(engine)
+    assert_same_states(found.state, saved.state)
+    for name, tensors in found.state.items():
+        p, rounded = tensors["fp32"], found.weights[name].flatten()
+        is_split = engine.hytrain_config.master == "split"
+        expected = copy_away_from_zero(p.flatten()) if is_split else p.flatten().bfloat16()
+        assert_same_bits(name, rounded, expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("first", "second"), [("split", "fp32"), ("fp32", "split")])
+@BOTH
+def test_one_resumes_the_other(
+    run: Run, first: str, second: str, stage: int, tmp_path: Path
+) -> None:
+    with engine_of(replace(run, master=first, stage=stage)) as engine:
+        train(engine, 0, 3)
+        parameter = engine.module.blocks[0].up.weight
+        hard = _hard_values(safe_get_full_fp32_param(parameter)).clamp(-1.0, 1.0)
+        safe_set_full_fp32_param(parameter, hard)
+        engine.save_checkpoint(tmp_path)
+        saved = snapshot(engine)
+        assert_same_bits("set", saved.state["blocks.0.up.weight"]["fp32"], hard.cpu())
+    other = run.another(master=second, stage=stage)
+    for fraction in (0.0, 1.0):
+        with engine_of(replace(other, gpu_fraction=fraction)) as engine:
+            train(engine, 40, 41)
+            engine.backward(engine(micro_batch(42)))
+            engine.load_checkpoint(tmp_path)
+            _check_loaded(engine, saved)
+            shadow = Shadow(engine)
+            for number in range(3, 5):
+                engine.backward(engine(micro_batch(number)))
+                shadow.step()
+            shadow.check()
+
+
+@BOTH
+@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5, 1.0])
+def test_a_save_beside_steps_is_that_of_its_step(
+    run: Run, gpu_fraction: float, tmp_path: Path
+) -> None:
+    run = replace(run, gpu_fraction=gpu_fraction)
+    with engine_of(run) as engine:
+        train(engine, 0, 2)
+        saved = snapshot(engine)
+        train(engine, 2, 6)
+        end = snapshot(engine)
+    with (
+        environment("HYTRAIN_DELAYS", "3:3000"),
+        engine_of(replace(run, asynchronous=True)) as engine,
+    ):
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        train(engine, 2, 6)
+        engine.wait_for_checkpoint()
+        assert_same(snapshot(engine), end)
+        engine.load_checkpoint(tmp_path)
+        assert_same(snapshot(engine), saved)
+
+
+@BOTH
+@pytest.mark.parametrize("fractions", [(0.0, 0.0), (0.5, 1.0), (1.0, 0.0)], ids=str)
+def test_the_optimizers_state_dict(run: Run, fractions: tuple[float, float]) -> None:
+    first, second = fractions
+    with engine_of(replace(run, gpu_fraction=first)) as engine:
+        train(engine, 0, 3)
+        stored, saved = copy.deepcopy(engine.optimizer.state_dict()), snapshot(engine)
+    with engine_of(replace(run, gpu_fraction=second, seed=7)) as engine:
+        train(engine, 40, 42)
+        engine.optimizer.load_state_dict(stored)
+        assert engine.optimizer.steps == [3] * len(engine.optimizer.steps)
+        _check_loaded(engine, saved)
