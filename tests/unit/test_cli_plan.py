@@ -514,6 +514,9 @@ def test_data_sheets_have_the_moments_of_the_training(
     assert f'--moments bf16, but {config} has "hytrain.moments" "8bit"' in text
     config.write_text(json.dumps({"hytrain": {"moments": "4bit"}}))
     assert "\"hytrain.moments\" is '4bit': choose one of" in _error(capsys, *given)
+    config.write_text(json.dumps({"hytrain": {"master": "split"}}))
+    text = _error(capsys, *given)
+    assert "\"hytrain.master\" is 'split': plans are made for fp32 master weights" in text
 
 
 def test_the_model_of_a_profile_is_checked(profile: Path, model: Path, capsys: Capture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -262,3 +263,23 @@ def test_moments_in_fewer_bytes_are_advised_where_they_would_fit() -> None:
     assert check_fits(smaller, limits, 0).fits
     assert state_bytes(smaller) == 4 * 8 * GIB
     assert state_bytes([replace(LARGE[0], moments="8bit")]) == 6 * GIB + GIB // 32
+
+
+BOTH_KEYS = r'"hytrain\.moments": "8bit" and "hytrain\.master": "split" \(bf16 only\): the state'
+SPLIT_ALONE = r'- "hytrain\.master": "split" \(bf16 only\): the state then takes 16\.12 GiB instead'
+
+
+@pytest.mark.parametrize(
+    ("moments", "match"), [("fp32", BOTH_KEYS), ("bf16", BOTH_KEYS), ("8bit", SPLIT_ALONE)]
+)
+def test_split_master_weights_are_advised_where_moments_do_not_do(moments: Any, match: str) -> None:
+    layers = [replace(layer, moments=moments) for layer in LARGE]
+    limits = MemoryLimits(gpu=0, gpu_reserve=0, gpu_base=0, host=30 * GIB, host_reserve=0)
+    with pytest.raises(MemoryBudgetError, match=match):
+        check_fits(layers, limits, 0)
+    smaller = [replace(layer, moments="8bit", master="split") for layer in LARGE]
+    assert check_fits(smaller, limits, 0).fits
+    assert state_bytes(smaller) == 16 * GIB + GIB // 8
+    with pytest.raises(MemoryBudgetError) as refused:
+        check_fits(smaller, replace(limits, host=20 * GIB), 0)
+    assert "hytrain.master" not in str(refused.value)
