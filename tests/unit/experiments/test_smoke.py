@@ -136,3 +136,13 @@ def test_convergence(tmp_path: Path) -> None:
     (training,) = read_json(tmp_path / "result.json")["trainings"]
     assert (training["status"], len(training["losses"])) == (records.OK, 104)
     assert set(training["held_out"]) == {"0", "52", "104"}
+
+
+def test_a_toy_mixture(tmp_path: Path) -> None:
+    call = [sys.executable, str(ROOT / "mixture/run.py"), "--toy", "--out", str(tmp_path)]
+    call += ["--seq", "16", "--steps", "3", "--accumulation", "2", "--clip", "0.01"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    result = read_json(tmp_path / "result.json")
+    assert len(result["steps_s"]) == 3
+    assert 0.0 < result["clip_coefficient"] < 1.0
