@@ -99,8 +99,9 @@ class KeptState:
         for layer in self.layers:
             layer.before_change()
         if self.pipeline.norm.settings.direct:
-            # Updates are committed as they arrive; what they wrote is about to be replaced.
-            self.pipeline.cpu.wait_all()
+            # Updates are committed as they arrive; what they wrote is about to be replaced: a new
+            # copy that is still on its way would overwrite that.
+            self.pipeline.cpu.wait_copies()
             for layer in self.layers:
                 if layer.update.sent:
                     layer.update.forget()

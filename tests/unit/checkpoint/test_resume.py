@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import built, device, make_config
+from support.engines import built, device, environment, make_config
 from support.models import make_model
 from support.precision import fp16_on_a_cpu, scaled_loss, section_of
 from support.resume import (
@@ -129,16 +129,19 @@ def test_save_inside_an_accumulation_window(gpu_fraction: float, tmp_path: Path)
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_load_between_backward_and_step(direct: bool, tmp_path: Path) -> None:
-    run = Run(clipping=0.0, check_overflow=not direct)
-    with engine_of(run) as engine:
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_load_between_backward_and_step(direct: bool, master: str, tmp_path: Path) -> None:
+    """Several times: new weights that are still on their way must not overwrite what is loaded."""
+    run = Run(clipping=0.0, check_overflow=not direct, master=master)
+    with environment("HYTRAIN_DELAYS", "3:2000"), engine_of(run) as engine:
         train(engine, 0, 2)
         engine.save_checkpoint(tmp_path)
         saved = snapshot(engine)
         rest = train(engine, 2, 4)
-        engine.backward(engine(micro_batch(4).to(engine.device)))
-        engine.load_checkpoint(tmp_path)
-        assert_same(snapshot(engine), saved)
+        for _ in range(10):
+            engine.backward(engine(micro_batch(4).to(engine.device)))
+            engine.load_checkpoint(tmp_path)
+            assert_same(snapshot(engine), saved)
         assert train(engine, 2, 4) == rest
 
 
