@@ -43,12 +43,7 @@ class CopyMemory:
         Nothing of what it has may be in use. ``room`` is asked where some is missing: bytes of host
         memory that may be taken.
         """
-        # The worker copies no split state: half of it is the training copy.
-        here = {
-            layer.index: layer
-            for layer in layers
-            if layer.placement == "cpu" and not layer.moments.is_split
-        }
+        here = {layer.index: layer for layer in layers if layer.placement == "cpu"}
         for index in self._copies.keys() - here.keys():
             del self._copies[index]
         missing = [layer for index, layer in here.items() if index not in self._copies]

@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
 
 import torch
 
 from hytrain.checkpoint.copy_memory import CopyMemory
 from hytrain.checkpoint.gather import STATES, ParameterPlace, Piece
 from hytrain.errors import HostMemoryError
-from hytrain.formats.moment_kinds import FP32
 from hytrain.hardware.gpu_memory import spare_gpu_bytes
 from hytrain.kernels.host_memory import host_zeros
 from hytrain.model.layer_state import LayerState
-from hytrain.model.state_format import StateFormat
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.testing import faults
 
@@ -48,8 +45,6 @@ class LayerSnapshot:
         self._cpu, self._streams = pipeline.cpu, pipeline.streams
         self._memory = layer.memory
         self._numel = layer.shard_size
-        self._form = layer.moments
-        self._is_copy = False
         self._done = threading.Event()
         self._issued: torch.cuda.Event | None = None
         self.left = len(STATES) * len(layer.layout.slots)
@@ -58,7 +53,7 @@ class LayerSnapshot:
         self.is_captured = copy is not None
         """Whether the update worker takes the copy."""
         if copy is not None:
-            self._memory, self._is_copy = copy, True
+            self._memory = copy
         layer.hold_for(self.wait, updates=not self.is_captured)
 
     def begin(self) -> None:
@@ -71,22 +66,7 @@ class LayerSnapshot:
     @property
     def num_bytes(self) -> int:
         """That a copy takes."""
-        return self._whole_form.state_bytes(self._numel)
-
-    @property
-    def _whole_form(self) -> StateFormat:
-        # The other half of split master weights is not the state's.
-        return replace(self._form, master=FP32)
-
-    def _whole(self) -> tuple[torch.Tensor, bool]:
-        """All of the state with fp32 master weights, and whether that is a copy already."""
-        if not self._form.is_split:
-            return self._memory, False
-        master = self.layer.read_master(0, self._numel).view(torch.uint8)
-        return torch.cat([master, self.layer.state_part("moments")]), True
-
-    def _use(self, copy: torch.Tensor) -> None:
-        self._memory, self._form, self._is_copy = copy, self._whole_form, True
+        return self._memory.nbytes
 
     def wait_captured(self) -> None:
         """Until the update worker has taken the copy; a WorkerError where it has failed."""
@@ -99,29 +79,24 @@ class LayerSnapshot:
         Raises:
             HostMemoryError: there is no memory for it; the layer must not change yet.
         """
-        source, _is_copy = self._whole()
-        size = source.numel()
+        source, size = self._memory, self._memory.numel()
         purpose = f"a copy of layer '{self.layer.name}' to save"
         target = host_zeros(size, dtype=torch.uint8, purpose=purpose)
         for at in range(0, size, _COPY_BYTES):  # on this thread's stream
             target[at : at + _COPY_BYTES].copy_(source[at : at + _COPY_BYTES])
-        self._use(target)
+        self._memory = target
         self.copied()
 
     def copy_on_device(self, pool: torch.cuda.MemPool | None) -> None:
         """Issues a copy on its device, on this thread's stream; RuntimeError: there is no room."""
         if pool is None:
-            self._use(self._clone())
+            self._memory = self._memory.clone()
         else:
             with torch.cuda.use_mem_pool(pool, self._streams.device):
-                self._use(self._clone())
+                self._memory = self._memory.clone()
             self._issued = torch.cuda.Event()
             self._issued.record()
         self.copied()
-
-    def _clone(self) -> torch.Tensor:
-        state, is_copy = self._whole()
-        return state if is_copy else state.clone()
 
     def copied(self) -> None:
         """The copy is there, or will be before what comes after :meth:`wait`."""
@@ -130,9 +105,7 @@ class LayerSnapshot:
 
     def piece(self, place: ParameterPlace, kind: str, piece: Piece) -> torch.Tensor:
         """See :meth:`ParameterPlace.read`."""
-        if self._form.is_split and not self._is_copy:
-            return place.read(kind, piece)  # the layer does not change meanwhile
-        return place.read_in(self._form.split(self._memory, self._numel), kind, piece)
+        return place.read_in(self.layer.moments.split(self._memory, self._numel), kind, piece)
 
     def release(self) -> None:
         """Everything of it is written, or nobody wants it any more: the layer may change."""
@@ -200,9 +173,6 @@ class StateSnapshot:
                 snapshot.wait_captured()
             elif snapshot.is_on_host:
                 self._cpu.wait_settled(snapshot.layer)
-                if snapshot.layer.moments.is_split:
-                    # Half of its weights may still be on their way to the device.
-                    self._cpu.worker.wait_complete(snapshot.layer.worker_index)
                 without += snapshot.num_bytes
         return without
 

@@ -42,6 +42,7 @@ from hytrain.engine.thawed_parameters import ThawedParameters
 from hytrain.engine.tracing import Tracing
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError, EngineClosedError, HyTrainError, NestedReductionError
+from hytrain.formats.moment_kinds import SPLIT
 from hytrain.formats.plan_file import read_plan
 from hytrain.formats.trace_file import PHASE_OPTIMIZER
 from hytrain.hardware.host_share import share_host
@@ -138,7 +139,13 @@ class HyTrainEngine(DeepSpeedEngine):
 
     def _prepare_saves(self, optimizer: HyTrainZeroOptimizer) -> None:
         settings = self.hytrain_config.checkpoint
-        if settings.is_async:
+        if settings.is_async and self.hytrain_config.master == SPLIT:
+            logger.warning(
+                '"hytrain.checkpoint.async" with "hytrain.master": "split": save_checkpoint '
+                "returns when the checkpoint is written, since half of a master weight is the "
+                "training copy, which may be written to at any time"
+            )
+        elif settings.is_async:
             saver = self._saver = AsyncSaver(
                 optimizer.kept, lambda: int(self.global_steps), optimizer.placement.host
             )

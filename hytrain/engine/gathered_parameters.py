@@ -123,6 +123,9 @@ class GatheringParameters:
     def _keep_written(self, layer: LayerWeights, parameters: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             before, trained = None, layer.trained
+            if trained is not None:
+                # A save beside training may not have read the state yet.
+                trained.before_change()
             if trained is not None and trained.moments.is_split and trained.storage.is_sharded:
                 before = torch.cat(list(trained.storage.kept))
             if self._weights.gatherer.is_live(layer):

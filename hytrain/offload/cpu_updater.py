@@ -203,8 +203,6 @@ class CpuUpdater:
     def _before_update(self, layer: LayerState, *, direct: bool) -> None:
         if not layer.holds_updates:
             return
-        if not direct and layer.moments.is_split:
-            return  # see finalize
         if not direct:
             # An update changes state where it commits the gradient of the step before; where that
             # has been settled there is none.
@@ -243,10 +241,6 @@ class CpuUpdater:
 
     def finalize(self, record: _C.StepRecord) -> int:
         """The step's outcome; returns how many layers have a pass to come."""
-        for layer in self.layers:
-            if layer.moments.is_split:
-                # Here, not when its gradient is sent: only now its state changes.
-                layer.before_update()
         return self.worker.finalize(record)
 
     def release_fetched(self) -> None:

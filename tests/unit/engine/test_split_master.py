@@ -247,6 +247,33 @@ def test_a_resident_parameter_written_where_gathered_is_told(
     assert "head.bias" in text
 
 
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_a_write_where_gathered_waits_for_a_save(master: str) -> None:
+    """Beside training it may not have read the state yet."""
+    config = make_config(gpu_fraction=0.5, hytrain={"master": master}, stage=3)
+    config["zero_optimization"].update(GATHERS["each"], offload_param={"device": "cpu"})
+    with built(make_model("mlp"), config) as engine:
+        make_steps(engine, range(2))
+        parameter = engine.module.get_parameter("head.bias")
+        layer = next(
+            layer
+            for layer in engine.optimizer.kept.layers
+            for slot in layer.layout.slots
+            if slot.parameter is parameter
+        )
+        engine.synchronize()
+        old = layer.read_master(0, layer.shard_size).clone()
+        read: list[torch.Tensor] = []
+        layer.hold_for(
+            lambda: read.append(layer.read_master(0, layer.shard_size).clone()), updates=True
+        )
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            parameter.add_(1.0)
+        (saved,) = read
+        assert_same_bits("what is saved", saved, old)
+        assert not torch.equal(layer.read_master(0, layer.shard_size), old)
+
+
 # -- steps that are taken back --------------------------------------------------------------------
 
 
@@ -370,8 +397,8 @@ def test_one_resumes_the_other(
 
 @BOTH
 @pytest.mark.parametrize("gpu_fraction", [0.0, 0.5, 1.0])
-def test_a_save_beside_steps_is_that_of_its_step(
-    run: Run, gpu_fraction: float, tmp_path: Path
+def test_an_asynchronous_save_is_a_synchronous_one(
+    run: Run, gpu_fraction: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = replace(run, gpu_fraction=gpu_fraction)
     with engine_of(run) as engine:
@@ -380,9 +407,11 @@ def test_a_save_beside_steps_is_that_of_its_step(
         train(engine, 2, 6)
         end = snapshot(engine)
     with (
+        caplog.at_level(logging.WARNING, "hytrain"),
         environment("HYTRAIN_DELAYS", "3:3000"),
         engine_of(replace(run, asynchronous=True)) as engine,
     ):
+        assert any('"hytrain.checkpoint.async"' in r.getMessage() for r in caplog.records)
         train(engine, 0, 2)
         engine.save_checkpoint(tmp_path)
         train(engine, 2, 6)
