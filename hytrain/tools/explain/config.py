@@ -36,7 +36,7 @@ def _placement_words(config: HyTrainConfig) -> list[str]:
         ]
     how = (
         'by "pipeline": the step is predicted for every number of GPU layers from measured times, '
-        "and the shortest that fits is taken"
+        "and of those that fit, the fewest GPU layers within 1 % of the shortest step are taken"
     )
     if solver.method == "closed_form":
         alpha = "measured" if solver.alpha is None else f"given: {solver.alpha:g}"

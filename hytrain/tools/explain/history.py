@@ -108,8 +108,8 @@ def read_history(text: str, rank: int | None = None) -> History:
     if not decisions:
         raise PlacementError(
             f"no placement decision in the file ({len(records)} lines, {len(steps)} of them "
-            'steps): hytrain writes one where "hytrain.gpu_fraction" is "solve"; give the metrics '
-            "file of such a run, or its DeepSpeed configuration"
+            "steps): a run writes its first one before its first step; give the whole file of "
+            '"hytrain.metrics", or a DeepSpeed configuration'
         )
     rank = min(decisions) if rank is None else rank
     if rank not in decisions:
