@@ -1,4 +1,4 @@
-"""What rank 0 prints of a run: a line at its start, one when k has settled, one at its end."""
+"""What rank 0 prints of a run: a line at its start, one whenever k has settled, one at its end."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ class RunReport:
 
     def __init__(self, engine: Any, optimizer: HyTrainZeroOptimizer) -> None:
         self._optimizer = optimizer
-        self._has_settled = False
+        self._told: int | None = None
         _show_by_default()
         logger.info("%s", _start(engine, optimizer))
 
     def after_step(self, step: int) -> None:
-        """Prints k and why, once the solver has settled; ``step``: how many have been made."""
+        """Prints k and why, where the solver has settled anew; ``step``: how many were made."""
         placement = self._optimizer.placement
         controller, last = placement.controller, placement.decisions[-1]
-        if self._has_settled or last.costs is None or not controller.is_settled:
+        if last.gpu_layers_target == self._told or last.costs is None or not controller.is_settled:
             return
         if step < last.step + _QUIET_STEPS:
             return
-        self._has_settled = True
+        self._told = last.gpu_layers_target
         if controller.solves:
-            logger.info(
-                "hytrain: k = %s after step %d: %s", _share(last), last.step, _because(last)
-            )
+            k = _share(last.gpu_layers_target, last.num_layers)
+            logger.info("hytrain: k = %s after step %d: %s", k, last.step, _because(last))
 
     def close(self) -> None:
         """Prints the summary, where steps were made."""
@@ -52,7 +51,8 @@ class RunReport:
         steps = [step for step in recent if step.gpu_fraction == recent[-1].gpu_fraction]
         steps = steps[_WARMUP_STEPS:] or steps
         if steps:
-            logger.info("%s", _summary(steps, self._optimizer.placement.decisions[-1]))
+            num_layers = self._optimizer.placement.decisions[-1].num_layers
+            logger.info("%s", _summary(steps, num_layers))
 
 
 def _show_by_default() -> None:
@@ -85,24 +85,26 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
     return (
         f"hytrain {__version__}: {_count(parameters)} trained parameters in "
         f"{layers_words(first.layer_bytes)}, ZeRO-{int(engine.zero_optimization_stage())}; "
-        f"k = {_share(first)}, {k}\n"
+        f"k = {_share(first.gpu_layers_target, first.num_layers)}, {k}\n"
         f"hytrain: {'' if ranks == 1 else f'rank 0 of {ranks}: '}Adam state "
         f"({first.layer_bytes[0].moments} moments) {where}; planned: at most {planned}"
     )
 
 
-def _summary(steps: list[StepStatistics], last: Decision) -> str:
+def _summary(steps: list[StepStatistics], num_layers: int) -> str:
     def median(value: Callable[[StepStatistics], float]) -> float:
         return statistics.median(value(step) for step in steps)
 
     update = sum(step.update_seconds for step in steps)
     exposed = sum(step.exposed_seconds for step in steps)
+    # The last decision's layers may not have moved yet.
+    k = _share(round(steps[-1].gpu_fraction * num_layers), num_layers)
     text = (
         f"hytrain: {steps[-1].step} steps; median of {len(steps)}: "
-        f"{1e3 * median(lambda step: step.step_seconds):.1f} ms with k = {_share(last)}"
+        f"{1e3 * median(lambda step: step.step_seconds):.1f} ms with k = {k}"
     )
     if update <= 0.0:
-        return text + (", no CPU updates" if last.limits.gpu is not None else ", no worker updates")
+        return f"{text}, no CPU updates"
     hidden = min(1.0, max(0.0, 1.0 - exposed / update))
     return text + (
         f"; CPU update {1e3 * median(lambda step: step.update_seconds):.1f} ms, "
@@ -110,9 +112,8 @@ def _summary(steps: list[StepStatistics], last: Decision) -> str:
     )
 
 
-def _share(decision: Decision) -> str:
-    layers = decision.gpu_layers_target
-    return f"{layers / decision.num_layers:.2f} ({layers} of {decision.num_layers} layers)"
+def _share(layers: int, num_layers: int) -> str:
+    return f"{layers / num_layers:.2f} ({layers} of {num_layers} layers)"
 
 
 def _because(decision: Decision) -> str:

@@ -11,16 +11,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.engines import built, make_config
-from support.placement_runs import decision
+from support.placement_runs import NUM_LAYERS, costs, decision
 from torch import nn
 
 from hytrain.engine import run_report
+from hytrain.engine.run_report import RunReport
 from hytrain.errors import ConfigError
 from hytrain.placement.costs import LayerBytes, layers_words
 from hytrain.tools import cli
@@ -60,7 +63,63 @@ def test_lines_at_the_start_when_k_has_settled_and_at_the_end(
     assert "k = 0.00 (0 of 4 layers), solved" in texts[0]
     assert re.match(r"hytrain: 60 steps; median of \d+: [\d.]+ ms with k = ", texts[-1])
     assert all(text.startswith("hytrain: k = ") for text in texts[1:-1])
-    assert len(texts) <= 3
+    assert not any(
+        one.split(" after ")[0] == two.split(" after ")[0] for one, two in pairwise(texts)
+    )
+
+
+class _Run:
+    """A report of a run of which only decisions and steps exist."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(run_report, "_start", lambda *_: "the start")
+        self.decisions = [decision(0, 0, 0)]
+        self.controller = SimpleNamespace(is_settled=True, solves=True)
+        self.steps: list[Any] = []
+        placement = SimpleNamespace(controller=self.controller, decisions=self.decisions)
+        seen = SimpleNamespace(recent=lambda: self.steps)
+        optimizer: Any = SimpleNamespace(placement=placement, statistics=seen)
+        self.report = RunReport(None, optimizer)
+
+    def step(self, number: int, layers: int) -> None:
+        step = {"step": number, "step_seconds": 1.0, "update_seconds": 0.0, "exposed_seconds": 0.0}
+        self.steps.append(SimpleNamespace(**step, gpu_fraction=layers / NUM_LAYERS))
+        self.report.after_step(number)
+
+
+def test_each_settled_change_of_k_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="hytrain.run"):
+        run = _Run(monkeypatch)
+        for number in range(1, 100):
+            if number in (10, 50, 53, 70):
+                here = run.decisions[-1].gpu_layers_target
+                target = {10: 12, 50: 14, 53: 16, 70: 16}[number]
+                run.decisions.append(decision(number, here, target, measured=costs()))
+            run.controller.is_settled = number not in range(53, 65)
+            run.step(number, run.decisions[-1].gpu_layers_target)
+    told = [r.getMessage().split(":")[1] for r in caplog.records if " after step" in r.getMessage()]
+    assert told == [
+        f" k = {n / NUM_LAYERS:.2f} ({n} of {NUM_LAYERS} layers) after step {step}"
+        for n, step in ((12, 10), (16, 53))
+    ]
+
+
+def test_the_summarys_k_is_that_of_the_steps_in_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="hytrain.run"):
+        run = _Run(monkeypatch)
+        for number in range(1, 21):
+            run.step(number, 4 if number < 10 else 12)
+        # Made after the last step: no layer has moved.
+        run.decisions.append(decision(20, 12, 16, measured=costs()))
+        run.report.close()
+    assert caplog.records[-1].getMessage() == (
+        f"hytrain: 20 steps; median of 8: 1000.0 ms with k = {12 / NUM_LAYERS:.2f} "
+        f"(12 of {NUM_LAYERS} layers), no CPU updates"
+    )
 
 
 def test_a_reason_names_no_gpu_where_there_is_none() -> None:
