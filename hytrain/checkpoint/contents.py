@@ -177,7 +177,7 @@ def take_contents(
             clip=clip,
             num_ranks=kept.collectives.world_size,
             scaling=scaling,
-            moments=kept.moments,
+            moments=kept.form,
         )
         return SaveContents(places, steps, state, states, problem)
 

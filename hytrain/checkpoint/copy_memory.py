@@ -60,8 +60,8 @@ class CopyMemory:
                 logger.warning("%s", error)
                 break
             left -= size
-            arrays = layer.moments.split(copy, layer.shard_size)
-            self._copies[layer.index] = copy, native_arrays(*arrays, layer.moments.seed)
+            arrays = layer.form.split(copy, layer.shard_size)
+            self._copies[layer.index] = copy, native_arrays(*arrays, layer.form.seed)
             new.append(copy)
         if new:
             self._touch(new)

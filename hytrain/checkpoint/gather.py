@@ -185,7 +185,7 @@ def whole_on_host(
         bytes that were held for it.
     """
     piece, num_bytes = Piece(0, 0, place.numel), 4 * place.numel
-    if kind != STATES[0] and place.layer.moments.is_rounded:
+    if kind != STATES[0] and place.layer.form.is_rounded:
         hold(num_bytes)  # reading it makes a tensor
         return source(place, kind, piece).view(place.shape), num_bytes
     state = source(place, kind, piece)

@@ -131,7 +131,7 @@ def read_checkpoint(
     kept.publish_masters()
     if kept.collectives.rank == 0:
         if load.record is not None:
-            _tell_moments(folder, load.record.moments, kept.moments)
+            _tell_moments(folder, load.record.moments, kept.form)
         if not request.with_optimizer:
             logger.warning(
                 "weights only were loaded from %s: moments and step counts start at zero, "

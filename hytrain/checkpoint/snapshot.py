@@ -105,7 +105,7 @@ class LayerSnapshot:
 
     def piece(self, place: ParameterPlace, kind: str, piece: Piece) -> torch.Tensor:
         """See :meth:`ParameterPlace.read`."""
-        return place.read_in(self.layer.moments.split(self._memory, self._numel), kind, piece)
+        return place.read_in(self.layer.form.split(self._memory, self._numel), kind, piece)
 
     def release(self) -> None:
         """Everything of it is written, or nobody wants it any more: the layer may change."""

@@ -132,7 +132,7 @@ def _build_on(
         may_bind=config.offload.numa == "auto",
     )
     for state in states:
-        state.moments = StateFormat(config.moments, config.moments_seed, config.master)
+        state.form = StateFormat(config.moments, config.moments_seed, config.master)
         state.placement = "gpu" if state.index < first.gpu_layers_target else "cpu"
         _allocate_state(state, threads)
     # The worker's threads stay there; the thread that registers pinned memory touches it.

@@ -126,7 +126,7 @@ class GatheringParameters:
             if trained is not None:
                 # A save beside training may not have read the state yet.
                 trained.before_change()
-            if trained is not None and trained.moments.is_split and trained.storage.is_sharded:
+            if trained is not None and trained.form.is_split and trained.storage.is_sharded:
                 before = torch.cat(list(trained.storage.kept))
             if self._weights.gatherer.is_live(layer):
                 for part in layer.sharded:

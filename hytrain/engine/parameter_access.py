@@ -146,7 +146,7 @@ class StateAccess:
             if weights is not None:
                 with torch.no_grad():
                     copy = place.weights(weights)
-                    place.layer.moments.round(flat[weights.begin : weights.end], copy)
+                    place.layer.form.round(flat[weights.begin : weights.end], copy)
             torch.autograd.graph.increment_version([place.slot.parameter])
             self._kept.ignore_writes()  # without this the copy would become the master weight
         self._kept.pipeline.streams.synchronize()

@@ -78,7 +78,7 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         if piece is None:
             return torch.empty(0)
         moment = place.read(key, piece)
-        if place.layer.moments.is_rounded:
+        if place.layer.form.is_rounded:
             moment = moment.as_subclass(MomentValues)
         is_whole = moment.numel() == math.prod(place.shape)
         return moment.view(place.shape) if is_whole else moment

@@ -283,7 +283,7 @@ def _memory_rate(pipeline: UpdatePipeline, num_threads: int) -> float | None:
     for layer in pipeline.cpu.layers:
         if swept >= _SWEPT_BYTES or layer.moving or layer.master.numel() == 0:
             continue
-        if layer.moments.is_split:
+        if layer.form.is_split:
             return None  # the sweep's weights are fp32
         _C.read_write(
             layer.master.data_ptr(),

@@ -52,7 +52,7 @@ class LayerState:
     placement: Placement
     gradient_dtype: torch.dtype
 
-    moments: StateFormat = field(default_factory=StateFormat)
+    form: StateFormat = field(default_factory=StateFormat)
     """How master weights and moments are kept."""
 
     # State, end - begin elements each, on the host or on the device as placed.
@@ -96,7 +96,7 @@ class LayerState:
     @property
     def state_bytes(self) -> int:
         """Of master weights and moments."""
-        return self.moments.state_bytes(self.shard_size)
+        return self.form.state_bytes(self.shard_size)
 
     @property
     def state(self) -> StateArrays:
@@ -109,7 +109,7 @@ class LayerState:
         Args:
             memory: uint8, 1-D, :attr:`state_bytes` of them.
         """
-        size = self.moments.master_bytes(self.shard_size)
+        size = self.form.master_bytes(self.shard_size)
         self._set_parts(memory[:size], memory[size:])
         self.memory = memory
 
@@ -117,7 +117,7 @@ class LayerState:
         self._moments_memory = moments
         self._parts = []  # views of it would keep the old memory
         self.state_moves += 1
-        self.master, self.exp_avg, self.exp_avg_sq = self.moments.arrays(master, moments)
+        self.master, self.exp_avg, self.exp_avg_sq = self.form.arrays(master, moments)
 
     @property
     def is_one_block(self) -> bool:
@@ -138,7 +138,7 @@ class LayerState:
     def update_parts(self) -> list[UpdatePart]:
         """The shard cut into what one launch on the device can update; kept until it moves."""
         if not self._launches:
-            self._launches = self.moments.update_launches(self.layout, self.begin, self.end)
+            self._launches = self.form.update_launches(self.layout, self.begin, self.end)
         if not self._parts:
             for launch in self._launches:
                 begin, end = launch.begin - self.begin, launch.end - self.begin
@@ -152,7 +152,7 @@ class LayerState:
         Returns:
             A view; where they are split, a new tensor.
         """
-        if not self.moments.is_split:
+        if not self.form.is_split:
             return self.master[begin:end]
         joined = torch.empty(end - begin, dtype=torch.float32, device=self.master.device)
         for start, copy in self._copies(begin, end):
@@ -170,7 +170,7 @@ class LayerState:
             begin: of the first.
             values: 1-D, of any floating dtype, on any device.
         """
-        if not self.moments.is_split:
+        if not self.form.is_split:
             self.master[begin : begin + values.numel()].copy_(values)
             return
         for start, copy in self._copies(begin, begin + values.numel()):
@@ -185,7 +185,7 @@ class LayerState:
 
     def master_from_copy(self) -> None:
         """Master weights become their training copy's values."""
-        if self.moments.is_split:
+        if self.form.is_split:
             self.master.fill_(split_weights.NO_REMAINDER)
             return
         for start, copy in self._copies(0, self.shard_size):
@@ -193,7 +193,7 @@ class LayerState:
 
     def copy_from_master(self) -> None:
         """The shard's training copy becomes its rounded master weights; split ones have it so."""
-        if self.moments.is_split:
+        if self.form.is_split:
             return
         for start, copy in self._copies(0, self.shard_size):
             copy.copy_(self.master[start : start + copy.numel()])
@@ -217,7 +217,7 @@ class LayerState:
                 master = self.master[start : start + copy.numel()]
                 written = copy.to(master.device)
                 bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
-                if self.moments.is_split:
+                if self.form.is_split:
                     old = None if before is None else before[start : start + copy.numel()]
                     if old is None:
                         master.fill_(split_weights.NO_REMAINDER)

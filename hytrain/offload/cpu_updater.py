@@ -429,12 +429,12 @@ def _plan(
 
 def native_state(layer: LayerState) -> _C.StateArrays:
     """Where a layer's state is, on whichever side."""
-    return native_arrays(*layer.state, layer.moments.seed)
+    return native_arrays(*layer.state, layer.form.seed)
 
 
 def _fetches_copy(layer: LayerState) -> bool:
     """Whether the worker fetches a layer's training copy, as half of its master weights."""
-    return layer.moments.is_split and not layer.storage.on_host
+    return layer.form.is_split and not layer.storage.on_host
 
 
 def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int, copy_class: int) -> _C.Chunk:
@@ -449,7 +449,7 @@ def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int, copy_clas
         copy_class=copy_class if _fetches_copy(layer) else -1,
         runs=[
             _C.MomentRun(run.begin - span.begin, run.rounding.parameter, run.rounding.first_index)
-            for run in layer.moments.update_runs(layer.layout, span.begin, span.end)
+            for run in layer.form.update_runs(layer.layout, span.begin, span.end)
             if run.rounding is not None
         ],
     )

@@ -59,7 +59,7 @@ def is_groupable(layer: LayerState) -> bool:
 
     Rounded moments have a table of their own, and a shard on the host is written by a copy.
     """
-    return not layer.moments.is_rounded and not layer.storage.on_host
+    return not layer.form.is_rounded and not layer.storage.on_host
 
 
 def batches(layers: Sequence[LayerState], limits: GroupLimits = LIMITS) -> list[list[LayerState]]:

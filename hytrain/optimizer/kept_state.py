@@ -36,9 +36,9 @@ class KeptState:
         return self.pipeline.layers
 
     @property
-    def moments(self) -> StateFormat:
-        """How the layers' moments are kept."""
-        return self.layers[0].moments
+    def form(self) -> StateFormat:
+        """How master weights and moments are kept."""
+        return self.layers[0].form
 
     @property
     def device(self) -> torch.device:

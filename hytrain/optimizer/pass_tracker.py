@@ -364,7 +364,7 @@ class PassTracker:
     ) -> None:
         """:meth:`LayerState.adopt_written`; warns once where unchanged elements are rounded."""
         layer.adopt_written(slots, before)
-        if layer.moments.is_split and before is None and slots and not self._has_warned_of_writes:
+        if layer.form.is_split and before is None and slots and not self._has_warned_of_writes:
             self._has_warned_of_writes = True
             logger.warning(
                 'weights were written (%s, ...): with "hytrain.master": "split" the master weights '

@@ -46,7 +46,7 @@ def state_dict(state: KeptState) -> dict[str, Any]:
         "param_groups": groups,
         "steps": list(state.hyper.steps),
         "loss_scale": state.scaling.state(),
-        _MOMENTS: state.moments.name,
+        _MOMENTS: state.form.name,
         "layers": [_pack(layer) for layer in state.layers],
     }
 
@@ -93,10 +93,10 @@ def _why_not(state: KeptState, found: Mapping[str, Any]) -> str | None:
         seen = "its layers or shards are others than this rank's"
     elif [len(group["params"]) for group in found["param_groups"]] != sizes:
         seen = "its parameter groups are others"
-    elif found.get(_MOMENTS, FP32) != state.moments.name:
+    elif found.get(_MOMENTS, FP32) != state.form.name:
         seen = (
             f'its moments are kept as "{found.get(_MOMENTS, FP32)}", here "hytrain.moments" is '
-            f'"{state.moments.name}"'
+            f'"{state.form.name}"'
         )
     else:
         return None

@@ -209,7 +209,7 @@ def shard_of(state: LayerState) -> Shard:
         _slots(state),
         placement=state.placement,
         copy_dtype=state.storage.runs[0][2].dtype,
-        is_split=state.moments.is_split,
+        is_split=state.form.is_split,
     )
 
 
