@@ -28,6 +28,7 @@ from hytrain.trace.viztracer_file import join_file, running_tracer
 from hytrain.trace.writer import Recording
 
 logger = logging.getLogger(__name__)
+_run_logger = logging.getLogger("hytrain.run")
 
 _PLAIN_BEFORE = 8
 """Steps before the recorded ones that are timed, at most."""
@@ -192,8 +193,8 @@ def _report(recording: Recording, path: Path) -> None:
     cost = ""
     if header.recording_overhead is not None:
         cost = f" ({header.recording_overhead:+.1%} against the steps beside them)"
-    logger.info(
-        "steps %d to %d are recorded in %s%s; open it in ui.perfetto.dev or with vizviewer",
+    _run_logger.info(  # shown by default
+        "hytrain: steps %d to %d are recorded in %s%s; open it in ui.perfetto.dev or vizviewer",
         *header.steps,
         path,
         cost,

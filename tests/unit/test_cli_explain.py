@@ -153,7 +153,7 @@ def test_a_models_sizes_are_the_real_ones(config: Path, model: Path, capsys: Cap
     assert [layer["parameters"] for layer in layers[1:4]] == [BLOCK] * 3
     assert [row["gpu_layers"] for row in result["candidates"]] == list(range(6))
     assert cli.main(["explain", str(config), *arguments[:2], *arguments[3:]]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "in 5 layers (3 blocks, and what comes before and after)" in text
     assert "0 of 5 layers on the GPU (k = 0): the fewest that fit" in text
     assert "<- first step" in text
@@ -161,6 +161,18 @@ def test_a_models_sizes_are_the_real_ones(config: Path, model: Path, capsys: Cap
     assert cli.main(["explain", str(config), *arguments[:2]]) == 0
     text = capsys.readouterr().out
     assert ("give --gpu-memory GIB" in text) == (not torch.cuda.is_available())
+
+
+def test_a_model_that_fits_nowhere_is_refused_and_no_more(
+    config: Path, model: Path, capsys: Capture
+) -> None:
+    little = ["--model", str(model), "--gpu-memory", "0.001", "--host-memory", "0.001"]
+    assert cli.main(["explain", str(config), *little]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "A run would be refused: " in text
+    assert "the fewest that fit" not in text
+    assert cli.main(["explain", str(config), *little, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["decision"]["reason"] == "no number fits"
 
 
 def test_weights_that_are_sharded_or_on_the_host(

@@ -21,8 +21,6 @@ from hytrain.version import __version__
 
 __all__ = ["main"]
 
-_COMMANDS = ("bench", "profile", "plan", "explain", "doctor", "export", "checkpoint", "trace")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
@@ -61,11 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's, which guesses what a misspelt command means."""
+    """argparse's, which guesses what a misspelt command or choice means."""
 
     def error(self, message: str) -> NoReturn:
-        wrong = re.search(r"argument COMMAND: invalid choice: '(.*?)'", message)
-        meant = did_you_mean(wrong[1], _COMMANDS) if wrong is not None else ""
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        meant = "" if wrong is None else did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         super().error(meant + message)
 
 

@@ -21,7 +21,8 @@ from hytrain.tools.cli.arguments import (
 _EXPLAIN = (
     "With the metrics file of a run: its last decision about k, what was measured, and every "
     "number of GPU layers, predicted and measured. With a DeepSpeed configuration: what will "
-    "happen; with --model also the memory that each number of GPU layers takes."
+    "happen; with --model also the memory that each number of GPU layers takes. Exit status 1: no "
+    "number fits, and a run would be refused."
 )
 _GIB = 1024**3
 # Destinations of the options that only a model, and that only a configuration takes.
@@ -158,7 +159,8 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
         arguments,
         result if arguments.json else f"{words}\n\n{model_text(section, sizes, decision)}",
     )
-    return 0
+    is_refused = section.gpu_fraction == "solve" and not decision.bounds.fits
+    return 1 if is_refused else 0
 
 
 def _memory(arguments: argparse.Namespace) -> tuple[int | None, int]:

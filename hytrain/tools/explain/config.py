@@ -118,7 +118,9 @@ def first_decision(
         host_reserve=host_reserve(solver.host_memory_reserve_bytes, host_bytes),
     )
     fitting = bounds(sizes.layers, limits, sizes.staging_bytes)
-    target, reason = fitting.min_gpu_layers if fitting.fits else 0, "the fewest that fit"
+    target, reason = 0, "no number fits"
+    if fitting.fits:
+        target, reason = fitting.min_gpu_layers, "the fewest that fit"
     if isinstance(config.gpu_fraction, float):
         target, reason = round(config.gpu_fraction * len(sizes.layers)), "gpu_fraction is fixed"
     return Decision(
@@ -139,7 +141,7 @@ def first_decision(
 
 
 def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> str:
-    """Sizes and memory, for people."""
+    """Sizes and memory, for people; where a run would be refused, its table in their place."""
     target, device = decision.gpu_layers_target, decision.limits.device
     shared = ""
     if sizes.num_ranks > 1:
@@ -168,5 +170,5 @@ def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> 
                 sizes.layers, decision.limits, sizes.staging_bytes, num_ranks=sizes.num_ranks
             )
         except MemoryBudgetError as error:
-            lines.append(f"A run would be refused: {error}")
+            return "\n".join([*lines, f"A run would be refused: {error}"])
     return "\n".join(lines) + f"\n\n{decision_text(decision, lambda _: None)}"

@@ -331,6 +331,16 @@ def test_a_training_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None
     assert list(trace.steps()) == [2, 3, 4]
 
 
+def test_the_file_is_announced_where_the_run_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="hytrain.run"):
+        train(traced_config(tmp_path, (2, 3)), 3)
+    told = [r.getMessage() for r in caplog.records if r.name == "hytrain.run"]
+    file = tmp_path / "trace_rank0.json"
+    assert any(f"steps 2 to 2 are recorded in {file}" in text for text in told)
+
+
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
