@@ -1,6 +1,6 @@
 """A mixture of experts: deepspeed examples/mixture.py --model Qwen/Qwen3-30B-A3B --text my.txt
 
-30 B parameters on one GPU of 141 GB and 128 GiB of host memory, with clipping: moments in 8 bits,
+30 B parameters on one H200 with 128 GiB of host memory, with clipping: moments in 8 bits,
 master weights in 2 bytes beside their bf16 copy, activations computed again in backward.
 """
 

@@ -247,3 +247,25 @@ def test_a_reader_that_leaves_early_is_no_error(metrics: Path) -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
+
+
+def test_split_master_weights_are_not_previewed(config: Path, capsys: Capture) -> None:
+    text = json.loads(config.read_text()) | {"hytrain": {"master": "split"}}
+    config.write_text(json.dumps(text))
+    assert cli.main(["explain", str(config)]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "previewed" not in words
+    assert "updated when the step's outcome is known" in words
+
+
+def test_a_fixed_number_that_does_not_fit_is_no_success(
+    config: Path, model: Path, capsys: Capture
+) -> None:
+    text = json.loads(config.read_text()) | {"hytrain": {"gpu_fraction": 1.0}}
+    config.write_text(json.dumps(text))
+    call = ["explain", str(config), "--model", str(model), "--host-memory", "64"]
+    assert cli.main([*call, "--gpu-memory", "1000"]) == 0
+    assert cli.main([*call, "--gpu-memory", "1"]) == 1
+    assert "A run in which its state does not fit is refused" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -159,8 +159,9 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
         arguments,
         result if arguments.json else f"{words}\n\n{model_text(section, sizes, decision)}",
     )
-    is_refused = section.gpu_fraction == "solve" and not decision.bounds.fits
-    return 1 if is_refused else 0
+    number, found = decision.gpu_layers_target, decision.bounds
+    is_solved = section.gpu_fraction == "solve"
+    return 0 if (found.fits if is_solved else found.allow(number)) else 1
 
 
 def _memory(arguments: argparse.Namespace) -> tuple[int | None, int]:

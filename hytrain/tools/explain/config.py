@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import MemoryBudgetError
+from hytrain.formats.moment_kinds import SPLIT
 from hytrain.placement.costs import LayerBytes, MemoryLimits, layers_words
 from hytrain.placement.memory import (
     bounds,
@@ -21,7 +22,8 @@ from hytrain.tools.explain.training_form import TrainingForm
 def config_words(config: HyTrainConfig, form: TrainingForm) -> str:
     """What will happen with a configuration, and what of it has no effect."""
     dtype = f"Training copy: {form.dtype} ({form.dtype_from})."
-    return "\n".join([*_placement_words(config), dtype, _clipping_words(form)])
+    clipping = _clipping_words(form, is_split=config.master == SPLIT)
+    return "\n".join([*_placement_words(config), dtype, clipping])
 
 
 def _placement_words(config: HyTrainConfig) -> list[str]:
@@ -30,8 +32,8 @@ def _placement_words(config: HyTrainConfig) -> list[str]:
         ignored = sorted(solver.model_fields_set & {"method", "alpha", "interval"})
         return [
             f"Placement: gpu_fraction is fixed at {config.gpu_fraction:g}: that share of the "
-            "layers, counted from the first, is updated on the GPU; nothing is solved, and whether "
-            "it fits is not checked.",
+            "layers, counted from the first, is updated on the GPU; nothing is solved. A run in "
+            "which its state does not fit is refused.",
             *[f"Without effect: solver.{name}." for name in ignored],
         ]
     how = (
@@ -57,7 +59,7 @@ def _placement_words(config: HyTrainConfig) -> list[str]:
     ]
 
 
-def _clipping_words(form: TrainingForm) -> str:
+def _clipping_words(form: TrainingForm, *, is_split: bool) -> str:
     if form.is_direct:
         return (
             "Clipping: direct: no clipping and no overflow check, so each update is committed at "
@@ -67,10 +69,14 @@ def _clipping_words(form: TrainingForm) -> str:
     if form.clipping is not None:
         why = f"at {form.clipping:g}" if form.clipping > 0.0 else "none"
     checks = "a step with inf or NaN is skipped" if form.check_overflow else "no overflow check"
-    return (
-        f"Clipping: {why}; {checks}. Exact: updates are previewed during backward and committed "
-        "when the step's outcome is known; until then the gradients wait."
-    )
+    if is_split:
+        how = "layers on the CPU are updated when the step's outcome is known, beside the next forward"
+    else:
+        how = (
+            "updates are previewed during backward and committed when the step's outcome is known; "
+            "until then the gradients wait"
+        )
+    return f"Clipping: {why}; {checks}. Exact: {how}."
 
 
 @dataclass(frozen=True, slots=True)
