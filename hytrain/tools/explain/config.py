@@ -70,7 +70,7 @@ def _clipping_words(form: TrainingForm, *, is_split: bool) -> str:
         why = f"at {form.clipping:g}" if form.clipping > 0.0 else "none"
     checks = "a step with inf or NaN is skipped" if form.check_overflow else "no overflow check"
     if is_split:
-        how = "layers on the CPU are updated when the step's outcome is known, beside the next forward"
+        how = "CPU layers are updated when the step's outcome is known, beside the next forward"
     else:
         how = (
             "updates are previewed during backward and committed when the step's outcome is known; "

@@ -36,7 +36,7 @@ STEPS = 8
 def layer(size: int, *, is_rounded: bool = False, on_host: bool = False) -> Any:
     return SimpleNamespace(
         shard_size=size,
-        form=SimpleNamespace(is_rounded=is_rounded),
+        form=SimpleNamespace(is_rounded=is_rounded, is_split=False),
         storage=SimpleNamespace(on_host=on_host),
     )
 
