@@ -46,8 +46,12 @@ struct Vec {
     template <bool kStream, std::size_t kCount>
     static void store_bf16(void* address, const Reg* values) {
         char* to = static_cast<char*>(address);
-        for (std::size_t j = 0; j < kCount; ++j) {
-            store_128<kStream>(to + j * sizeof(__m128i), to_bf16(values[j]));
+        for (std::size_t j = 0; j + 1 < kCount; j += 2) {
+            store_256<kStream>(to + j * sizeof(__m128i), to_bf16(values[j], values[j + 1]));
+        }
+        if constexpr (kCount % 2 != 0) {
+            store_128<kStream>(to + (kCount - 1) * sizeof(__m128i),
+                               pack_halves(to_bf16(values[kCount - 1])));
         }
     }
     template <bool kStream>
@@ -63,11 +67,14 @@ struct Vec {
     static Bits bits_mul(Bits a, Bits b) { return _mm256_mullo_epi32(a, b); }
     static Bits bits_xor(Bits a, Bits b) { return _mm256_xor_si256(a, b); }
     static Bits bits_and(Bits a, Bits b) { return _mm256_and_si256(a, b); }
-    static Bits bits_min(Bits a, Bits b) { return _mm256_min_epu32(a, b); }
     static Bits bits_max(Bits a, Bits b) { return _mm256_max_epu32(a, b); }
     // Bits of a where the mask has ones, else of b.
     static Bits pick(Bits mask, Bits a, Bits b) {
         return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
+    }
+    // Bits of b, and those of a where the mask has ones: b has none there.
+    static Bits put(Bits mask, Bits a, Bits b) {
+        return _mm256_or_si256(_mm256_and_si256(mask, a), b);
     }
     template <int kCount>
     static Bits shift_left(Bits a) {
@@ -87,9 +94,17 @@ struct Vec {
         const Bits zero = _mm256_cmpeq_epi32(bits_of(x), _mm256_setzero_si256());
         return bits_max(a, _mm256_andnot_si256(zero, b));
     }
+    // As adam_scalar.cpp says, on all halves at once, where a carry is a comparison: of signed
+    // numbers, so with 0x8000 added.
     static Bits rounded_halves(Bits a, Bits b, Bits random) {
-        const Bits low = _mm256_srli_epi32(rounded(a, bits_and(random, set_bits(0xFFFFU))), 16);
-        return _mm256_blend_epi16(low, rounded(b, _mm256_srli_epi32(random, 16)), 0xAA);
+        const Bits upper = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xAA);
+        const Bits lower = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xAA);
+        const Bits biased = _mm256_add_epi16(lower, _mm256_set1_epi16(-0x8000));
+        const Bits carry = _mm256_cmpgt_epi16(biased, _mm256_add_epi16(biased, random));
+        // What is finite stays so, and what is not is left as it is.
+        const Bits magnitude = bits_and(upper, set_bits(0x7FFF7FFFU));
+        const Bits finite = _mm256_cmpgt_epi16(_mm256_set1_epi16(0x7F7F), magnitude);
+        return _mm256_sub_epi16(upper, bits_and(carry, finite));
     }
     // Bits of a where x is a NaN, else of b.
     static Bits where_nan(Reg x, Bits a, Bits b) {
@@ -101,8 +116,9 @@ struct Vec {
     }
     static void store_halves(void* low, void* high, Bits first, Bits second) {
         const Bits mask = set_bits(0xFFFFU);
-        store_256(low, pack_halves(bits_and(first, mask), bits_and(second, mask)));
-        store_256(high, pack_halves(_mm256_srli_epi32(first, 16), _mm256_srli_epi32(second, 16)));
+        store_256<false>(low, pack_halves(bits_and(first, mask), bits_and(second, mask)));
+        store_256<false>(high,
+                         pack_halves(_mm256_srli_epi32(first, 16), _mm256_srli_epi32(second, 16)));
     }
 
     static DoubleReg zero_double() { return _mm256_setzero_pd(); }
@@ -114,17 +130,17 @@ struct Vec {
     }
 
    private:
-    static Bits rounded(Bits a, Bits random) {
-        const Bits magnitude = bits_and(a, set_bits(0x7FFFFFFFU));
-        const Bits up = bits_min(bits_add(magnitude, random), set_bits(0x7F7FFFFFU));
-        return pick(set_bits(0x80000000U), a, bits_max(up, magnitude));
-    }
     // Lanes of at most 16 bits of two registers, as such.
     static __m256i pack_halves(__m256i a, __m256i b) {
         return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
     }
+    template <bool kStream>
     static void store_256(void* address, __m256i value) {
-        _mm256_storeu_si256(static_cast<__m256i*>(address), value);
+        if constexpr (kStream) {
+            _mm256_stream_si256(static_cast<__m256i*>(address), value);
+        } else {
+            _mm256_storeu_si256(static_cast<__m256i*>(address), value);
+        }
     }
     // Lanes of at most 16 bits, as such.
     static __m128i pack_halves(__m256i a) {
@@ -143,17 +159,23 @@ struct Vec {
             _mm_storeu_si128(static_cast<__m128i*>(address), value);
         }
     }
-    // Round to nearest even on the bits, a NaN kept and made quiet.
-    static __m128i to_bf16(Reg value) {
-        const __m256i bits = _mm256_castps_si256(value);
-        const __m256i upper = _mm256_srli_epi32(bits, 16);
-        const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
-        const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
-        const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
-        const __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x0040));
-        const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-        const __m256i chosen = _mm256_blendv_epi8(rounded, quiet, is_nan);
-        return pack_halves(chosen);
+    // Round to nearest even on the bits, into the lower half of a lane: of what is no NaN, and with
+    // a NaN kept and made quiet.
+    static Bits number_to_bf16(Reg value) {
+        const Bits bits = bits_of(value);
+        const Bits odd = bits_and(_mm256_srli_epi32(bits, 16), set_bits(1));
+        return _mm256_srli_epi32(bits_add(bits_add(bits, set_bits(0x7FFF)), odd), 16);
+    }
+    static Bits to_bf16(Reg value) {
+        const Bits quiet = _mm256_or_si256(_mm256_srli_epi32(bits_of(value), 16), set_bits(0x0040));
+        return where_nan(value, quiet, number_to_bf16(value));
+    }
+    // A NaN is as good as never there, and each number checked for it takes two operations more.
+    static __m256i to_bf16(Reg first, Reg second) {
+        if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(first, second, _CMP_UNORD_Q)), 0)) {
+            return pack_halves(to_bf16(first), to_bf16(second));
+        }
+        return pack_halves(number_to_bf16(first), number_to_bf16(second));
     }
 };
 

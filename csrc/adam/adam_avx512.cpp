@@ -77,6 +77,10 @@ struct Vec {
     static Bits pick(Bits mask, Bits a, Bits b) {
         return _mm512_ternarylogic_epi32(a, b, mask, 0xE4);
     }
+    // Bits of b, and those of a where the mask has ones: b has none there.
+    static Bits put(Bits mask, Bits a, Bits b) {
+        return _mm512_ternarylogic_epi32(a, b, mask, 0xEC);
+    }
     template <int kCount>
     static Bits shift_left(Bits a) {
         return _mm512_slli_epi32(a, kCount);

@@ -85,12 +85,11 @@ inline void with_in(DType dtype, Body body) {
     }
 }
 
-// A streaming store needs an address aligned to what is stored; the elements before it would
-// need a path of their own, so a misaligned copy simply goes through the cache.
+// A streaming store needs an address aligned to what is stored, up to a cache line; the elements
+// before it would need a path of their own, so a misaligned copy simply goes through the cache.
 inline bool can_stream(const OutRange& out) {
-    const std::size_t bytes = kLanes * element_bytes(out.dtype);
     return Vec::kCanStream && out.non_temporal &&
-           reinterpret_cast<std::uintptr_t>(out.data) % bytes == 0;
+           reinterpret_cast<std::uintptr_t>(out.data) % 64 == 0;
 }
 
 template <bool kStream, class Body>

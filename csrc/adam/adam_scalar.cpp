@@ -117,6 +117,8 @@ struct Vec {
     static Bits bits_max(Bits a, Bits b) { return a > b ? a : b; }
     // Bits of a where the mask has ones, else of b.
     static Bits pick(Bits mask, Bits a, Bits b) { return (mask & a) | (~mask & b); }
+    // Bits of b, and those of a where the mask has ones: b has none there.
+    static Bits put(Bits mask, Bits a, Bits b) { return (mask & a) | b; }
     template <int kCount>
     static Bits shift_left(Bits a) {
         return a << kCount;

@@ -167,15 +167,14 @@ struct BlockScale {
 template <class C>
 struct BlockRounding {
     Reg factor, minus_offset, inverse;
-    Bits codes;
+    bool has_codes;
 
     inline void set(std::uint32_t exponent) {
-        const bool has_codes = exponent != 0U && exponent != 255U;
+        has_codes = exponent != 0U && exponent != 255U;
         const BlockScale<C> scale(exponent);
         factor = scale.factor;
         minus_offset = scale.minus_offset;
         inverse = Vec::from_bits(Vec::set_bits(has_codes ? (254U - exponent) << 23 : 0U));
-        codes = Vec::set_bits(has_codes ? ~0U : 0U);
     }
     // y of x, with random bits below those of its code added; `offset` has x's sign.
     inline Bits raised(Reg x, Bits offset, Bits random) const {
@@ -273,14 +272,25 @@ struct EightBitMoments {
             put_byte<kByte>(v_words[word], shift<8 * kByte - VCode::kShift>(v_y));
         }
 
-        HYTRAIN_INLINE void finish(const MomentRange& r, std::size_t i) const {
+        HYTRAIN_INLINE void finish(const MomentRange& r, std::size_t i) {
+            if (!m_rounding.has_codes) {
+                clear(m_words);
+            }
+            if (!v_rounding.has_codes) {
+                clear(v_words);
+            }
             for (std::size_t w = 0; w < kWords; ++w) {
-                store_word(r.m + i, w, Vec::bits_and(m_words[w], m_rounding.codes));
-                store_word(r.v + i, w, Vec::bits_and(v_words[w], v_rounding.codes));
+                store_word(r.m + i, w, m_words[w]);
+                store_word(r.v + i, w, v_words[w]);
             }
         }
 
        private:
+        static inline void clear(Bits* words) {
+            for (std::size_t w = 0; w < kWords; ++w) {
+                words[w] = Vec::set_bits(0U);
+            }
+        }
         // The lowest byte comes first; what is above a byte is written by those that follow.
         template <int kByte>
         static inline void put_byte(Bits& word, Bits byte) {
@@ -303,7 +313,7 @@ struct EightBitMoments {
         return Vec::bits_and(Vec::bits_of(x), Vec::set_bits(~kSign));
     }
     static inline Reg with_sign(Reg magnitude, Bits sign) {
-        return Vec::from_bits(Vec::pick(Vec::set_bits(kSign), sign, Vec::bits_of(magnitude)));
+        return Vec::from_bits(Vec::put(Vec::set_bits(kSign), sign, Vec::bits_of(magnitude)));
     }
     // Bits of the largest magnitude; those of infinity and of a NaN are above all others.
     static inline std::uint32_t largest(const Reg* x) {
