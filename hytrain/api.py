@@ -119,6 +119,8 @@ def initialize(
         return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
     check_sections(loaded)
     check_version()
+    for key, meant in misspelt_keys(loaded):
+        logger.warning('"%s" is no key of DeepSpeed, and is ignored: "%s"?', key, meant)
     offer_conversions()
     if deepspeed.initialize is initialize:
         _trainers.install()  # it was imported after register()
@@ -139,8 +141,6 @@ def initialize(
     check_config(
         loaded, batches_elsewhere=section.batch_sizes is not None or section.plan is not None
     )
-    for key, meant in misspelt_keys(loaded):
-        logger.warning('"%s" is no key of DeepSpeed, and is ignored: "%s"?', key, meant)
     refuse_unsupported(loaded)
     _end_untrained(model)
     refuse_unsupported_model(model, loaded["zero_optimization"]["stage"])

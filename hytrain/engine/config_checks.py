@@ -17,10 +17,14 @@ import torch
 from pydantic import ValidationError
 
 from hytrain.config import SECTION, HyTrainConfig
-from hytrain.engine.deepspeed_internals import keys_of_section, lr_schedules
+from hytrain.engine.deepspeed_internals import (
+    keys_of_section,
+    keys_that_are_read,
+    lr_schedules,
+)
 from hytrain.errors import ConfigError, did_you_mean
 
-_BATCH_KEYS = (
+BATCH_KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 )  # fmt: skip
 _DEEPSPEEDS_CHECKS = "deepspeed.runtime.config"
@@ -42,12 +46,6 @@ _OBJECTS = (
     "comms_logger", "activation_checkpointing", "aio", "compile",
 )  # fmt: skip
 """Keys of DeepSpeed's whose value is a section."""
-_TOP_LEVEL = (
-    SECTION, *_BATCH_KEYS, *_OBJECTS, "gradient_clipping", "steps_per_print",
-    "communication_data_type", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-    "wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_gradients",
-    "gradient_predivide_factor", "sparse_gradients", "seed",
-)  # fmt: skip
 _AUTO = (
     '"auto" is filled in by Hugging Face\'s Trainer and accelerate, and nobody else: write a value'
 )
@@ -81,17 +79,21 @@ def check_sections(config: Mapping[str, Any]) -> None:
 
 
 def misspelt_keys(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Top-level keys that DeepSpeed would silently ignore, each with the one it is nearly called.
+    """Keys that DeepSpeed would silently ignore, each with the one it is nearly called.
 
+    At the top level, in "optimizer" and in "scheduler"; in other sections DeepSpeed refuses them.
     They are no errors: a configuration may have sections of its owner's own.
     """
     found: list[tuple[str, str]] = []
-    for key in config:
-        near = difflib.get_close_matches(str(key), _TOP_LEVEL, n=1, cutoff=0.85)
-        if near and near[0] != key and near[0] not in config:
-            found.append((str(key), near[0]))
-        elif not near and key in HyTrainConfig.model_fields:
-            found.append((str(key), f"{SECTION}.{key}"))
+    for section, known in keys_that_are_read().items():
+        given = (config.get(section) or {}) if section else config
+        prefix, cutoff = (f"{section}.", 0.6) if section else ("", 0.85)
+        for key in given:
+            near = difflib.get_close_matches(str(key), [*known, SECTION], n=1, cutoff=cutoff)
+            if near and near[0] not in given:
+                found.append((f"{prefix}{key}", prefix + near[0]))
+            elif not near and not section and key in HyTrainConfig.model_fields:
+                found.append((str(key), f"{SECTION}.{key}"))
     return found
 
 
@@ -118,7 +120,7 @@ def explain_deepspeeds(error: ValidationError, config: Mapping[str, Any]) -> Con
         section = next((name for name in config if _has(config[name], item)), error.title)
         key = ".".join([str(section), *map(str, item["loc"])])
         if item["type"] == "extra_forbidden":
-            known = keys_of_section(error.title) if len(item["loc"]) == 1 else ()
+            known = keys_of_section(error.title, item["loc"][:-1])
             hint = did_you_mean(item["loc"][-1], known) or "remove it"
             lines.append(f'  "{key}" is no key that DeepSpeed knows: {hint.rstrip()}')
         else:
@@ -134,7 +136,7 @@ def explain_assertion(error: AssertionError, config: Mapping[str, Any]) -> Confi
         place = place.tb_next
     if place is None or place.tb_frame.f_globals.get("__name__") != _DEEPSPEEDS_CHECKS:
         return None
-    given = {key: config[key] for key in _BATCH_KEYS if key in config}
+    given = {key: config[key] for key in BATCH_KEYS if key in config}
     if "batch" not in str(error).lower() or not given:
         return ConfigError(f"the configuration cannot be used: {error}")
     seen = ", ".join(f'"{key}": {value}' for key, value in given.items())
@@ -198,14 +200,14 @@ def _check_dtype(path: str, value: Any, known: Sequence[str]) -> None:
 
 
 def _check_batches(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
-    given = {key: config[key] for key in _BATCH_KEYS if config.get(key) is not None}
+    given = {key: config[key] for key in BATCH_KEYS if config.get(key) is not None}
     if batches_elsewhere:
         return  # compared with what the section says
     for key, value in given.items():
         _refuse_auto(key, value)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _MOST_SAMPLES:
             _refuse(key, value, "give a whole number above 0 and below 2**31")
-    if not any(key in given for key in _BATCH_KEYS[:2]):
+    if not any(key in given for key in BATCH_KEYS[:2]):
         raise ConfigError(
             'the configuration does not say how large a batch is: set "train_batch_size" (samples '
             'of a step, all ranks together) or "train_micro_batch_size_per_gpu"'

@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import deepspeed
 import torch
@@ -32,6 +33,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamType as ZeroPar
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils import zero_to_fp32
 from deepspeed.utils.logging import print_dist as print_dist
+from pydantic import BaseModel
 
 from hytrain.errors import ConfigError, UnsupportedError
 
@@ -88,14 +90,51 @@ def load_config(given: Any) -> dict[str, Any]:
     return dict(cast(Mapping[str, Any], loaded))
 
 
-def keys_of_section(model: str) -> list[str]:
-    """The keys that DeepSpeed knows in a section, by the name of the class that checks it."""
-    kinds: list[type[DeepSpeedConfigModel]] = [DeepSpeedConfigModel]
+def keys_of_section(model: str, path: Sequence[int | str] = ()) -> list[str]:
+    """The keys that DeepSpeed knows in a section, or in the part of it that ``path`` leads to, by
+    the name of the class that checks it."""
+    kinds: list[type[BaseModel]] = [DeepSpeedConfigModel]
     for kind in kinds:  # which grows
-        if kind.__name__ == model:
-            return list(kind.model_fields)
         kinds.extend(kind.__subclasses__())
-    return []
+    found = next((kind for kind in kinds if kind.__name__ == model), None)
+    for part in path:
+        field = None if found is None else found.model_fields.get(str(part))
+        inner = () if field is None else (field.annotation, *get_args(field.annotation))
+        found = next((one for one in inner if one in kinds), None)
+    fields = {} if found is None else found.model_fields
+    return [field.alias or name for name, field in fields.items()]
+
+
+class _Section(dict[str, Any]):
+    """A section that remembers which keys it was asked for."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self  # DeepSpeed asks these, too
+
+    def __copy__(self) -> _Section:
+        return self
+
+
+@cache
+def keys_that_are_read() -> dict[str, frozenset[str]]:
+    """The keys that DeepSpeed looks for: at the top level (""), in "optimizer" and "scheduler",
+    which it checks by no class."""
+    inner = {"optimizer": _Section({"type": "AdamW"}), "scheduler": _Section({"type": "WarmupLR"})}
+    whole = _Section({"train_micro_batch_size_per_gpu": 1, **inner})
+    DeepSpeedConfig(whole)
+    return {name: frozenset(one.asked) for name, one in {"": whole, **inner}.items()}
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from typing import Any
 
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import size_text
+from hytrain.formats.moment_kinds import SPLIT
 from hytrain.optimizer.statistics import StepStatistics
-from hytrain.placement.costs import layers_words
+from hytrain.placement.costs import counted, layers_words
 from hytrain.placement.records import Decision
 from hytrain.version import __version__
 
@@ -75,6 +76,9 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
     state = [layer.state_bytes for layer in first.layer_bytes]
     on_gpu, on_host = sum(state[: first.gpu_layers_target]), sum(state[first.gpu_layers_target :])
     k = "solved while training" if optimizer.placement.controller.solves else "fixed"
+    kind = f"{first.layer_bytes[0].moments} moments"
+    if first.layer_bytes[0].master == SPLIT:
+        kind = f"split master weights, {kind}"
     peak = optimizer.placement.memory_peaks()["step"]
     planned = f"{size_text(peak.resident)} of host memory"
     where = f"{size_text(on_host)} in host memory, {size_text(on_gpu)} on the GPU"
@@ -87,7 +91,7 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
         f"{layers_words(first.layer_bytes)}, ZeRO-{int(engine.zero_optimization_stage())}; "
         f"k = {_share(first.gpu_layers_target, first.num_layers)}, {k}\n"
         f"hytrain: {'' if ranks == 1 else f'rank 0 of {ranks}: '}Adam state "
-        f"({first.layer_bytes[0].moments} moments) {where}; planned: at most {planned}"
+        f"({kind}) {where}; planned: at most {planned}"
     )
 
 
@@ -113,7 +117,7 @@ def _summary(steps: list[StepStatistics], num_layers: int) -> str:
 
 
 def _share(layers: int, num_layers: int) -> str:
-    return f"{layers / num_layers:.2f} ({layers} of {num_layers} layers)"
+    return f"{layers / num_layers:.2f} ({layers} of {counted(num_layers, 'layer')})"
 
 
 def _because(decision: Decision) -> str:

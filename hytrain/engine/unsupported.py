@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,15 @@ def _get(config: Mapping[str, Any], path: str) -> Any:
             return None
         value = value[key]
     return value
+
+
+def _seen(config: Mapping[str, Any], path: str) -> str:
+    """A key with its value; where it is missing, with one that it may have been meant by."""
+    value, (outside, _, name) = _get(config, path), path.rpartition(".")
+    if value is not None:
+        return f'"{path}" is {value!r}'
+    near = difflib.get_close_matches(name, list(_get(config, outside) or ()), n=1)
+    return f'"{path}" is missing' + (f' (there is "{near[0]}")' if near else "")
 
 
 _REFUSED: tuple[tuple[str, str], ...] = (
@@ -124,14 +134,11 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
 def _refuse_zero(config: Mapping[str, Any]) -> None:
     stage = _get(config, "zero_optimization.stage")
     if type(stage) is not int or stage not in (1, 2, 3):
-        raise UnsupportedError(
-            f'"zero_optimization.stage" is {stage!r}: hytrain works with ZeRO stages 1 to 3; set 2'
-        )
+        seen = _seen(config, "zero_optimization.stage")
+        raise UnsupportedError(f"{seen}: hytrain works with ZeRO stages 1 to 3; set 2")
     for path, supported, remedy in _SUPPORTED:
-        value = _get(config, path)
-        if value not in supported:
-            seen = "is missing" if value is None else f"is {value!r}"
-            raise UnsupportedError(f'"{path}" {seen}: {remedy}')
+        if _get(config, path) not in supported:
+            raise UnsupportedError(f"{_seen(config, path)}: {remedy}")
     if _get(config, "zero_optimization.offload_param.device") == "cpu" and stage != 3:
         raise UnsupportedError(
             f'"zero_optimization.offload_param.device" is "cpu" with ZeRO stage {stage}: only '

@@ -42,8 +42,13 @@ def layers_words(layers: Sequence[LayerBytes]) -> str:
     sides = {layer.name.partition(" ")[0] for layer in layers} & {"before", "after"}
     blocks = len(layers) - len(sides)
     outside = " and ".join(sorted(sides, reverse=True))
-    detail = f" ({blocks} blocks, and what comes {outside})" if sides else ""
-    return f"{len(layers)} layers{detail}"
+    detail = f" ({counted(blocks, 'block')}, and what comes {outside})" if sides else ""
+    return counted(len(layers), "layer") + detail
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in words: "1 layer", "2 layers"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)

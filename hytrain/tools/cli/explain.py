@@ -17,13 +17,20 @@ from hytrain.tools.cli.arguments import (
     positive_int,
     rank_number,
 )
+from hytrain.tools.stdout import stdout_to
 
 _EXPLAIN = (
     "With the metrics file of a run: its last decision about k, what was measured, and every "
-    "number of GPU layers, predicted and measured. With a DeepSpeed configuration: what will "
-    "happen; with --model also the memory that each number of GPU layers takes. Exit status 1: no "
-    "number fits, and a run would be refused."
+    "number of GPU layers, predicted and measured. With a DeepSpeed configuration: what it means; "
+    "with --model also the memory that each number of GPU layers takes. Exit status 1: none fits; "
+    "2: training would refuse the configuration."
 )
+_MEMORY = (
+    "Memory: to see what each k takes and whether it fits, give the model (its transformers "
+    "config.json; weights are not read) and the memory of the machine that is to train (GiB; "
+    "default: this one's):"
+)
+_EXAMPLE = "model/config.json --gpu-memory 80 --host-memory 256"
 _GIB = 1024**3
 # Destinations of the options that only a model, and that only a configuration takes.
 _FOR_MODEL = ("rank", "ranks", "gpu_memory", "host_memory")
@@ -138,14 +145,20 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
             f'{arguments.file} has no section "{SECTION}": it makes DeepSpeed\'s own engine, with '
             f'nothing to explain; add "{SECTION}": {{}}, or give a metrics file'
         )
+    with stdout_to(2):  # where DeepSpeed writes warnings
+        from hytrain.tools.explain.checks import check_as_training
+
+        warnings = check_as_training(config, section)
     form = read_form(config)
-    words = config_words(section, form)
+    words = "\n".join([*warnings, config_words(section, form)])
     result: dict[str, Any] = {"words": words.splitlines()}
     if arguments.model is None:
         given = given_flags(arguments, _FOR_MODEL)
         if given:
             raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
-        _print(arguments, result if arguments.json else words)
+        _print(arguments, result if arguments.json else f"{words}\n{_MEMORY}")
+        if not arguments.json:
+            print(f"  hytrain explain {arguments.file} --model {_EXAMPLE}")
         return 0
     # Imported here: it needs torch.
     from hytrain.tools.profiler.model_sizes import read_model_sizes

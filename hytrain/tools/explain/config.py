@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import MemoryBudgetError
-from hytrain.formats.moment_kinds import SPLIT
+from hytrain.formats.moment_kinds import SPLIT, master_bytes, state_bytes_each
 from hytrain.placement.costs import LayerBytes, MemoryLimits, layers_words
 from hytrain.placement.memory import (
     bounds,
@@ -16,14 +16,42 @@ from hytrain.placement.memory import (
 )
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.report import decision_text
-from hytrain.tools.explain.training_form import TrainingForm
+from hytrain.tools.explain.training_form import BATCH_WORDS, TrainingForm
 
 
 def config_words(config: HyTrainConfig, form: TrainingForm) -> str:
     """What will happen with a configuration, and what of it has no effect."""
-    dtype = f"Training copy: {form.dtype} ({form.dtype_from})."
-    clipping = _clipping_words(form, is_split=config.master == SPLIT)
-    return "\n".join([*_placement_words(config), dtype, clipping])
+    return "\n".join(
+        [
+            _weights_words(form),
+            _state_words(config, form),
+            *_placement_words(config),
+            _clipping_words(form, is_split=config.master == SPLIT),
+            _batch_words(config, form),
+        ]
+    )
+
+
+def _weights_words(form: TrainingForm) -> str:
+    where = "all of them on every rank's GPU"
+    if form.weights_on_host:
+        where = "in host memory, divided among the ranks, copied to the GPU layer by layer"
+    elif form.shards_weights:
+        where = "divided among the ranks' GPUs, gathered layer by layer"
+    return f"Weights: {form.dtype} ({form.dtype_from}); ZeRO-{form.stage}: {where}."
+
+
+def _state_words(config: HyTrainConfig, form: TrainingForm) -> str:
+    master, moments = master_bytes(config.master), config.moments
+    whole = (
+        "beside the bf16 weight, which is its other half" if config.master == SPLIT else "(fp32)"
+    )
+    both = f"{state_bytes_each(moments, config.master) - master:.3g}"
+    return (
+        f"Adam state ({form.optimizer}): a parameter takes {master} bytes of master weight {whole} "
+        f"and {both} of moments ({moments}). It is in host memory, or on the GPU for the layers "
+        "that k puts there, and divided among the ranks."
+    )
 
 
 def _placement_words(config: HyTrainConfig) -> list[str]:
@@ -31,52 +59,58 @@ def _placement_words(config: HyTrainConfig) -> list[str]:
     if isinstance(config.gpu_fraction, float):
         ignored = sorted(solver.model_fields_set & {"method", "alpha", "interval"})
         return [
-            f"Placement: gpu_fraction is fixed at {config.gpu_fraction:g}: that share of the "
-            "layers, counted from the first, is updated on the GPU; nothing is solved. A run in "
-            "which its state does not fit is refused.",
+            f"k: fixed by gpu_fraction at {config.gpu_fraction:g}: the state of that share of the "
+            "layers, counted from the first, is on the GPU. If that does not fit, the run is "
+            "refused.",
             *[f"Without effect: solver.{name}." for name in ignored],
         ]
+    every = "every step" if solver.interval == 1 else f"every {solver.interval} steps"
     how = (
-        'by "pipeline": the step is predicted for every number of GPU layers from measured times, '
-        "and of those that fit, the fewest GPU layers within 1 % of the shortest step are taken"
+        "from measured times: the fewest layers on the GPU with which the step is within 1 % of "
+        "the shortest that fits in memory"
     )
     if solver.method == "closed_form":
         alpha = "measured" if solver.alpha is None else f"given: {solver.alpha:g}"
         how = (
-            'by "closed_form": k = (t_U - t_B) / ((1 + alpha) t_U), t_U and t_B measured, alpha '
-            f"{alpha}"
+            'by "closed_form": k = (t_U - t_B) / ((1 + alpha) t_U), t_U (all CPU updates) and t_B '
+            f"(backward) measured, alpha {alpha}"
         )
-    start = "the fewest layers on the GPU that memory allows: nothing is measured before it"
+    start = "the fewest layers on the GPU that memory allows"
     if config.plan is not None:
         start = f"as many layers on the GPU as {config.plan} says"
     elif config.solver.start is not None:
         numbers = ", ".join(map(str, config.solver.start))
         start = f"these numbers of layers on the ranks' GPUs: {numbers}"
-    every = "every step" if solver.interval == 1 else f"every {solver.interval} steps"
-    return [
-        f'Placement: gpu_fraction is "solve": the number of GPU layers is solved {every}, {how}.',
-        f"The first step runs with {start}.",
-    ]
+    return [f"k: solved while training, {every}, {how}. It starts with {start}."]
 
 
 def _clipping_words(form: TrainingForm, *, is_split: bool) -> str:
     if form.is_direct:
         return (
-            "Clipping: direct: no clipping and no overflow check, so each update is committed at "
-            "once and no gradient waits."
+            "Clipping: none, and no overflow check: each layer is updated as soon as it has its "
+            "gradient, which is then freed."
         )
-    why = "at a threshold that the trainer fills in"
+    what = "at the gradient norm that the trainer fills in"
     if form.clipping is not None:
-        why = f"at {form.clipping:g}" if form.clipping > 0.0 else "none"
+        what = f"at a gradient norm of {form.clipping:g}" if form.clipping > 0.0 else "none"
     checks = "a step with inf or NaN is skipped" if form.check_overflow else "no overflow check"
     if is_split:
-        how = "CPU layers are updated when the step's outcome is known, beside the next forward"
+        how = "updated after backward, when the norm is known, beside the next forward"
     else:
-        how = (
-            "updates are previewed during backward and committed when the step's outcome is known; "
-            "until then the gradients wait"
-        )
-    return f"Clipping: {why}; {checks}. Exact: {how}."
+        how = "updated during backward; their state is written when the norm is known"
+    layers = f"Layers on the CPU are {how}. Gradients are kept until then."
+    return f"Clipping: {what}; {checks}. {layers}"
+
+
+def _batch_words(config: HyTrainConfig, form: TrainingForm) -> str:
+    if config.plan is not None:
+        return f"Batch: as {config.plan} says."
+    order = ", layer by layer" if config.accumulation == "layer_major" else ""
+    if config.batch_sizes is not None:
+        sizes = ", ".join(map(str, config.batch_sizes))
+        return f"Batch: {sum(config.batch_sizes)} samples a step, {sizes} on the ranks{order}."
+    told = [f"{BATCH_WORDS[key]}: {number}" for key, number in form.batch.items()]
+    return f"Batch: {'; '.join(told) or 'left to the trainer'}{order}."
 
 
 @dataclass(frozen=True, slots=True)

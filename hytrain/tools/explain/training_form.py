@@ -11,6 +11,12 @@ from typing import Any, cast
 from hytrain.errors import ConfigError
 from hytrain.formats.dtypes import TORCH_NAMES
 
+BATCH_WORDS = {
+    "train_batch_size": "samples of a step on all ranks",
+    "train_micro_batch_size_per_gpu": "samples of a micro-batch on each rank",
+    "gradient_accumulation_steps": "micro-batches a step",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingForm:
@@ -26,6 +32,9 @@ class TrainingForm:
         shards_weights: whether each rank keeps its shards of the training copy only (ZeRO-3).
         weights_on_host: whether it keeps them in host memory (``offload_param``).
         gather_keys: values of the ``stage3_*`` keys, where they are numbers.
+        stage: of ZeRO.
+        optimizer: which one, in words.
+        batch: the batch keys that have a number.
     """
 
     dtype: str
@@ -37,6 +46,9 @@ class TrainingForm:
     shards_weights: bool = False
     weights_on_host: bool = False
     gather_keys: Mapping[str, int] = field(default_factory=lambda: {})
+    stage: int = 2
+    optimizer: str = "AdamW"
+    batch: Mapping[str, int] = field(default_factory=lambda: {})
 
     @property
     def is_direct(self) -> bool:
@@ -77,6 +89,11 @@ def read_form(config: Mapping[str, Any]) -> TrainingForm:
         shards_weights=zero.get("stage") == 3,
         weights_on_host=_section(zero, "offload_param").get("device") == "cpu",
         gather_keys={k: v for k, v in zero.items() if k.startswith("stage3_") and type(v) is int},
+        stage=zero.get("stage", 0),
+        optimizer=str(
+            _section(config, "optimizer").get("type", "the optimizer that training passes")
+        ),
+        batch={key: config[key] for key in BATCH_WORDS if type(config.get(key)) is int},
     )
 
 

@@ -144,6 +144,10 @@ OF_DEEPSPEED: list[tuple[dict[str, Any], str]] = [
     ({"scheduler": {"type": "WarmupDecayLR"}}, r"missing a required argument: 'total_num_steps'"),
     ({"data_types": {"grad_accum_dtype": "fp8"}}, r"\"data_types\.grad_accum_dtype\" is 'fp8'"),
     ({"zero_optimization": {"stag": 2}}, r'"zero_optimization\.stag" is no key.*mean "stage"'),
+    (
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memry": True}}},
+        r'"zero_optimization\.offload_optimizer\.pin_memry" is no key.*mean "pin_memory"',
+    ),
     ({"bf16": {"enabled": True, "foo": 1}}, r'"bf16\.foo" is no key that DeepSpeed knows'),
     ({"gradient_accumulation_steps": 0}, r'"gradient_accumulation_steps" is 0'),
     ({"train_micro_batch_size_per_gpu": 10**30}, r'_per_gpu" is 10+: give .* below 2\*\*31'),
@@ -171,7 +175,10 @@ def test_a_value_of_deepspeeds_keys(change: dict[str, Any], match: str) -> None:
 
 def test_a_misspelt_key_of_deepspeeds_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert misspelt_keys({"gradient_cliping": 1.0}) == [("gradient_cliping", "gradient_clipping")]
-    assert not misspelt_keys({**make_config(), "my_notes": {}, "fp32": {}, "owner": 1})
+    assert misspelt_keys({"optimizer": {"tpye": "Adam"}}) == [("optimizer.tpye", "optimizer.type")]
+    assert not misspelt_keys(
+        {**make_config(), "aio": {}, "compile": {}, "my_notes": {}, "fp32": {}, "owner": 1}
+    )
     with caplog.at_level("WARNING", "hytrain"):
         refused(
             make_config(wall_clock_brakdown=True, amp={"enabled": True}), "Apex", UnsupportedError

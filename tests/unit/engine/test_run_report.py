@@ -68,6 +68,19 @@ def test_lines_at_the_start_when_k_has_settled_and_at_the_end(
     )
 
 
+def test_the_start_says_how_state_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(32, 32).bfloat16()
+    section = {"master": "split", "moments": "bf16"}
+    with (
+        caplog.at_level(logging.INFO, logger="hytrain.run"),
+        built(model, make_config(bf16=True, hytrain=section)),
+    ):
+        pass
+    start = next(record.getMessage() for record in caplog.records)
+    assert "1,056 trained parameters in 1 layer, ZeRO-2; k = 0.00 (0 of 1 layer)" in start
+    assert "Adam state (split master weights, bf16 moments) " in start
+
+
 class _Run:
     """A report of a run of which only decisions and steps exist."""
 
@@ -138,6 +151,8 @@ def test_what_is_no_block_is_told_apart() -> None:
     assert layers_words(layers) == "4 layers (2 blocks, and what comes before and after)"
     assert layers_words(layers[:3]) == "3 layers (2 blocks, and what comes before)"
     assert layers_words(layers[1:3]) == "2 layers"
+    assert layers_words(layers[1:2]) == "1 layer"
+    assert layers_words(layers[:2]) == "2 layers (1 block, and what comes before)"
 
 
 def test_a_fixed_k_is_not_said_to_have_settled(caplog: pytest.LogCaptureFixture) -> None:

@@ -274,8 +274,8 @@ def _words(section: dict[str, object], **rest: object) -> str:
 
 
 def test_words_tell_what_decides_k() -> None:
-    assert "gpu_fraction is fixed at 0.5" in _words({"gpu_fraction": 0.5})
-    assert '"pipeline"' in _words({})
+    assert "k: fixed by gpu_fraction at 0.5" in _words({"gpu_fraction": 0.5})
+    assert "k: solved while training, every step" in _words({})
     closed = _words({"solver": {"method": "closed_form", "alpha": 0.04, "interval": 10}})
     assert '"closed_form"' in closed
     assert "given: 0.04" in closed
@@ -304,17 +304,39 @@ def test_words_tell_what_a_plan_decides() -> None:
     ],
 )
 def test_words_tell_the_dtype_and_what_is_assumed(rest: dict[str, object], words: str) -> None:
-    assert f"Training copy: {words}." in _words({}, **rest)
+    assert f"Weights: {words};" in _words({}, **rest)
 
 
 def test_words_tell_whether_clipping_is_direct() -> None:
     unchecked = {"enabled": True, "check_grad_overflow": False}
-    assert "Clipping: direct" in _words({}, bf16=unchecked)
-    assert "Clipping: at 0.5; no overflow check. Exact" in _words(
+    assert "Clipping: none, and no overflow check" in _words({}, bf16=unchecked)
+    assert "Clipping: at a gradient norm of 0.5; no overflow check. Layers" in _words(
         {}, bf16=unchecked, gradient_clipping=0.5
     )
     assert "Clipping: none; a step with inf or NaN is skipped" in _words({}, bf16={"enabled": True})
     assert "the trainer fills in" in _words({}, gradient_clipping="auto")
+
+
+def test_words_tell_where_weights_and_state_are() -> None:
+    streamed = {"stage": 3, "offload_param": {"device": "cpu"}}
+    assert "ZeRO-2: all of them on every rank's GPU" in _words({}, zero_optimization={"stage": 2})
+    assert "ZeRO-3: divided among" in _words({}, zero_optimization={"stage": 3})
+    assert "ZeRO-3: in host memory" in _words({}, zero_optimization=streamed)
+    assert "4 bytes of master weight (fp32) and 8 of moments (fp32)" in _words({})
+    small = _words({"moments": "bf16", "master": "split"})
+    assert "2 bytes of master weight beside the bf16 weight" in small
+    assert "and 4 of moments (bf16)" in small
+    assert "Adam state (AdamW)" in _words({}, optimizer={"type": "AdamW"})
+
+
+def test_words_tell_the_batch() -> None:
+    keys = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
+    told = "Batch: samples of a micro-batch on each rank: 8; micro-batches a step: 2"
+    assert f"{told}." in _words({}, **keys)
+    assert f"{told}, layer by layer." in _words({"accumulation": "layer_major"}, **keys)
+    assert "Batch: left to the trainer." in _words({}, train_micro_batch_size_per_gpu="auto")
+    assert "Batch: 5 samples a step, 3, 2 on the ranks." in _words({"batch_sizes": [3, 2]})
+    assert "Batch: as plan.json says." in _words({"plan": "plan.json"})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""Refuses the configurations that training refuses, without a model or ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from hytrain.config import HyTrainConfig
+from hytrain.engine.config_checks import (
+    BATCH_KEYS,
+    check_config,
+    check_sections,
+    explain_assertion,
+    explain_deepspeeds,
+    misspelt_keys,
+    refuse_misplaced_section,
+)
+from hytrain.engine.deepspeed_internals import DeepSpeedConfig
+from hytrain.engine.unsupported import refuse_unsupported
+from hytrain.errors import ConfigError
+
+
+def check_as_training(config: Mapping[str, Any], section: HyTrainConfig) -> list[str]:
+    """Lines about keys that training warns of and then ignores.
+
+    Values "auto", which a trainer fills in, are passed over.
+
+    Raises:
+        ConfigError: a value is wrong, or a key is unknown in a section that DeepSpeed checks.
+        UnsupportedError: hytrain has not what is asked for.
+    """
+    refuse_misplaced_section(config)
+    check_sections(config)
+    given = _without_auto(config)
+    is_elsewhere = section.batch_sizes is not None or section.plan is not None
+    # Trainers fill "auto" in; Lightning's strategy has no keys of batches at all.
+    is_elsewhere |= not any(key in given for key in BATCH_KEYS[:2])
+    check_config(given, batches_elsewhere=is_elsewhere)
+    refuse_unsupported(given)
+    total, micro, steps = (given.get(key, 1) for key in BATCH_KEYS)
+    if not is_elsewhere and BATCH_KEYS[0] in given and total % (micro * steps):
+        raise ConfigError(
+            f'"train_batch_size" is {total}: make it a multiple of the samples of a rank and step, '
+            f"{micro * steps} (train_micro_batch_size_per_gpu x gradient_accumulation_steps)"
+        )
+    # Sizes of batches depend on the number of ranks, which is not known here.
+    given = {key: value for key, value in given.items() if key not in BATCH_KEYS}
+    try:
+        DeepSpeedConfig({**given, "train_micro_batch_size_per_gpu": 1})
+    except ValidationError as error:
+        raise explain_deepspeeds(error, config) from None
+    except AssertionError as error:
+        raise explain_assertion(error, config) or error from None
+    return [
+        f'Warning: "{key}" is no key of DeepSpeed, which ignores it: did you mean "{meant}"?'
+        for key, meant in misspelt_keys(config)
+    ]
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed itself passes over "auto" in "zero_optimization"."""
+    kept = {key: value for key, value in config.items() if value != "auto"}
+    return {
+        key: _without_auto(cast("Mapping[str, Any]", value))
+        if isinstance(value, Mapping) and key != "zero_optimization"
+        else value
+        for key, value in kept.items()
+    }
