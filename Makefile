@@ -35,7 +35,7 @@ PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeou
 PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
     -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: all install demo check docs lint format bench bench-plan test-hybrid-plans test-uneven-plans clean
+.PHONY: all install demo check docs keys lint format bench bench-plan test-hybrid-plans test-uneven-plans clean
 .PHONY: test test-parity test-experiments test-stress test-gpu test-fuzz test-configs
 .PHONY: test-ecosystem test-dropin test-architectures
 .PHONY: sanitize sanitize-memory sanitize-threads
@@ -167,6 +167,10 @@ docs:
 	    || { $(PYTHON) -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/python -m pip install --quiet $(DOCS_TOOLS); }
 	python=$(BIN)/python; test ! -x $(DOCS_VENV)/bin/mkdocs || python=$(DOCS_VENV)/bin/python; \
 	    NO_MKDOCS_2_WARNING=1 PATH="$$(dirname $$python):$$PATH" PYTHONPATH=. $$python -m mkdocs build --strict
+
+# Types and defaults of the keys in docs/configuration.md, from the models in hytrain/config.py.
+keys: install
+	$(BIN)/python docs/generate/configuration.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,34 +1,35 @@
-"""Facts about the keys of the "hytrain" section, taken from the models that check them.
+"""Writes type, default and limits of every key into docs/configuration.md: make keys
 
-The page docs/configuration.md has a heading a key. Type, default and limits are put below each
-heading when the site is built, so that they cannot differ from the code. Where the page has no text
-of its own for a key, the model's docstring is its explanation: one explanation a key.
+They are taken from the models that check the "hytrain" section; tests/unit/test_docs.py fails where
+the page differs from them. The text of a key is the page's own.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
 import json
 import re
-import textwrap
+import sys
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from hytrain.config import HyTrainConfig
 
+PAGE = Path(__file__).resolve().parents[1] / "configuration.md"
 EXAMPLE = "<!-- every key -->"
 HEADING = re.compile(r"^### `([a-z_.]+)`$", flags=re.MULTILINE)
-_HEADING_AND_NEXT = re.compile(r"^### `([a-z_.]+)`\n+(?=(#?))", flags=re.MULTILINE)
-"""A key, and "#" where its text is empty: the next heading follows at once."""
+_FACTS = re.compile(r"^### `([a-z_.]+)`\n\n(?:\*[^*\n]+\* `.*`\n\n)?", flags=re.MULTILINE)
+"""A heading, and below it the line that is written anew."""
+_BLOCK = re.compile(f"{EXAMPLE}\n\n(?:```json\n.*?\n```\n\n)?", flags=re.DOTALL)
 _SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
 
 
@@ -41,32 +42,27 @@ class Key:
         default: as JSON.
         type: what values it takes, in words.
         limits: as ``>= 1``; empty where there are none.
-        description: the model's docstring of the field.
     """
 
     name: str
     default: str
     type: str
     limits: str
-    description: str
 
 
 def all_keys(model: type[BaseModel] = HyTrainConfig, prefix: str = "") -> Iterator[Key]:
     """All keys in the order of the models; a nested section's follow one another."""
-    told = _docstrings(model)
     for name, field in model.model_fields.items():
         shown = prefix + (field.alias or name)
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield from all_keys(annotation, f"{shown}.")
             continue
-        yield Key(
-            shown, json.dumps(field.default), _words(annotation), _limits(field), told.get(name, "")
-        )
+        yield Key(shown, json.dumps(field.default), _words(annotation), _limits(field))
 
 
 def fill(markdown: str) -> str:
-    """The page with the facts below each heading.
+    """The page with the facts below each heading; those that it has are replaced.
 
     Raises:
         ValueError: a key has no heading, or a heading is no key.
@@ -76,10 +72,10 @@ def fill(markdown: str) -> str:
     if sorted(found) != sorted(known):
         missing, unknown = set(known) - set(found), set(found) - set(known)
         raise ValueError(f"docs/configuration.md: without heading {missing}, no key {unknown}")
-    filled = _HEADING_AND_NEXT.sub(
-        lambda match: f"### `{match[1]}`\n\n{_facts(known[match[1]], not match[2])}\n\n", markdown
+    filled = _FACTS.sub(
+        lambda match: f"### `{match[1]}`\n\n{_facts(known[match[1]])}\n\n", markdown
     )
-    return filled.replace(EXAMPLE, f"```json\n{example()}\n```")
+    return _BLOCK.sub(lambda _: f"{EXAMPLE}\n\n```json\n{example()}\n```\n\n", filled)
 
 
 def example() -> str:
@@ -88,22 +84,9 @@ def example() -> str:
     return '"hytrain": ' + json.dumps(section, indent=2)
 
 
-def _facts(key: Key, is_explained: bool) -> str:
+def _facts(key: Key) -> str:
     limits = f", {key.limits}" if key.limits else ""
-    head = f"*{key.type}{limits}; default* `{key.default}`"
-    return head if is_explained else f"{head}\n\n{key.description.replace('``', '`')}"
-
-
-def _docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The string below each field."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(model)))
-    body = typing.cast(ast.ClassDef, tree.body[0]).body
-    found: dict[str, str] = {}
-    for field, below in itertools.pairwise(body):
-        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        if is_text and isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            found[field.target.id] = inspect.cleandoc(str(below.value.value))  # type: ignore[union-attr]
-    return found
+    return f"*{key.type}{limits}; default* `{key.default}`"
 
 
 def _words(annotation: Any) -> str:
@@ -132,3 +115,7 @@ def _limits(field: FieldInfo) -> str:
         if isinstance(limit, kind)
     ]
     return " and ".join(found)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

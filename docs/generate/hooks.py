@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
-
-import configuration  # noqa: E402
 
 # What the offline plugin would have the search from disk load from the network.
 _SHIM = "https://unpkg.com/iframe-worker/shim"
 # References in docstrings, as :meth:`~package.Class.name`.
 _ROLE = re.compile(r":(?:class|meth|func|attr|mod):<code>~?(?:[\w.]*\.)?(\w+)</code>")
-
-
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """The configuration page has its facts from the code."""
-    if page.file.src_uri == "configuration.md":
-        return configuration.fill(markdown)
-    return markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:
