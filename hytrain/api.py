@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -92,6 +92,7 @@ def initialize(
         PlanError: ``"hytrain.plan"`` is for another job; nothing was changed.
         UnsupportedError: the configuration asks for something that hytrain does not support.
     """
+    Registration.was_used = True
     avoid_cpu_communication_build()
     for lock in find_locks():
         if lock.is_stale and os.environ.get("RANK", "0") == "0":
@@ -352,6 +353,9 @@ def _with_unequal_batches(config: Mapping[str, Any], sizes: Sequence[int]) -> di
 class Registration:
     """hytrain's ``initialize`` in DeepSpeed's place, until :meth:`undo` or the block's end."""
 
+    was_used: ClassVar[bool] = False
+    """Whether ``initialize`` was called in this process."""
+
     def __init__(self) -> None:
         self._replaced = deepspeed.initialize
         offer_conversions()
@@ -370,6 +374,12 @@ class Registration:
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
+        if not Registration.was_used and not any(exception):
+            logger.warning(
+                "nothing in the block of hytrain.register() called deepspeed.initialize: hytrain "
+                "is not used. Put the call that builds the engine inside (train(), prepare()), and "
+                "start with DeepSpeed (`deepspeed ...`, `accelerate launch --use_deepspeed ...`)"
+            )
 
 
 def register() -> Registration:

@@ -258,21 +258,21 @@ def life_of_a_gradient() -> None:
 
 
 def step_times(*, dark: bool) -> None:
-    """Part A of experiments/offload_step, 2026-11-21: README.md has the same figures."""
+    """Run 1 of experiments/solve_k, 2026-11-21: README.md has the same figures."""
     ink, pale, ground = ("#e6edf3", "#9198a1", "#0d1117") if dark else (INK, PALE, "#ffffff")
     picture = Picture(860, 232, ground)
     rows = (
-        ("forward and backward alone", 0.323, "the limit", "#8c959f"),
-        ("hytrain", 0.345, "1.07 x", BACK),
-        ("FSDP2, CPU offload (no clipping)", 1.226, "3.8 x", FORWARD),
-        ("DeepSpeed ZeRO-2 offload", 1.381, "4.3 x", FORWARD),
+        ("forward and backward alone", 0.328, "the limit", "#8c959f"),
+        ("hytrain, k solved", 0.345, "1.05 x", BACK),
+        ("hytrain, all state on the host", 0.567, "1.7 x", BACK),
+        ("DeepSpeed ZeRO-2 offload", 1.445, "4.4 x", FORWARD),
     )
     for number, (name, seconds, times, fill) in enumerate(rows):
         y = 16 + 46 * number
         picture.words(16, y + 21, name, ink=ink, size=14)
-        picture.box(260, y, 340 * seconds, 32, fill, edge=ground)
-        picture.words(268 + 340 * seconds, y + 21, f"{seconds:.3f} s, {times}", ink=ink, size=14)
-    note = "a step of 2.9 B parameters, 8 x 1024 tokens, bf16, one H200; shorter is better"
+        picture.box(240, y, 330 * seconds, 32, fill, edge=ground)
+        picture.words(248 + 330 * seconds, y + 21, f"{seconds:.3f} s, {times}", ink=ink, size=14)
+    note = "a step of 2.9 B parameters, 8 x 1024 tokens, bf16, no step clipped, one H200"
     picture.words(16, 218, note, ink=pale)
     picture.write("step_times_dark.svg" if dark else "step_times_light.svg")
 

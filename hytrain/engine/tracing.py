@@ -20,6 +20,7 @@ from torch import nn
 from hytrain.config import DEFAULT_TRACED_STEPS, TraceConfig
 from hytrain.engine.trace_session import TraceSession
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.formats.text_table import longer_by
 from hytrain.hardware.rank_clocks import clock_offset_ns
 from hytrain.optimizer.layer_guards import modules_of_layers
 from hytrain.trace.recorder import Recorder
@@ -180,8 +181,8 @@ class Tracing:
             made = "no step was made" if seen is None else f"steps {seen[0]} to {seen[1]} were made"
             first, end = self._config.steps or DEFAULT_TRACED_STEPS
             logger.warning(
-                'no trace was written: "hytrain.trace.steps" asks for steps %d to %d, and %s: give '
-                "steps that come",
+                'no trace was written: "hytrain.trace.steps" asks for steps %d to %d, but %s: give '
+                "some of those",
                 first,
                 end - 1,
                 made,
@@ -192,12 +193,12 @@ def _report(recording: Recording, path: Path) -> None:
     header = recording.header
     cost = ""
     if header.recording_overhead is not None:
-        cost = f" ({header.recording_overhead:+.1%} against the steps beside them)"
+        cost = f" ({longer_by(header.recording_overhead)} than the steps beside them)"
     _run_logger.info(  # shown by default
-        "hytrain: steps %d to %d are recorded in %s%s; open it in ui.perfetto.dev or vizviewer",
+        "hytrain: steps %d to %d are recorded%s; see `hytrain trace report %s` or ui.perfetto.dev",
         *header.steps,
-        path,
         cost,
+        path,
     )
     if header.dropped_spans:
         logger.warning("the trace has lost %d spans: record fewer steps", header.dropped_spans)

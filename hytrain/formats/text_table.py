@@ -83,3 +83,12 @@ def fold(text: str, width: int = WIDTH) -> str:
         folded = (part.replace("\0", " ") for part in whole.wrap(line.replace(" %", "\0%")))
         lines += folded if len(line) > width else [line]
     return "\n".join(lines)
+
+
+def longer_by(share: float) -> str:
+    """A duration beside another, in words: "5.3 % shorter".
+
+    >>> longer_by(-0.053)
+    '5.3 % shorter'
+    """
+    return f"{abs(share) * 100:.1f} % {'longer' if share >= 0.0 else 'shorter'}"

@@ -27,7 +27,7 @@ from hytrain.placement.choose_gpu_layers import (
     solve,
     worth_moving,
 )
-from hytrain.placement.costs import MemoryLimits
+from hytrain.placement.costs import MemoryLimits, counted
 from hytrain.placement.launch_bound import LaunchBoundPlacement
 from hytrain.placement.measure import MANY_STEPS, STEP_CHANGE, WINDOW
 from hytrain.placement.memory import Bounds, bounds
@@ -183,8 +183,8 @@ class PlacementController:
             return solved, solution.reason
         if solved == here:
             return here, solution.reason
-        stay = f"{here} of {len(self._layers)} layers stay there: {solved} would win too little"
-        return here, f"{stay}; {solution.reason}"
+        stay = f"no change: {solved} of {counted(len(self._layers), 'layer')} on the GPU would save"
+        return here, f"{stay} too little; {solution.reason}"
 
     def _see_launches(self, step: int, launch_bound: bool, *, is_certain: bool) -> None:
         """Whether this workload's steps are launch-bound, which only shows with few CPU updates."""

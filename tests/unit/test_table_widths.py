@@ -219,9 +219,11 @@ def _wide(row: CandidateRow, seconds: float) -> CandidateRow:
 def test_explain_a_configuration(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "config.json"
     section = {"gpu_fraction": 0.5, "solver": {"method": "closed_form", "alpha": 0.1}}
-    path.write_text(json.dumps({"hytrain": section}), encoding="utf-8")
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    text = json.dumps({"hytrain": section, "zero_optimization": zero})
+    path.write_text(text, encoding="utf-8")
     assert cli.main(["explain", str(path)]) == 0
-    check_width(capsys.readouterr().out)
+    check_width(capsys.readouterr().out.replace(f"{tmp_path}/", ""))
 
 
 def test_what_memory_takes() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hytrain.formats.text_table import align
+from hytrain.formats.text_table import align, longer_by
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import step_times
 from hytrain.tools.trace.analysis import Analysis, Cause
-from hytrain.tools.trace.rates import Rate
 from hytrain.tools.trace.spans import NONE, RankTrace
 from hytrain.tools.trace.step_times import StepTimes, overlap
 
@@ -52,6 +51,10 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}" if seconds < 1.0 else f"{seconds * 1e3:.0f}"
 
 
+def _device(analysis: Analysis) -> str:
+    return "GPU" if analysis.has_gpu else "CPU"
+
+
 def _ns(nanoseconds: float) -> str:
     return _ms(nanoseconds * 1e-9)
 
@@ -78,7 +81,7 @@ def change_number(analysis: Analysis) -> str:
 def _overlap_words(analysis: Analysis) -> str:
     rank = analysis.slowest
     step, share = analysis.step_seconds(rank), analysis.busy_share(rank)
-    device, note = ("GPU", "") if analysis.has_gpu else ("CPU", " (there is no GPU)")
+    device, note = _device(analysis), "" if analysis.has_gpu else " (there is no GPU)"
     who = f"The {device}{note}"
     if len(analysis.ranks) > 1:
         who = f"The {device} of rank {rank}, the slowest{note},"
@@ -174,12 +177,13 @@ def report(analysis: Analysis) -> str:
     blocks = ["\n".join(sentences(analysis)), _steps(analysis)]
     for rank in analysis.ranks:
         blocks += _rank(analysis, rank)
-    blocks += [_slow_layers(analysis), _fixes(analysis)]
+    blocks += [_slow_layers(analysis), _fixes(analysis) if analysis.has_gpu else ""]
     return "\n\n".join(block for block in blocks if block)
 
 
 def _steps(analysis: Analysis) -> str:
-    rows = [("rank", "step", "ms", "GPU busy", "forward", "backward", "update", "idle", "mostly")]
+    busy = f"{_device(analysis)} busy"
+    rows = [("rank", "step", "ms", busy, "forward", "backward", "update", "idle", "mostly")]
     lines = [(rank.rank, one) for rank in analysis.ranks for one in analysis.steps[rank.rank]]
     for rank, one in lines[:_MOST_STEPS]:
         parts = one.parts
@@ -206,7 +210,7 @@ def _rank(analysis: Analysis, rank: RankTrace) -> list[str]:
     blocks = [
         f"{title}: {rank.path.name}{source}",
         *(_activities(steps), _idle(analysis, rank.rank), _layers(steps)),
-        *(_critical(analysis, rank.rank), _rates(analysis.rates[rank.rank])),
+        *(_critical(analysis, rank.rank), _rates(analysis, rank.rank)),
         _measured(analysis, rank),
     ]
     if rank.unknown:
@@ -226,14 +230,15 @@ def _activities(steps: Sequence[StepTimes]) -> str:
 
 
 def _idle(analysis: Analysis, rank: int) -> str:
-    rows = [("the GPU is idle because of", "ms a step", "share", "layer", "what")]
+    device = _device(analysis)
+    rows = [(f"the {device} is idle because of", "ms a step", "share", "layer", "what")]
     for cause in analysis.causes:
         if cause.rank == rank:
             layer = "" if cause.layer == NONE else str(cause.layer)
             late = f"rank {cause.late_rank}: " if cause.late_rank != NONE else ""
             share = percent(cause.seconds / analysis.step_seconds(rank))
             rows.append((cause.cause, _ms(cause.seconds), share, layer, late + cause.detail))
-    return "\n".join(align(rows, left=(0, 4))) if len(rows) > 1 else "The GPU is never idle."
+    return "\n".join(align(rows, left=(0, 4))) if len(rows) > 1 else f"The {device} is never idle."
 
 
 def _layers(steps: Sequence[StepTimes]) -> str:
@@ -273,14 +278,15 @@ def _critical(analysis: Analysis, rank: int) -> str:
     return "Critical path: " + ", ".join(parts) + "."
 
 
-def _rates(rates: Sequence[Rate]) -> str:
-    rows = [("rate while it runs", "achieved", "measured peak", "of peak", "runs")]
-    for rate in rates:
+def _rates(analysis: Analysis, rank: int) -> str:
+    # On a CPU compute takes cores and memory bandwidth from what is measured, and from its peak.
+    of_peak = ("measured peak", "of peak") if analysis.has_gpu else ()
+    rows: list[tuple[str, ...]] = [("rate while it runs", "achieved", *of_peak, "runs")]
+    for rate in analysis.rates[rank]:
         share = "unknown" if rate.share is None else percent(rate.share)
-        if rate.share is not None and rate.share > 1.0:  # as on a CPU, whose peak moves
-            share = "> 100 %"
-        achieved, peak = _quantity(rate.achieved, rate.unit), _quantity(rate.peak, rate.unit)
-        rows.append((rate.name, achieved, peak, share, percent(rate.busy_share)))
+        peak = (_quantity(rate.peak, rate.unit), share) if of_peak else ()
+        achieved = _quantity(rate.achieved, rate.unit)
+        rows.append((rate.name, achieved, *peak, percent(rate.busy_share)))
     return "\n".join(align(rows)) if len(rows) > 1 else ""
 
 
@@ -297,11 +303,11 @@ def _measured(analysis: Analysis, rank: RankTrace) -> str:
     header, power = rank.header, analysis.energy[rank.rank]
     if header is not None and header.predicted_step_s is not None:
         error = analysis.step_seconds(rank.rank) / header.predicted_step_s - 1.0
-        words.append(f"predicted {_ms(header.predicted_step_s)} ms ({error:+.1%} measured)")
+        words.append(f"{longer_by(error)} than predicted ({_ms(header.predicted_step_s)} ms)")
     if header is not None and header.unprofiled_step_s is not None:
-        words.append(f"unprofiled steps {_ms(header.unprofiled_step_s)} ms")
+        words.append(f"steps that are not recorded {_ms(header.unprofiled_step_s)} ms")
     if header is not None and header.recording_overhead is not None:
-        words.append(f"recording costs {percent(header.recording_overhead)}")
+        words.append(f"recorded ones are {longer_by(header.recording_overhead)}")
     if power is not None:
         for name, joules in (("GPU", power.gpu), ("CPU", power.cpu)):
             words += [] if joules is None else [f"{joules:.1f} J a step on the {name}"]

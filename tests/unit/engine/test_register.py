@@ -33,6 +33,22 @@ def test_the_block_builds_hytrains_engine_and_ends_cleanly() -> None:
     assert deepspeed.initialize is original
 
 
+def test_a_block_that_builds_no_engine_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hytrain.api.Registration, "was_used", False)
+    with hytrain.register():
+        pass
+    assert "hytrain is not used" in caplog.text
+    caplog.clear()
+    with pytest.raises(KeyError), hytrain.register():
+        raise KeyError
+    with hytrain.register():
+        engine: Any = build(make_config())
+        engine.destroy()
+    assert "hytrain is not used" not in caplog.text
+
+
 def test_undo_is_idempotent_and_registrations_nest() -> None:
     original = deepspeed.initialize
     outer = hytrain.register()

@@ -76,6 +76,9 @@ def test_a_report_says_that_there_was_no_gpu(
     assert cli.main(["trace", "report", str(trace.file.path)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("The CPU (there is no GPU) computes ")
+    for of_gpu in ("of peak", "GPU busy", "GPU is idle", "fix, each alone"):
+        assert of_gpu not in text
+    assert "rate while it runs" in text
     assert "\nRecord a run with a GPU: " in text, "no advice"
 
 
@@ -338,7 +341,8 @@ def test_the_file_is_announced_where_the_run_is_told(
         train(traced_config(tmp_path, (2, 3)), 3)
     told = [r.getMessage() for r in caplog.records if r.name == "hytrain.run"]
     file = tmp_path / "trace_rank0.json"
-    assert any(f"steps 2 to 2 are recorded in {file}" in text for text in told)
+    (said,) = [text for text in told if text.startswith("hytrain: steps 2 to 2 are recorded")]
+    assert f"`hytrain trace report {file}`" in said
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def test_rates_energy_and_what_was_predicted(tmp_path: Path, capsys: Capture) ->
     assert cli.main(["trace", "report", str(tmp_path / "trace_rank0.json")]) == 0
     text = " ".join(capsys.readouterr().out.split())
     error = analysis.step_seconds(0) / 0.01 - 1.0
-    assert f"predicted 10.00 ms ({error:+.1%} measured); " in text
+    assert f"{error:.1%} longer than predicted (10.00 ms); ".replace("%", " %", 1) in text
+    assert "of peak" in text
     assert "6.5 J a step on the GPU" in text
 
 
