@@ -324,7 +324,7 @@ def test_a_lane_a_thread(tmp_path: Path) -> None:
 def test_warns_of_steps_that_never_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         train(traced_config(tmp_path, (10, 14)), 2)
-    assert "asks for steps 10 to 13, and steps 1 to 2 were made" in caplog.text
+    assert "asks for steps 10 to 13, but steps 1 to 2 were made" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
