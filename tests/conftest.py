@@ -24,6 +24,8 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:
     # DeepSpeed looks for an accelerator when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# Idle threads of OpenMP would spin on the cores of other tests' processes. Read at torch's import.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

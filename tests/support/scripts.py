@@ -1,18 +1,21 @@
 """Scripts that run in a process of their own, without importing everything again.
 
 Of a short run of the training script six seconds of seven are imports. The process is forked from
-the one that tests/dist/harness.py keeps. A test of the process itself (its start, its imports, its
-end) starts a fresh one.
+the one that tests/dist/harness.py keeps. A test of the process's start or of what it imports starts
+a fresh one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
+import traceback
+import types
 from pathlib import Path
+from typing import Any
 
 from harness import process_context
 
@@ -20,9 +23,21 @@ from support.processes import fresh_environment
 
 
 def run_script(
-    script: Path, *argv: str, timeout: float = 120.0, **variables: str
+    script: Path | str,
+    *argv: str,
+    timeout: float = 120.0,
+    is_finalized: bool = False,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """As ``python SCRIPT ARGV...``, on the CPU with one thread, and with ``variables``.
+
+    Args:
+        script: the file, or as a string its text.
+        argv: its arguments.
+        timeout: seconds.
+        is_finalized: it ends as an interpreter does: exit functions, threads, objects. That takes
+            two seconds, and a forked process leaves without otherwise.
+        variables: of its environment.
 
     Raises:
         subprocess.TimeoutExpired: it had not ended after ``timeout`` seconds, and was killed.
@@ -30,8 +45,12 @@ def run_script(
     with tempfile.TemporaryDirectory() as name:
         outputs = [Path(name) / "stdout", Path(name) / "stderr"]
         environment = fresh_environment(OMP_NUM_THREADS="1", **variables)
+        if isinstance(script, str):
+            text, script = script, Path(name) / "script.py"
+            script.write_text(text)
         process = process_context().Process(
-            target=_become, args=(str(script), argv, environment, [str(path) for path in outputs])
+            target=_finalized if is_finalized else _become,
+            args=(str(script), argv, environment, [str(path) for path in outputs]),
         )
         process.start()
         process.join(timeout)
@@ -54,4 +73,19 @@ def _become(
     os.environ.update(environment)
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")
+    # Not by runpy, which drops what the script has made when it ends.
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__ = script
+    exec(compile(Path(script).read_text(), script, "exec"), vars(module))
+
+
+def _finalized(*arguments: Any) -> None:
+    status = 0
+    try:
+        _become(*arguments)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    ctypes.pythonapi.Py_Exit(status)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.ports import free_port
+from support.scripts import run_script
 
 transformers: Any = pytest.importorskip("transformers", reason="the examples are of transformers")
 
@@ -48,11 +46,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(command: list[str], folder: Path, **more: str) -> str:
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = {**os.environ, **rank, "MASTER_PORT": str(free_port()), **more}
-    environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    run = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    here = f"import os; os.chdir({str(folder)!r})\n"
+    text = here + Path(command[0]).read_text()
+    run = run_script(text, *command[1:], **rank, MASTER_PORT=str(free_port()), **more)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "hytrain 0" in run.stderr, "the line at the start"
     return run.stdout + run.stderr

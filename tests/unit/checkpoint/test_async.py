@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 from dataclasses import replace
@@ -16,8 +14,8 @@ import pytest
 import torch
 from support.comparisons import assert_same_states
 from support.engines import environment
-from support.processes import fresh_environment
 from support.resume import Run, assert_same, engine_of, micro_batch, snapshot, train
+from support.scripts import run_script
 
 from hytrain.checkpoint import async_save, file_writers
 from hytrain.checkpoint import snapshot as snapshots
@@ -310,11 +308,8 @@ _SAVES_LAST = f"""
 
 def test_a_script_may_end_with_it(tmp_path: Path) -> None:
     """Nothing waits, and nothing is destroyed; the save copies and writes in threads of its own."""
-    command = [sys.executable, "-c", textwrap.dedent(_SAVES_LAST), str(tmp_path)]
-    environment = fresh_environment(HYTRAIN_DELAYS="1:20000")
-    ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
+    script = textwrap.dedent(_SAVES_LAST)
+    ended = run_script(script, str(tmp_path), is_finalized=True, HYTRAIN_DELAYS="1:20000")
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "failed" not in ended.stderr
     assert (tmp_path / "latest").read_text() == "global_step2"

@@ -20,6 +20,7 @@ from support.damage import damaged, flip
 from support.engines import built, make_config
 from support.plain_deepspeed import conversion, plain_engine
 from support.resume import Everything, Run, Snapshot, engine_of, snapshot, train
+from support.scripts import run_script
 
 from hytrain.checkpoint import progress
 from hytrain.errors import CheckpointError
@@ -152,8 +153,7 @@ def test_without_frozen(saved: Saved, tmp_path: Path) -> None:
 def test_the_script_beside_the_checkpoint(saved: Saved, tmp_path: Path) -> None:
     script = saved.folder / "zero_to_fp32.py"
     assert os.access(script, os.X_OK)
-    command = [sys.executable, str(script), str(saved.folder), str(tmp_path / "out")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run_script(script, str(saved.folder), str(tmp_path / "out"))
     assert ended.returncode == 0, ended.stderr
     stored = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
     _assert_masters(stored, saved)

@@ -18,7 +18,8 @@ import pytest
 import torch
 from support.engines import built, environment, make_config
 from support.models import make_batch, make_model
-from support.processes import fresh_environment, num_threads
+from support.processes import num_threads
+from support.scripts import run_script
 from support.shadow import Shadow
 from torch.utils.data import DataLoader, Dataset
 from training import FRACTIONS, backward, inputs, make_steps
@@ -139,14 +140,7 @@ def _run_script(body: str, **variables: str) -> tuple[subprocess.CompletedProces
 
 
 def _run(script: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=fresh_environment(**variables),
-        check=False,
-    )
+    result = run_script(script, timeout=200.0, is_finalized=True, **variables)
     ended = time.time()
     marks = [line for line in result.stdout.splitlines() if line.startswith("END")]
     assert marks, result.stderr

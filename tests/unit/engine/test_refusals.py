@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from support.engines import make_config
 from support.models import Mlp, make_model
+from support.scripts import run_script
 from training import untouched
 
 import hytrain
@@ -366,9 +364,6 @@ def test_a_script_without_a_launcher_is_told_how_to_start_it() -> None:
         f"    model=model, model_parameters=model.parameters(), config={make_config()!r}\n"
         ")\n"
     )
-    outside = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    run = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, env=outside, check=False
-    )
+    run = run_script(text)
     assert "ConfigError: the script was started without a launcher" in run.stderr
     assert "torchrun --nproc_per_node" in run.stderr

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -20,6 +17,7 @@ import pytest
 import torch
 from support.engines import built, make_config
 from support.placement_runs import NUM_LAYERS, costs, decision
+from support.scripts import run_script
 from torch import nn
 
 from hytrain.engine import run_report
@@ -164,15 +162,15 @@ def test_a_fixed_k_is_not_said_to_have_settled(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_progress_bar_is_not_written_into() -> None:
-    ours, theirs = os.openpty()
     code = (
-        "import sys; from hytrain.engine import run_report\n"
-        "sys.stderr.write('50%'); run_report._show_by_default(); run_report.logger.info('seen')"
+        "import os, sys; from hytrain.engine import run_report\n"
+        "ours, theirs = os.openpty(); os.dup2(theirs, 2)\n"
+        "sys.stderr.write('50%'); run_report._show_by_default(); run_report.logger.info('seen')\n"
+        "seen = b''\n"
+        "while not seen.endswith(b'\\n'): seen += os.read(ours, 1000)\n"
+        "print(seen)"
     )
-    subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as terminal:
-        assert b"50%\r\x1b[Kseen\r\n" in terminal.read1()
+    assert r"50%\r\x1b[Kseen\r\n" in run_script(code, timeout=60.0).stdout
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -182,8 +180,7 @@ def test_a_script_shows_them_unless_it_sets_a_level(quiet: bool) -> None:
         + ("logging.getLogger('hytrain').setLevel(logging.WARNING)\n" if quiet else "")
         + "run_report._show_by_default()\nrun_report.logger.info('seen')\n"
     )
-    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    assert run.stderr.count("seen") == (0 if quiet else 1)
+    assert run_script(text).stderr.count("seen") == (0 if quiet else 1)
 
 
 def test_metrics_are_what_explain_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
