@@ -225,7 +225,7 @@ def test_a_models_sizes_are_the_real_ones(config: Path, model: Path, capsys: Cap
     assert "<- first step" in text
     assert "GPU: there is" in text
     assert cli.main(["explain", str(config), *arguments[:2]]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert ("give --gpu-memory GIB" in text) == (not torch.cuda.is_available())
 
 

@@ -48,7 +48,7 @@ def add(explain: argparse.ArgumentParser) -> None:
     )
     explain.add_argument("--json", action="store_true", help="print JSON instead of text")
     explain.add_argument(
-        "--rank", type=rank_number, help="whose decisions, or sizes (default: the first)"
+        "--rank", type=rank_number, help="the rank to report on (default: the first)"
     )
     model = explain.add_argument_group("with CONFIG")
     model.add_argument(
@@ -59,13 +59,13 @@ def add(explain: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         type=positive_float,
         metavar="GIB",
-        help="of each rank's GPU (default: this machine's; without a GPU no limit)",
+        help="memory of each rank's GPU (default: this machine's; without a GPU no limit)",
     )
     model.add_argument(
         "--host-memory",
         type=positive_float,
         metavar="GIB",
-        help="for all ranks together (default: what is free on this machine)",
+        help="memory for all ranks together (default: what is free on this machine)",
     )
     explain.set_defaults(run=_explain)
 

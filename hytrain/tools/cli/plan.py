@@ -44,12 +44,12 @@ _MOST_SAMPLES = 2**16
 def add(plan: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     plan.description = _DESCRIPTION
-    _add_subject(plan.add_argument_group("for whom"))
-    _add_choices(plan.add_argument_group("what may be chosen"))
-    _add_hosts(plan.add_argument_group("hosts of named GPUs; default: as measured, or as usual"))
-    output = plan.add_argument_group("what comes of it")
+    _add_subject(plan.add_argument_group("GPUs, model and batch"))
+    _add_choices(plan.add_argument_group("what the plan may use"))
+    _add_hosts(plan.add_argument_group("hosts of --gpus (default: as measured, or usual values)"))
+    output = plan.add_argument_group("output")
     output.add_argument(
-        "--out", type=Path, metavar="PLAN", help='write it, for "hytrain": {"plan": PLAN}'
+        "--out", type=Path, metavar="PLAN", help='write the plan, for "hytrain": {"plan": PLAN}'
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
@@ -66,7 +66,7 @@ def _add_subject(group: Any) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="measured by `hytrain profile`; several are merged",
+        help="files of `hytrain profile`; several are merged",
     )
     group.add_argument(
         "--gpus",
@@ -100,8 +100,7 @@ def _add_subject(group: Any) -> None:
     group.add_argument(
         "--moments",
         choices=MOMENTS,
-        help="of the profiles to plan with, where there are several; of data sheets (default: the "
-        "configuration's, else fp32)",
+        help="how Adam's moments are kept (default: as in --deepspeed-config, else fp32)",
     )
 
 
@@ -110,37 +109,35 @@ def _add_choices(group: Any) -> None:
         "--stage",
         type=int,
         choices=STAGES,
-        help="of ZeRO (default: that of --deepspeed-config, else 2)",
+        help="ZeRO stage (default: as in --deepspeed-config, else 2)",
     )
     group.add_argument(
         "--offload-param",
         choices=("cpu",),
-        help="with --stage 3: the weights that the GPU computes with are kept in host memory, too, "
-        "and copied to it for every use, as zero_optimization.offload_param does; for models "
-        "that do not fit otherwise",
+        help="with --stage 3: keep the weights in host memory, too, and copy them to the GPU for "
+        "every use, as zero_optimization.offload_param does; for models that do not fit otherwise",
     )
     group.add_argument(
         "--deepspeed-config",
         type=Path,
         metavar="JSON",
-        help="of the training: has the stage and offload_param; in stage 3 its stage3_* keys say "
-        "how many layers are gathered at once (default: DeepSpeed's own)",
+        help="the configuration that will train: gives the stage, offload_param and, in stage 3, "
+        "how many layers are gathered at once (default: DeepSpeed's defaults)",
     )
     group.add_argument(
         "--activations",
         nargs="+",
         choices=ACTIVATIONS,
         default=ACTIVATIONS,
-        help="what may become of activations: stored or computed again, one micro-batch after "
-        "another; layer by layer, with the layers' inputs kept on the GPU or offloaded (default: "
-        "any)",
+        help="what may be done with activations: store or recompute them, with one micro-batch "
+        "after another; or go layer by layer and keep the layers' inputs on the GPU or offload "
+        "them to the host (default: any)",
     )
     group.add_argument(
         "--accumulation",
         choices=tuple(ACCUMULATION_MODES),
-        help="only the activations of this mode: micro-batches one after another (store, "
-        "recompute; for a model that cannot be computed layer by layer), or layer by layer (keep, "
-        "offload); default: the better one, in stages 1 and 2 of each rank for itself",
+        help="micro-batches one after another (store, recompute; the only way for some models) or "
+        "layer by layer (keep, offload); default: the faster, in stages 1 and 2 chosen per rank",
     )
     group.add_argument(
         "--no-idle", action="store_true", help="every rank computes at least one sample"
@@ -150,41 +147,46 @@ def _add_choices(group: Any) -> None:
         type=share,
         default=1.0,
         metavar="F",
-        help="of the steps, those whose gradient is clipped, which takes the CPU longer (1: the "
-        "plan holds also where every step is, as at the beginning of a training; 0: none is)",
+        help="share of the steps that are clipped, which takes the CPU longer (default: 1, as at "
+        "the beginning of a training; 0: none)",
     )
     group.add_argument(
         "--device-memory-fraction",
         type=positive_float,
         default=1.0,
         metavar="F",
-        help="of each GPU's memory that may be used (default: 1)",
+        help="share of each GPU's memory that may be used (default: 1)",
     )
     group.add_argument(
         "--gpu-memory-reserve",
         type=positive_float,
         metavar="GIB",
-        help="that stays free of each GPU (default: 4 %%, at least 1)",
+        help="what stays free on each GPU (default: 4 %%, at least 1)",
     )
     group.add_argument(
         "--host-memory-reserve",
         type=positive_float,
         metavar="GIB",
-        help="that stays free of each host (default: 3 %%, at least 1)",
+        help="what stays free on each host (default: 3 %%, at least 1)",
     )
 
 
 def _add_hosts(group: Any) -> None:
-    group.add_argument("--cores", type=positive_int, metavar="N", help="of each host")
-    group.add_argument("--host-memory", type=positive_float, metavar="GIB", help="of each host")
+    group.add_argument("--cores", type=positive_int, metavar="N", help="cores of each host")
     group.add_argument(
-        "--host-bandwidth", type=positive_float, metavar="GB/S", help="of each host's memory"
+        "--host-memory", type=positive_float, metavar="GIB", help="memory of each host"
+    )
+    group.add_argument(
+        "--host-bandwidth",
+        type=positive_float,
+        metavar="GB/S",
+        help="memory bandwidth of each host",
     )
     group.add_argument(
         "--interconnect",
         type=positive_float,
         metavar="GB/S",
-        help="of a collective between the ranks, instead of measured ones",
+        help="bandwidth of a collective between the ranks, instead of the measured one",
     )
 
 

@@ -32,14 +32,14 @@ def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
     parser.description = _DESCRIPTION
     case = parser.add_mutually_exclusive_group(required=True)
     case.add_argument(
-        "--case", type=Path, metavar="DIR", help="args.json, hostfile, clusterfile.json, profiles"
+        "--case", type=Path, metavar="DIR", help="folder with args.json, hostfile, clusterfile.json"
     )
     case.add_argument(
         "--hytrain-profile",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="measured by `hytrain profile`; several are merged; needs --gbs and --bandwidth",
+        help="files of `hytrain profile`; several are merged; needs --gbs and --bandwidth",
     )
     parser.add_argument("--gbs", type=positive_int, metavar="N", help="samples of a step")
     parser.add_argument(
@@ -56,19 +56,19 @@ def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
         type=share,
         default=0.0,
         metavar="F",
-        help="share of the cost to stop at (default: 0)",
+        help="stop at a plan proven to be within this share of the cheapest (default: 0)",
     )
     search.add_argument(
-        "--seconds", type=positive_float, metavar="S", help="stop then with the best so far"
+        "--seconds", type=positive_float, metavar="S", help="stop then, with the best plan so far"
     )
-    output = parser.add_argument_group("what comes of it")
+    output = parser.add_argument_group("output")
     output.add_argument(
         "--top",
         type=positive_int,
         default=1,
         metavar="K",
-        help="plans: the best ones of the K best combinations of order, micro-batches and range of "
-        "stage counts (default: 1)",
+        help="print K plans: the best of each of the K best combinations of order, micro-batches "
+        "and range of stage counts (default: 1)",
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     output.add_argument("--out", type=Path, metavar="PLAN", help="the plan as JSON")
@@ -89,20 +89,20 @@ def _add_model(group: Any) -> None:
     group.add_argument(
         "--inter-node",
         action="store_true",
-        help="count the bandwidth between nodes for what goes between them",
+        help="use the bandwidth between nodes for traffic between them",
     )
     group.add_argument(
         "--per-gpu-memory",
         action="store_true",
-        help="each GPU holds its own demand, instead of the group's sum of memory the stage's",
+        help="check the memory of each GPU, not the sum over a stage's GPUs",
     )
     group.add_argument(
         "--host-state",
         type=positive_float,
         nargs=3,
         metavar=("GB", "RATE", "COPY"),
-        help="stages may keep optimizer state on the host: GB of each node for it, parameters a "
-        "second that its CPU updates, GB/s between a GPU and its host",
+        help="allow optimizer state on hosts: GB for it on each node, parameters a second that the "
+        "node's CPU updates, GB/s between a GPU and its host",
     )
 
 

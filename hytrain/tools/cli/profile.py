@@ -47,7 +47,7 @@ def add(profile: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="measure nothing: join these profiles; what several have measured, the newest has",
+        help="measure nothing: merge these profiles; the newest measurement of a device counts",
     )
     model = profile.add_argument_group("the model")
     model.add_argument(
@@ -58,28 +58,28 @@ def add(profile: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--seq-len", type=positive_int, help="tokens of a sample")
     model.add_argument(
-        "--dtype", choices=DTYPES, help=f"of the training copy (default: {DTYPES[0]})"
+        "--dtype", choices=DTYPES, help=f"dtype of the weights (default: {DTYPES[0]})"
     )
     model.add_argument(
-        "--block-class", metavar="NAME", help="the layers' class (default: detected)"
+        "--block-class", metavar="NAME", help="class of the transformer blocks (default: detected)"
     )
     how = profile.add_argument_group("measuring")
     how.add_argument(
         "--micro-batches",
         type=positive_ints,
         metavar="N,N,...",
-        help="sizes to measure (default: 1, 2, 4, ... until memory ends or speed grows no more)",
+        help="sizes to measure (default: 1, 2, 4, ... until memory is full or speed stays equal)",
     )
     how.add_argument(
         "--seconds",
         type=positive_float,
-        help=f"for the layers, about (default: {_SECONDS:.0f}); the rest takes about 30",
+        help=f"about how long to measure layers (default: {_SECONDS:.0f}); the rest takes about 30",
     )
     how.add_argument(
         "--device-memory-fraction",
         type=positive_floats,
         metavar="F[,F...]",
-        help="the part of each GPU's memory that may be used: one number, or one a rank",
+        help="share of each GPU's memory that may be used: one number, or one a rank",
     )
     how.add_argument(
         "--moments",

@@ -12,14 +12,14 @@ from hytrain.tools.cli.arguments import check_outputs
 
 _REPORT = (
     "How well GPU, copies and CPU overlap, what the GPU waits for and why, and what a change would "
-    "save at most. FILEs are traces of one run, a file a rank: hytrain's, or of torch.profiler."
+    "save at most. FILEs are traces of one run, one per rank, by hytrain or by torch.profiler."
 )
 _COMPARE = "Two runs on one time axis: GPU, copies and CPU of both, and their differences in words."
 
 
 def add(trace: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    trace.description = "What recorded steps show: of one run, or of two beside each other."
+    trace.description = "Where the time of recorded steps goes, in one run or in two side by side."
     commands = trace.add_subparsers(required=True, metavar="{report,compare}")
     report = commands.add_parser("report", help="where the time of a run goes", description=_REPORT)
     report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON, gzipped or not")
@@ -31,7 +31,7 @@ def add(trace: argparse.ArgumentParser) -> None:
     for command in (report, compare):
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         command.add_argument(
-            "--html", type=Path, metavar="OUT", help="also write a page with the picture"
+            "--html", type=Path, metavar="OUT", help="also write a web page with the timeline"
         )
 
 

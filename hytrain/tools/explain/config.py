@@ -66,8 +66,8 @@ def _placement_words(config: HyTrainConfig) -> list[str]:
         ]
     every = "every step" if solver.interval == 1 else f"every {solver.interval} steps"
     how = (
-        "from measured times: the fewest layers on the GPU with which the step is within 1 % of "
-        "the shortest that fits in memory"
+        "the smallest k whose step, predicted from measured times, is within 1 % of the shortest; "
+        "only k that fit in memory count"
     )
     if solver.method == "closed_form":
         alpha = "measured" if solver.alpha is None else f"given: {solver.alpha:g}"
@@ -75,13 +75,13 @@ def _placement_words(config: HyTrainConfig) -> list[str]:
             'by "closed_form": k = (t_U - t_B) / ((1 + alpha) t_U), t_U (all CPU updates) and t_B '
             f"(backward) measured, alpha {alpha}"
         )
-    start = "the fewest layers on the GPU that memory allows"
+    start = "the smallest k that fits"
     if config.plan is not None:
         start = f"as many layers on the GPU as {config.plan} says"
     elif config.solver.start is not None:
         numbers = ", ".join(map(str, config.solver.start))
         start = f"these numbers of layers on the ranks' GPUs: {numbers}"
-    return [f"k: solved while training, {every}, {how}. It starts with {start}."]
+    return [f"k: solved while training, {every}: {how}. It starts with {start}."]
 
 
 def _clipping_words(form: TrainingForm, *, is_split: bool) -> str:
@@ -190,13 +190,12 @@ def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> 
     lines = [
         f"Model: {sizes.source}: {sum(sizes.parameters) / 1e6:,.1f} M parameters in "
         f"{layers_words(sizes.layers)}{shared}. Activations are not counted: a run measures them "
-        "in its first step, and the times that decide k. For an estimate of the step: `hytrain "
-        "plan --gpus`.",
+        "in its first step. For an estimate of the step time: `hytrain plan --gpus`.",
     ]
     if decision.limits.gpu is None:
         lines.append(
-            "No GPU is here and no --gpu-memory was given: what computes is called the device, and "
-            "its memory has no limit. For a machine with GPUs give --gpu-memory GIB."
+            'This machine has no GPU: "device" is one with unlimited memory. For the machine that '
+            "will train give --gpu-memory GIB."
         )
     fixed = isinstance(config.gpu_fraction, float)
     if fixed and not decision.bounds.allow(target):

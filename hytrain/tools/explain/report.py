@@ -85,10 +85,9 @@ def _misfit_words(rows: Sequence[CandidateRow], misfit: CandidateRow, device: st
         "the solver's choice.\n"
         f"The predictions do not fit this run: with {misfit.gpu_layers} layers on the {device} "
         f"{_seconds(misfit.predicted_seconds)} s predicted, {_seconds(measured)} s measured "
-        f"({misfit.error:+.0%}; they are of use within {MISFIT:.0%}). Do not choose k by them. Of "
-        f"what was measured, the shortest step is that of {best.gpu_layers} layers, "
-        f"{_seconds(seconds)} s. Steps of a few ms, batches that change their shape and training "
-        "without an accelerator are not what the model is made for."
+        f"({misfit.error:+.0%}; usual is up to {MISFIT:.0%}). Choose k by measured steps: the "
+        f"shortest step is that of {best.gpu_layers} layers, {_seconds(seconds)} s. Predictions "
+        "fail for steps of a few ms, batches that change their shape, and without an accelerator."
     )
 
 
@@ -187,7 +186,7 @@ def costs_text(costs: StepCosts, device: str = "GPU") -> str:
     lines += [
         f"t_B, backward of all layers: {seconds(costs.backward_seconds)} s",
         f"t_U, CPU update of all layers: {seconds(costs.cpu_seconds)} s{threads}",
-        f"alpha, {device} over CPU update: {costs.alpha:.3g}",
+        f"alpha, {device} update over CPU update: {costs.alpha:.3g}",
         f"clipped share of the steps: {costs.clipped_share:.1%}",
         f"step without any update: {seconds(costs.compute_seconds)} s (forward "
         f"{seconds(costs.forward_seconds)}, between {seconds(costs.between)}, backward "
@@ -232,8 +231,7 @@ def candidates_text(rows: Sequence[CandidateRow], device: str = "GPU") -> str:
         )
     if is_measured:
         lines.append(
-            "error: predicted, with the share of clipped steps above, against measured, the median "
-            "of the steady\nsteps with that k, whenever they were and however many clipped."
+            "measured: the median of the steady steps with that k. error: predicted over measured."
         )
     return "\n".join(lines)
 

@@ -285,7 +285,7 @@ def test_words_tell_what_decides_k() -> None:
 
 
 def test_words_tell_what_a_plan_decides() -> None:
-    assert "fewest layers" in _words({})
+    assert "It starts with the smallest k that fits." in _words({})
     planned = _words({"plan": "plan.json"})
     assert "as many layers on the GPU as plan.json says" in planned
     assert "numbers of layers on the ranks' GPUs: 5, 0" in _words({"solver": {"start": [5, 0]}})
