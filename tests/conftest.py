@@ -17,7 +17,9 @@ _UNHURRIED: dict[str, Any] = {
     "suppress_health_check": [hypothesis.HealthCheck.too_slow],
 }
 hypothesis.settings.register_profile("random", **_UNHURRIED)
-hypothesis.settings.register_profile("same", derandomize=True, database=None, **_UNHURRIED)
+hypothesis.settings.register_profile(
+    "same", derandomize=True, database=None, max_examples=50, **_UNHURRIED
+)
 hypothesis.settings.load_profile("same")
 
 HAS_GPU = Path("/dev/nvidiactl").exists()

@@ -55,8 +55,10 @@ SETUPS = [
     Setup("llama+alternating", (1.0,), (1.0,), bf16=False, on_host=True, keys=LOOKS_FAR),
     *(
         Setup(kind, UNEVEN, (0.0, 0.5), 1.0, keys=keys, delays=1, steps=8, left_out=left_out)
-        for kind, keys in (("mlp+lora", SMALL_STAY), ("mlp+alternating", NEARLY_ALL_STAY))
-        for left_out in ("in turns", "by all at first")
+        for kind, keys, left_out in (
+            ("mlp+lora", SMALL_STAY, "in turns"),
+            ("mlp+alternating", NEARLY_ALL_STAY, "by all at first"),
+        )
     ),
     Setup("mlp+last", THREE, (0.0, 0.5, 1.0), keys=LOOKS_FAR),  # nearly all is on one rank
 ]
@@ -66,6 +68,8 @@ LONG = [
     Setup("recomputed-2+last", UNEVEN, keys=LOOKS_FAR),
     Setup("mlp+lora", (1.0,), (0.5,), on_host=True, evaluates=True, delays=3, steps=6),
     Setup("mlp+lora", THREE, (0.0, 0.5, 1.0), keys=LOOKS_FAR),
+    Setup("mlp+lora", UNEVEN, (0.0, 0.5), 1.0, keys=SMALL_STAY, left_out="by all at first"),
+    Setup("mlp+alternating", UNEVEN, (0.0, 0.5), 1.0, keys=NEARLY_ALL_STAY, left_out="in turns"),
     *(
         Setup(f"{model}+{frozen}", fractions, (0.5, 0.0, 1.0), 0.5, 2, bf16, keys, 3, True, on_host)
         for fractions, bf16, keys, on_host in (

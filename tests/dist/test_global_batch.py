@@ -26,6 +26,7 @@ from hytrain.errors import UnsupportedError
 from hytrain.model.layer_state import LayerState
 
 pytestmark = pytest.mark.timeout(240)
+full = pytest.mark.parity_full
 
 _SIZES = {
     "equal": {2: (2, 2), 3: (2, 2, 2), 4: (2, 2, 2, 2)},
@@ -114,7 +115,7 @@ def test_training_is_that_of_one_process(case: Case) -> None:
 
 
 SHORT = [
-    Case(2, "unequal", "unequal", 3, "by_layer", "always", "differs"),
+    pytest.param(Case(2, "unequal", "unequal", 3, "by_layer", "always", "differs"), marks=full),
     Case(2, "equal", "equal", 3, "by_layer_offload", "off", "differs"),
     Case(3, "idle", "unequal", 3, "by_layer", "always", "differs"),
     Case(2, "idle", "unequal", 3, "pieces", "always", "equal"),

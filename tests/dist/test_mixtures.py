@@ -12,10 +12,12 @@ import pytest
 import torch
 from harness import on_ranks
 from support.beside_torch import training_beside_torch
+from support.covering import everyday
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.timeout(240)
+full = pytest.mark.parity_full
 
 HIDDEN, INNER, EXPERTS, TOKENS = 16, 8, 5, 6
 VISITS = (
@@ -158,8 +160,7 @@ def test_experts(stage: int, frozen: str, recomputed: bool, kind: type[nn.Module
     _train(model, stage)
 
 
-@pytest.mark.parametrize("gathers", ["kept", "host"])
-@pytest.mark.parametrize("kind", [Modules, Packed])
+@everyday({"kind": (Modules, Packed), "gathers": ("kept", "host")}, pairs=False)
 @on_ranks(2)
 def test_gathers(kind: type[nn.Module], gathers: str) -> None:
     """Layers that stay for the next pass, or are in host memory."""
@@ -191,10 +192,16 @@ def test_experts_apart(kind: type[nn.Module]) -> None:
     _train(Model(kind), 3, section={"layers": {"class": kind.__name__}})
 
 
-@pytest.mark.parametrize("kind", [Modules, Packed])
 @pytest.mark.parametrize(
-    ("stage", "accumulation"),
-    [(2, "layer_major"), (3, "layer_major"), (3, "micro_batch_major")],
+    ("stage", "kind", "accumulation"),
+    [
+        (2, Modules, "layer_major"),
+        (3, Packed, "layer_major"),
+        (3, Modules, "micro_batch_major"),
+        pytest.param(2, Packed, "layer_major", marks=full),
+        pytest.param(3, Modules, "layer_major", marks=full),
+        pytest.param(3, Packed, "micro_batch_major", marks=full),
+    ],
 )
 @on_ranks(2)
 def test_accumulation(stage: int, kind: type[nn.Module], accumulation: str) -> None:

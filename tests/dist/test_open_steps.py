@@ -20,6 +20,7 @@ from support.models import loss_of, make_batch, make_model
 from hytrain.errors import AbortedBackwardError
 
 pytestmark = pytest.mark.timeout(240)
+full = pytest.mark.parity_full
 
 FRACTIONS = (0.7, 0.3)
 
@@ -58,13 +59,17 @@ BETWEEN: dict[str, Callable[[Any], object]] = {
     "zero_grad": lambda engine: engine.zero_grad(),
     "state_dict": lambda engine: engine.optimizer.state_dict(),
 }
+ALIKE = ("barrier", "fp32_state_dict", "state_dict")
+"""Collectives that others of them make as well."""
 
 
 @pytest.mark.parametrize(
     ("what", "stage", "accumulation"),
     [
-        *((what, 3, 1) for what in BETWEEN),
-        *((what, 2, 1) for what in ("all_reduce", "save_checkpoint", "evaluation", "gradient")),
+        *((what, 3, 1) for what in BETWEEN if what not in ALIKE),
+        *(pytest.param(what, 3, 1, marks=full) for what in ALIKE),
+        *((what, 2, 1) for what in ("all_reduce", "evaluation")),
+        *(pytest.param(what, 2, 1, marks=full) for what in ("save_checkpoint", "gradient")),
         *(("all_reduce", stage, 2) for stage in (1, 3)),
         ("gradients", 2, 2),
         ("zero_grad", 3, 2),

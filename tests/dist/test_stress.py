@@ -127,6 +127,7 @@ def _check(tmp_path: Path, kills: int, launched: int, seed: int) -> None:
     assert_same(*ends)
 
 
+@pytest.mark.stress
 @pytest.mark.timeout(240)
 def test_killed_once(tmp_path: Path) -> None:
     _check(tmp_path, 1, 0, 5)

@@ -1,10 +1,12 @@
-"""A small selection of cases in which every pair of values occurs."""
+"""Small selections of cases: every pair of values occurs in them, or every value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 Row = tuple[Any, ...]
 
@@ -29,3 +31,20 @@ def covering(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         missing -= pairs_of(best)
         chosen.append(dict(zip(values, best, strict=True)))
     return chosen
+
+
+def everyday(values: Mapping[str, Sequence[Any]], *, pairs: bool = True, **more: Any) -> Any:
+    """Parametrizes a test by every combination, of which everyday runs have a selection.
+
+    Args:
+        values: of each parameter.
+        pairs: the selection has every pair of values; False: every value.
+        more: see ``pytest.mark.parametrize``.
+    """
+    most = max(len(each) for each in values.values())
+    some = [tuple(each[n % len(each)] for each in values.values()) for n in range(most)]
+    if pairs:
+        some = [tuple(row.values()) for row in covering(values)]
+    rows = list(product(*values.values()))
+    others = [pytest.param(*r, marks=pytest.mark.parity_full) for r in rows if r not in some]
+    return pytest.mark.parametrize(tuple(values), [*some, *others], **more)

@@ -90,7 +90,9 @@ def _train(
     ]
 
 
-@pytest.mark.parametrize("from_json", [True, False], ids=["json", "torch"])
+@pytest.mark.parametrize(
+    "from_json", [True, pytest.param(False, marks=pytest.mark.parity_full)], ids=["json", "torch"]
+)
 def test_resumed_losses_are_the_same(from_json: bool, tmp_path: Path) -> None:
     straight = _train(tmp_path / "a", from_json, seed=1)
     assert [entry[0] for entry in straight] == [1, 2, 3, 4, 5]

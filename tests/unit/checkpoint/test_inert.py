@@ -239,7 +239,7 @@ SMALL_AND_LARGE = {
     "memo": b"\x80\x02Nr\xff\xff\xff\x7f.",
     "range": b"c__builtin__\nlist\n(c__builtin__\nrange\n(J\xff\xff\xff\x7ftRtR.",
     "multiply": b"coperator\nmul\n(V" + b"a" * 50 + b"\nJ\xff\xff\xff\x7ftR.",
-    "copies": b"(" + b"N" * 20000 + b"tq\x00" + b"c__builtin__\nset\n(h\x00tR0" * 20000 + b"N.",
+    "copies": b"(" + b"N" * 20000 + b"tq\x00" + b"c__builtin__\nset\n(h\x00tR0" * 4000 + b"N.",
     "encoded": b"V" + b"a" * 50000 + b"\nq\x00"
     + b"c_codecs\nencode\n(h\x00Vlatin1\ntR" * 20000 + b".",
     "hash": b"Nq\x00" + _repeated(b"0(h\x00h\x00h\x00h\x00tq\x00", 60) + b"0}h\x00Ns.",

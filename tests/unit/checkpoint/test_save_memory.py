@@ -10,6 +10,7 @@ from support.scripts import run_script
 
 TESTS = Path(__file__).resolve().parents[2]
 MIB = 2**20
+full = pytest.mark.parity_full
 _MEASURE = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -43,7 +44,7 @@ def _grown(tmp_path: Path, *arguments: object) -> float:
     return int(ended.stdout.split()[-1]) / MIB
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=full), 3])
 def test_it_grows_by_one_parameter(stage: int, tmp_path: Path) -> None:
     """Of 24 parameters of 4 MiB in fp32, the state is 276 MiB."""
     # One state of one parameter, what torch.save and the allocator take, and a huge page for each
@@ -51,7 +52,7 @@ def test_it_grows_by_one_parameter(stage: int, tmp_path: Path) -> None:
     assert _grown(tmp_path, stage, "fp32", 1024, 24) < 14 + 36
 
 
-@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+@pytest.mark.parametrize("moments", [pytest.param("bf16", marks=full), "8bit"])
 def test_moments_in_fewer_bytes_are_whole_one_at_a_time(moments: str, tmp_path: Path) -> None:
     """Each state of a parameter is 64 MiB in fp32, a tensor of its own: two would be 128."""
     # What else a save takes is 14 to 32 MiB: a huge page more or less for each of nine threads.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparisons import assert_same_states
+from support.covering import everyday
 from support.engines import built, make_config
 from support.models import loss_of, make_batch, make_model
 from torch import nn
@@ -136,8 +137,7 @@ def test_compiled_is_as_eager(stage: int, kind: str, form: str) -> None:
     _assert_same(_train(kind, form, "aot_eager", stage=stage), expected)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "partly_used"])
-@pytest.mark.parametrize("form", ["layers", "wrapped"])
+@everyday({"kind": ("mlp", "partly_used"), "form": ("layers", "wrapped")}, pairs=False)
 def test_memory_of_graphs_is_not_kept(kind: str, form: str) -> None:
     """CUDA graphs overwrite what they returned; gradients must have been taken over by then."""
     memory = ReusedMemory()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.covering import everyday
 from support.engines import built, device, environment, make_config
 from support.gradient_ways import taking_gradients
 from support.models import HIDDEN, make_batch, make_model
@@ -163,8 +164,7 @@ def assert_same(one: End, other: End) -> None:
 
 
 @ON_BOTH
-@pytest.mark.parametrize("case", CONFIGS)
-@pytest.mark.parametrize("sizes", SIZES)
+@everyday({"case": list(CONFIGS), "sizes": list(SIZES)}, pairs=False)
 def test_the_same_bits(monkeypatch: pytest.MonkeyPatch, sizes: str, case: str, where: str) -> None:
     """Joined gradients' squares are added in another order: their norm is close."""
     each = train(monkeypatch, "one by one", CONFIGS[case], sizes=sizes)
@@ -260,9 +260,7 @@ def layer_bytes(kind: str) -> list[int]:
         return [4 * layer.shard_size for layer in engine.optimizer.pipeline.layers]
 
 
-@pytest.mark.parametrize("delays", ["", "4:3000"])
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
+@everyday({"gpu_fraction": (0.0, 0.5), "is_late": (False, True), "delays": ("", "4:3000")})
 def test_no_more_gradients_wait_than_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch, gpu_fraction: float, is_late: bool, delays: str
 ) -> None:

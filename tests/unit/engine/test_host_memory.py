@@ -119,7 +119,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", CONFIGS)
+@pytest.mark.parametrize(
+    "stage", [pytest.param("2", marks=pytest.mark.parity_full), "3, weights on the host"]
+)
 def test_a_build_that_finds_no_room_at_any_place(
     monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:

@@ -128,7 +128,7 @@ def _run(folder: Path, script: str, *arguments: Any, **variables: str) -> str:
     [
         (2, 0.0, None, "fp32", False),
         (3, 0.5, "1:20000", "fp32", False),
-        (2, 0.0, None, "split", False),
+        pytest.param(2, 0.0, None, "split", False, marks=pytest.mark.parity_full),
         (2, 0.25, None, "split", True),
     ],
     ids=["settled", "gradients in flight", "split", "split, committed directly"],

@@ -268,7 +268,7 @@ def test_many_moves_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(arena._export is None for arena in arenas)
 
 
-@pytest.mark.parametrize("delays", ["", "7:300"])
+@pytest.mark.parametrize("delays", [pytest.param("", marks=pytest.mark.parity_full), "7:300"])
 def test_pinned_memory_of_layers_that_have_left_is_given_back(
     monkeypatch: pytest.MonkeyPatch, delays: str
 ) -> None:

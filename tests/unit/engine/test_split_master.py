@@ -20,6 +20,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from support.comparisons import assert_same_bits, assert_same_states
+from support.covering import everyday
 from support.engines import GATHERS, built, environment, make_config
 from support.models import make_model
 from support.plans import a_plan, write_a_plan
@@ -367,12 +368,9 @@ def _check_loaded(engine: Any, saved: Snapshot) -> None:
         assert_same_bits(name, rounded, expected)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(("first", "second"), [("split", "fp32"), ("fp32", "split")])
-@BOTH
-def test_one_resumes_the_other(
-    run: Run, first: str, second: str, stage: int, tmp_path: Path
-) -> None:
+@everyday({"run": (RUN, DIRECT), "first": ("split", "fp32"), "stage": (2, 3)}, ids=str)
+def test_one_resumes_the_other(run: Run, first: str, stage: int, tmp_path: Path) -> None:
+    second = "fp32" if first == "split" else "split"
     with engine_of(replace(run, master=first, stage=stage)) as engine:
         train(engine, 0, 3)
         parameter = engine.module.blocks[0].up.weight
@@ -395,8 +393,7 @@ def test_one_resumes_the_other(
             shadow.check()
 
 
-@BOTH
-@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5, 1.0])
+@everyday({"run": (RUN, DIRECT), "gpu_fraction": (0.0, 0.5, 1.0)}, pairs=False, ids=str)
 def test_an_asynchronous_save_is_a_synchronous_one(
     run: Run, gpu_fraction: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -421,8 +418,9 @@ def test_an_asynchronous_save_is_a_synchronous_one(
         assert_same(snapshot(engine), saved)
 
 
-@BOTH
-@pytest.mark.parametrize("fractions", [(0.0, 0.0), (0.5, 1.0), (1.0, 0.0)], ids=str)
+@everyday(
+    {"run": (RUN, DIRECT), "fractions": ((0.0, 0.0), (0.5, 1.0), (1.0, 0.0))}, pairs=False, ids=str
+)
 def test_the_optimizers_state_dict(run: Run, fractions: tuple[float, float]) -> None:
     first, second = fractions
     with engine_of(replace(run, gpu_fraction=first)) as engine:

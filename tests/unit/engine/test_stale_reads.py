@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.comparisons import assert_same_bits
+from support.covering import everyday
 from support.engines import built, environment, make_config
 from support.models import Block, Mlp, loss_of, make_batch, make_model
 from support.shadow import Shadow
@@ -325,8 +326,13 @@ def _losses(read: ReadOutside, *, overlap: bool, mode: str) -> list[float]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("mode", ["micro_batch_major", "layer_major"])
-@pytest.mark.parametrize("read", [_by_function, _by_index, _transposed, _unpacked])
+@everyday(
+    {
+        "read": (_by_function, _by_index, _transposed, _unpacked),
+        "mode": ("micro_batch_major", "layer_major"),
+    },
+    pairs=False,
+)
 def test_a_weight_that_is_read_before_its_module_is_called(read: ReadOutside, mode: str) -> None:
     expected = _losses(read, overlap=False, mode=mode)
     with environment("HYTRAIN_DELAYS", "3:3000"):

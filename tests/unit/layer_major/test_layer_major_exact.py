@@ -8,6 +8,7 @@ import layer_major_models as models
 import pytest
 import torch
 from layer_major_runs import assert_same, mlp_batch, train, train_both
+from support.covering import everyday
 from support.models import LENGTH, VOCABULARY, Mlp, make_batch, make_model
 from torch import nn
 
@@ -27,9 +28,7 @@ def padded(number: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": labels, "attention_mask": mask.long()}
 
 
-@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "vit", "mlp"])
+@everyday({"kind": ("llama", "vit", "mlp"), "bf16": (False, True), "gpu_fraction": (0.0, 0.5, 1.0)})
 def test_models(kind: str, bf16: bool, gpu_fraction: float) -> None:
     train_both(
         lambda: make_model(kind),
@@ -39,8 +38,7 @@ def test_models(kind: str, bf16: bool, gpu_fraction: float) -> None:
     )
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.01, 1e6])
-@pytest.mark.parametrize("activations", ["keep", "offload"])
+@everyday({"activations": ("keep", "offload"), "clipping": (0.0, 0.01, 1e6)}, pairs=False)
 def test_masks_and_unequal_micro_batches(activations: str, clipping: float) -> None:
     train_both(lambda: make_model("llama"), padded, activations=activations, clipping=clipping)
 
@@ -154,9 +152,7 @@ def test_the_whole_batch_at_once_gives_the_same_gradient() -> None:
     assert float(found.double().norm()) == pytest.approx(float(expected.double().norm()), rel=1e-5)
 
 
-@pytest.mark.parametrize("activations", ["keep", "offload"])
-@pytest.mark.parametrize("on_host", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@everyday({"kind": ("llama", "gpt2"), "on_host": (False, True), "activations": ("keep", "offload")})
 def test_weights_that_are_gathered(kind: str, on_host: bool, activations: str) -> None:
     """ZeRO-3 on one rank, with weights on the device or streamed from the host."""
     zero = {

@@ -183,7 +183,7 @@ def check(found: list[list[Miss]], most_missing: float = MOST_MISSING) -> None:
 
 
 def test_a_few() -> None:
-    check([misses(seed) for seed in range(5000, 5016)], most_missing=0.15)  # two of them
+    check([misses(seed) for seed in range(5000, 5008)], most_missing=0.15)  # one of them
 
 
 @pytest.mark.experiment

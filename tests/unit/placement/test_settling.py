@@ -13,6 +13,7 @@ from hytrain.formats.moment_kinds import state_bytes
 from hytrain.placement.costs import MemoryLimits
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows
+from tests.support.covering import everyday
 from tests.support.machines import PARAMETERS, Machine, Training
 
 # 0.95 B and 0.37 B on an H100 with 16 cores, about: forward and backward, all on CPU, on GPU.
@@ -33,8 +34,7 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.02, 0.04])
-@pytest.mark.parametrize("name", list(MACHINES))
+@everyday({"name": list(MACHINES), "noise": (0.04, 0.0, 0.02)}, pairs=False)
 def test_it_settles_near_the_best_and_stays(name: str, noise: float) -> None:
     for seed in range(3):
         training = Training(replace(MACHINES[name], noise=noise), seed)

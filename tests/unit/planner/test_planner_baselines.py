@@ -86,7 +86,7 @@ def test_a_gpu_without_room_for_its_samples_is_named() -> None:
             assert baseline.result.gpu == 1
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random=plan_problems(most_ranks=3, most_batch=4))
 def test_no_baseline_is_better_than_the_bound(random: PlanProblem) -> None:
     plan = make_plan(replace(random, allow_idle=True))

@@ -12,9 +12,9 @@ from planner_large_clusters import hosts_of_offloading_ranks, large_problem
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.result import Plan
 
-# Number 190 has hosts that are nearly full: few whole layers and ranks fit there. The others take
-# 20 minutes (make test-uneven-plans).
-SOME = (*range(4), 190)
+# The others take 20 minutes (make test-uneven-plans). Hosts that are nearly full, as those of 190,
+# are in the test below.
+SOME = (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_rank_may_take_more_than_its_part_of_the_hosts_memory() -> None:
     """Eight unequal GPUs on two hosts whose memory the offloaded activations fill.
 
     Were each to have a quarter of its host's, fast ones could not compute more than slow ones: a
-    step of 196 s. Without that, and with 200 GB, where nothing fitted, too:
+    step of 196 s.
     """
     problem = hosts_of_offloading_ranks(gigabytes=210)
     begin = time.process_time()
@@ -48,5 +48,11 @@ def test_a_rank_may_take_more_than_its_part_of_the_hosts_memory() -> None:
     assert plan.limits_gap < 0.005
     offloaded = [rank.batch_size for rank in plan.ranks if rank.activations == "offload"]
     assert max(offloaded) > 2 * min(offloaded)
-    tighter = planned(hosts_of_offloading_ranks(gigabytes=200))
-    assert plan.step_seconds < tighter.step_seconds < 1.05 * plan.step_seconds
+
+
+@pytest.mark.experiment
+def test_there_is_a_plan_with_less_memory_still() -> None:
+    step, tighter = (
+        planned(hosts_of_offloading_ranks(gigabytes=g)).step_seconds for g in (210, 200)
+    )
+    assert step < tighter < 1.05 * step

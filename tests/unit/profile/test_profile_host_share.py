@@ -3,15 +3,13 @@ launchers, cpusets, quotas; and the threads of a real pass."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.processes import fresh_environment
+from support.scripts import run_script
 
 from hytrain.hardware import host_share
 from hytrain.hardware.host_share import RankHost, divide_host, this_host
@@ -177,12 +175,5 @@ def test_a_pass_has_the_threads_that_it_is_given() -> None:
         commit(p, m, v, Gradient(g, 1.0, AdamHyper(lr=1e-3)), num_threads=5)
         print("THREADS", 1 + len(os.listdir("/proc/self/task")) - before)
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=fresh_environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    ended = run_script(textwrap.dedent(script))
     assert "THREADS 5" in ended.stdout, ended.stdout + ended.stderr[-2000:]
