@@ -263,7 +263,7 @@ def step_times(*, dark: bool) -> None:
     picture = Picture(860, 232, ground)
     rows = (
         ("forward and backward alone", 0.328, "the limit", "#8c959f"),
-        ("hytrain, k solved", 0.345, "1.05 x", BACK),
+        ("hytrain, default settings", 0.345, "1.05 x", BACK),
         ("hytrain, all state on the host", 0.567, "1.7 x", BACK),
         ("DeepSpeed ZeRO-2 offload", 1.445, "4.4 x", FORWARD),
     )
