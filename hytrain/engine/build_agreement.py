@@ -35,7 +35,8 @@ _DECIDES_TRAINING = (
     "optimizer", "scheduler", "zero_optimization", "bf16", "bfloat16", "fp16", "torch_autocast",
     "data_types", "checkpoint", "compile", "gradient_clipping", "communication_data_type",
     "gradient_allreduce_op", "activation_checkpointing", "data_efficiency", "curriculum_learning",
-    "dataloader_drop_last", "seed",
+    "dataloader_drop_last", "seed", "sequence_parallel_size", "data_parallel_size",
+    "seq_parallel_communication_data_type",
 )  # fmt: skip
 """DeepSpeed's sections and keys that are compared; others print, log or measure, or are no keys."""
 _OF_A_RANK = (

@@ -22,6 +22,7 @@ from hytrain.engine.deepspeed_internals import (
     keys_that_are_read,
     lr_schedules,
 )
+from hytrain.engine.sequence_groups import SHARED_DTYPE
 from hytrain.errors import ConfigError, did_you_mean
 
 BATCH_KEYS = (
@@ -62,7 +63,8 @@ def check_config(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
     _check_batches(config, batches_elsewhere=batches_elsewhere)
     _check_optimizer(config.get("optimizer"))
     _check_scheduler(config.get("scheduler"))
-    _check_dtype("communication_data_type", config.get("communication_data_type"), _DTYPES)
+    for key in ("communication_data_type", SHARED_DTYPE):
+        _check_dtype(key, config.get(key), _DTYPES)
     accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
     _check_dtype("data_types.grad_accum_dtype", accumulated, _LONG_DTYPES)
     _check_precisions(config)

@@ -23,6 +23,9 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader as DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine as DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.sequence_parallel.ulysses_sp import (
+    TiledFusedLogitsLoss as TiledFusedLogitsLoss,
+)
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.torch_autocast import autocast_if_enabled as autocast_if_enabled
 from deepspeed.runtime.zero.partition_parameters import (
@@ -31,11 +34,15 @@ from deepspeed.runtime.zero.partition_parameters import (
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as ZeroParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamType as ZeroParamType
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
-from deepspeed.utils import zero_to_fp32
+from deepspeed.utils import groups, zero_to_fp32
 from deepspeed.utils.logging import print_dist as print_dist
 from pydantic import BaseModel
 
 from hytrain.errors import ConfigError, UnsupportedError
+
+_clone_world_group: Callable[[], torch.distributed.ProcessGroup] = vars(groups)[
+    "_clone_world_group"
+]
 
 
 class ForcedOptimizerError(ConfigError, ZeRORuntimeException):
@@ -70,6 +77,15 @@ def state_group_of(mpu: Any) -> torch.distributed.ProcessGroup | None:
     if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):
         return None
     return mpu.get_data_parallel_group()
+
+
+def state_group_of_engine(mpu: Any) -> torch.distributed.ProcessGroup | None:
+    """As :func:`state_group_of`; without an ``mpu`` DeepSpeed's own group of all ranks.
+
+    Not what DeepSpeed's engine calls its sequence-data-parallel group: with a mesh, also one that
+    an earlier engine has left behind, that is the data ranks alone.
+    """
+    return _clone_world_group() if mpu is None else state_group_of(mpu)
 
 
 def load_config(given: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
@@ -29,13 +30,19 @@ from hytrain.engine.build_optimizer import build_optimizer
 from hytrain.engine.checkpoints import EngineCheckpoints
 from hytrain.engine.config_checks import make_folder
 from hytrain.engine.data_position import count_batches
-from hytrain.engine.deepspeed_internals import DeepSpeedEngine, autocast_if_enabled
+from hytrain.engine.deepspeed_internals import (
+    DeepSpeedEngine,
+    autocast_if_enabled,
+    state_group_of_engine,
+)
+from hytrain.engine.fused_loss import warn_of_factors
 from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.metrics_file import DecisionLog, MetricsFile
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.parameter_attributes import ParameterAttributes, ParameterOffload
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
 from hytrain.engine.run_report import RunReport
+from hytrain.engine.sequence_groups import sequence_degree_of
 from hytrain.engine.step_reports import report_step
 from hytrain.engine.termination import Termination
 from hytrain.engine.thawed_parameters import ThawedParameters
@@ -122,6 +129,7 @@ class HyTrainEngine(DeepSpeedEngine):
         self._start_reports(optimizer)
         self._unblock_throughput_timer(kwargs["config"])
         self._thawed = ThawedParameters(self._model)
+        warn_of_factors()
         close_at_exit(optimizer)
 
     def _offer_zero3(self, optimizer: HyTrainZeroOptimizer) -> None:
@@ -181,8 +189,21 @@ class HyTrainEngine(DeepSpeedEngine):
     # -- construction, as DeepSpeed's asks for it ------------------------------------------------
 
     def deepspeed_io(self, *arguments: Any, **named: Any) -> Any:
-        """Like DeepSpeed's: a loader over a data set, whose position checkpoints save."""
-        return count_batches(super().deepspeed_io(*arguments, **named))
+        """Like DeepSpeed's: a loader over a data set, whose position checkpoints save.
+
+        Ranks that share sequences get the same samples.
+        """
+        mpu, degree = self.mpu, self._sequence_degree()
+        if degree > 1:  # DeepSpeed asks an mpu, and parallel_state_sp cannot say
+            rank = int(self.global_rank) // degree
+            self.mpu = SimpleNamespace(
+                get_data_parallel_world_size=lambda: self.dp_world_size,
+                get_data_parallel_rank=lambda: rank,
+            )
+        try:
+            return count_batches(super().deepspeed_io(*arguments, **named))
+        finally:
+            self.mpu = mpu
 
     def get_optimizer_configuration(
         self,
@@ -218,8 +239,7 @@ class HyTrainEngine(DeepSpeedEngine):
         if not self.__dict__.get("_bias_correction", True):
             for group in optimizer.param_groups:
                 group["bias_correction"] = False
-        group = cast("dist.ProcessGroup | None", self.seq_data_parallel_group)
-        collectives = self._collectives = ShardCollectives(group)
+        collectives = self._collectives = ShardCollectives(state_group_of_engine(self.mpu))
         collectives.start_watch()
         device = torch.device(cast(Any, self.device))
         collectives.start_gate(device, is_wanted=self.hytrain_config.wait_in_stream)
@@ -238,6 +258,20 @@ class HyTrainEngine(DeepSpeedEngine):
             # The model may not fit on the device: its layers go there one by one.
             self.dont_change_device = True
         super()._configure_distributed_model(model)
+        # DeepSpeed leaves them empty with an mpu, and has other ones after an engine with a mesh.
+        degree, ranks = (
+            self._sequence_degree(),
+            dist.get_world_size(state_group_of_engine(self.mpu)),
+        )
+        self.sequence_parallel_size, self.seq_dp_world_size = degree, ranks
+        self.dp_world_size = ranks // degree
+
+    def _sequence_degree(self) -> int:
+        """Ranks that share each sequence."""
+        mesh: Any = self.mesh_device
+        if self.mpu is None and mesh is not None:
+            return int(mesh.size(1))
+        return sequence_degree_of(self.mpu)
 
     def _broadcast_model(self) -> None:
         """Rank 0's parameters on all ranks; under ZeRO-3 each layer's when it is sharded.
@@ -246,9 +280,7 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         if self.dist_backend is None or int(self.zero_optimization_stage()) == 3:
             return
-        collectives = ShardCollectives(
-            cast("dist.ProcessGroup | None", self.seq_data_parallel_group)
-        )
+        collectives = ShardCollectives(state_group_of_engine(self.mpu))
         for parameter in self._model.parameters():
             if not hasattr(parameter, "ds_optim_param"):  # DeepSpeed's OptimizedLinear: shards
                 collectives.broadcast_from_first(parameter.data)

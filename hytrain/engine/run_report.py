@@ -86,10 +86,13 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
         where = f"{size_text(sum(state))}; no accelerator: everything is on the CPU"
     else:
         planned += f" and, besides activations, {size_text(peak.gpu)} of the GPU's"
+    shared = ""
+    if engine.sequence_parallel_size > 1:
+        shared = f"; {engine.sequence_parallel_size} ranks share each sequence"
     return (
         f"hytrain {__version__}: {_count(parameters)} trained parameters in "
-        f"{layers_words(first.layer_bytes)}, ZeRO-{int(engine.zero_optimization_stage())}; "
-        f"k = {_share(first.gpu_layers_target, first.num_layers)}, {k}\n"
+        f"{layers_words(first.layer_bytes)}, ZeRO-{int(engine.zero_optimization_stage())}"
+        f"{shared}; k = {_share(first.gpu_layers_target, first.num_layers)}, {k}\n"
         f"hytrain: {'' if ranks == 1 else f'rank 0 of {ranks}: '}Adam state "
         f"({kind}) {where}; planned: at most {planned}"
     )

@@ -71,7 +71,6 @@ def _seen(config: Mapping[str, Any], path: str) -> str:
 _REFUSED: tuple[tuple[str, str], ...] = (
     ("hybrid_engine.enabled", "the hybrid engine is not supported: remove hybrid_engine"),
     ("tensor_parallel.autotp_size", "tensor parallelism is not supported: remove tensor_parallel"),
-    ("sequence_parallel_size", "sequence parallelism is not supported: remove it"),
     (
         "expert_parallel.enabled",
         "AutoEP spreads experts over the ranks, which is not supported: remove expert_parallel; "

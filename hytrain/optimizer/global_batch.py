@@ -20,6 +20,8 @@ from hytrain.errors import UnsupportedError
 IGNORED_LABEL = -100
 """torch's cross entropy and transformers leave tokens with this label out of the mean."""
 
+LABELS, SHIFTED_LABELS = "labels", "shift_labels"
+
 NumValid = Callable[[Any], "int | torch.Tensor"]
 
 
@@ -37,10 +39,15 @@ class BatchEngine(Protocol):
 def valid_labels(batch: Any) -> torch.Tensor:
     """Valid tokens of a causal language model's batch: ``labels[:, 1:] != -100``.
 
+    Of a part of a sequence, whose ``shift_labels`` begin with its first token's next one, all.
+
     Raises:
-        UnsupportedError: the batch has no ``labels`` of shape [samples, tokens].
+        UnsupportedError: the batch has neither, of shape [samples, tokens].
     """
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    found: dict[str, Any] = dict(batch) if isinstance(batch, Mapping) else {}
+    shifted, labels = found.get(SHIFTED_LABELS), found.get(LABELS)
+    if isinstance(shifted, torch.Tensor):
+        return (shifted != IGNORED_LABEL).sum()
     if not isinstance(labels, torch.Tensor) or labels.dim() < 2:
         raise UnsupportedError(
             "train_batch cannot tell over how many tokens the loss is a mean: the batch has no "
@@ -90,7 +97,12 @@ class MicroBatches:
     def forward(self, number: int, model: Callable[..., Any]) -> Any:
         """The model's output for one of them."""
         batch = self.batches[number]
-        return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+        if not isinstance(batch, Mapping):
+            return model(*batch)
+        if SHIFTED_LABELS in batch and LABELS not in batch:
+            # Transformers' models compute a loss where there are labels, and of the shifted ones.
+            batch = {**batch, LABELS: batch[SHIFTED_LABELS]}
+        return model(**batch)
 
     def mean(self) -> torch.Tensor:
         """A sum of losses that nothing has been added to."""

@@ -2,6 +2,7 @@
 
 A parameter's hook may fire more than once in a backward (weights shared by checkpointed segments,
 tiled losses). The first backward counts firings; later a gradient is final at its recorded count.
+DeepSpeed's tiles say which firing is the last of a use, and count as one, however many they are.
 Layers with a parameter that got no gradient then are never sent early: "not yet" and "not this
 time" cannot be told apart. Where more comes than was counted, one rank takes the layer back, and
 counts that many from then on.
@@ -35,7 +36,7 @@ from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.optimizer.autograd_task import is_limited, will_run
 from hytrain.optimizer.firing_order import ON_SEVERAL_RANKS, WHERE_COMMITTED, FiringRecord
 from hytrain.optimizer.layer_gradient import LayerGradient, Progress, Zeros
-from hytrain.optimizer.layer_hooks import Hook, LayerHooks, with_gradient
+from hytrain.optimizer.layer_hooks import Hook, LayerHooks, is_ready, with_gradient
 from hytrain.optimizer.step_state import StepPhase, StepState
 from hytrain.zero3.schedule import GatherSchedule
 
@@ -259,6 +260,8 @@ class GradientCollector:
             # there, and autograd would add the next micro-batch to it. The copy is queued on the
             # stream that made the gradient, so its memory is reused after the copy only.
             parameter.grad = None
+            if not is_ready(parameter):
+                return
             layer.fired[index] += 1
             layer.last_index = index
             layer.last_firing = collector.num_firings = collector.num_firings + 1
@@ -288,6 +291,8 @@ class GradientCollector:
                 # The next backward is to be noticed at its first gradient.
                 collector._drop_single_hooks()
                 return
+            if not is_ready(hooks.parameters[last]):
+                return  # autograd adds up
             if layer.progress is not Progress.COMING:
                 collector._take_more(layer, last)
             gradients = hooks.take()

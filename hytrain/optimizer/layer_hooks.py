@@ -93,6 +93,11 @@ class LayerHooks:
         self.accumulators.clear()
 
 
+def is_ready(parameter: nn.Parameter) -> bool:
+    """False where DeepSpeed's tiles say that more of a gradient comes from the same use."""
+    return vars(parameter).get("ds_grad_is_ready", True)
+
+
 def with_gradient(parameters: Sequence[nn.Parameter]) -> list[int]:
     """Which of them autograd keeps a gradient of."""
     # Without it reads of weights would be looked for, at microseconds a parameter.

@@ -30,6 +30,8 @@ class BesideTorch:
         )
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self.engine: Any = None
+        self.norm = 0.0
+        """Of torch's last gradients, before they were clipped."""
         for parameter in self.trained.values():
             parameter.grad = torch.zeros_like(parameter)
 
@@ -39,20 +41,21 @@ class BesideTorch:
         self.engine.backward(mine)
         self.engine.step()
         losses = [loss(self.plain, rank) for rank in range(self.ranks)]
-        self._follow(mine, losses[self.rank], sum(losses) / self.ranks)
+        self.follow(mine, losses[self.rank], sum(losses) / self.ranks)
 
     def train_batch(self, batches: Callable[[int], list[dict[str, torch.Tensor]]]) -> None:
         """One step of ``engine.train_batch``; ``batches`` gives a rank's, which count alike."""
         mine = self.engine.train_batch(iter(batches(self.rank)), num_valid=lambda _: 1)
         every = [batch for rank in range(self.ranks) for batch in batches(rank)]
         loss = sum(self.plain(**batch) for batch in every) / len(every)
-        self._follow(mine, loss, loss)
+        self.follow(mine, loss, loss)
 
-    def _follow(self, mine: torch.Tensor, expected: torch.Tensor, loss: Any) -> None:
+    def follow(self, mine: torch.Tensor, expected: torch.Tensor, loss: Any) -> None:
+        """Torch's part of a step, of the loss of all ranks; this rank's must be as expected."""
         torch.testing.assert_close(mine.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
         self.optimizer.zero_grad(set_to_none=False)  # none counts as zero, as with DeepSpeed
         loss.backward()
-        nn.utils.clip_grad_norm_(self.trained.values(), CLIPPING)
+        self.norm = float(nn.utils.clip_grad_norm_(self.trained.values(), CLIPPING))
         self.optimizer.step()
 
     def check(self) -> None:
@@ -83,6 +86,8 @@ def training_beside_torch(
     eps: float = 1e-8,
     zero: dict[str, Any] | None = None,
     section: dict[str, Any] | None = None,
+    top: dict[str, Any] | None = None,
+    prepare: Callable[[Any], None] | None = None,
     **keywords: Any,
 ) -> Iterator[BesideTorch]:
     """An engine beside torch, compared at the end.
@@ -95,14 +100,18 @@ def training_beside_torch(
         eps: where it is like the gradients, roundings of tiny ones make no steps of their own.
         zero: keys of "zero_optimization".
         section: keys of "hytrain".
+        top: keys beside them.
+        prepare: called with the model that the engine takes, after torch has its own.
         keywords: of hytrain.initialize.
     """
     config = make_config(
-        stage=stage, bf16=False, clipping=CLIPPING, gathers=gathers, hytrain=section
+        stage=stage, bf16=False, clipping=CLIPPING, gathers=gathers, hytrain=section, **(top or {})
     )
     config["zero_optimization"].update(zero or {})
     config["optimizer"]["params"]["eps"] = eps
     beside = BesideTorch(model, eps)
+    if prepare is not None:
+        prepare(model)
     with built(model if taken is None else taken, config, **keywords) as beside.engine:
         yield beside
         beside.check()

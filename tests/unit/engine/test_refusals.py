@@ -209,7 +209,6 @@ FEATURES: list[tuple[str, Any]] = [
     ("hybrid_engine.enabled", True),
     ("expert_parallel.enabled", True),
     ("tensor_parallel.autotp_size", 2),
-    ("sequence_parallel_size", 2),
     ("pipeline.stages", 2),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}),
     ("zero_optimization.cpu_offload_param", True),

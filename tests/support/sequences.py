@@ -1,0 +1,338 @@
+"""Ranks that share sequences (DeepSpeed's Ulysses), beside one process with the whole of each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequence_ranks
+from deepspeed.runtime.sequence_parallel.ulysses_sp import (
+    TiledFusedLogitsLoss,
+    TiledMLP,
+    UlyssesSPAttentionHF,
+    sequence_tiled_compute,
+)
+from deepspeed.utils import groups
+from torch import nn
+
+from support.beside_torch import BesideTorch, training_beside_torch
+from support.frozen import lora
+
+LENGTH = 12
+VOCABULARY = 64
+HEADS = 6
+EPS = 1e-3
+"""Large beside what gradients of elements differ by between one process and several."""
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": HEADS, "head_dim": 4, "max_position_embeddings": 64,
+    "attn_implementation": "sdpa", "use_cache": False,
+}  # fmt: skip
+Sample = dict[str, torch.Tensor]
+KINDS = ("llama", "qwen3", "mixture", "lora")
+
+
+def make_model(kind: str, key_heads: int) -> Any:
+    """One of KINDS; ``key_heads`` divides by the ranks of a sequence, or they by it."""
+    import transformers as hf
+
+    shape = {**_SHAPE, "num_key_value_heads": key_heads}
+    torch.manual_seed(0)
+    if kind == "qwen3":
+        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**shape))
+    if kind == "mixture":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**shape, **experts))
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape))
+    if kind == "lora":
+        lora(model)
+    return model
+
+
+def make_sample(number: int, *, packed: bool = False) -> Sample:
+    """A whole sequence, whose first labels do not count; ``packed``: of two documents."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, VOCABULARY, (1, LENGTH), generator=generator)
+    labels, places = tokens.clone(), torch.arange(LENGTH)
+    labels[0, : number % 5 + 1] = -100
+    if packed:
+        places[LENGTH // 2 + 1 :] -= LENGTH // 2 + 1
+        labels[0, LENGTH // 2 + 1] = -100
+    return {"input_ids": tokens, "labels": labels, "position_ids": places[None]}
+
+
+def part_of(sample: Sample, rank: int, degree: int) -> Sample:
+    """A rank's part of a sequence, with labels that are shifted already."""
+    labels = nn.functional.pad(sample["labels"], (0, 1), value=-100)[..., 1:]
+    whole = {**sample, "labels": labels, "shift_labels": labels}
+    own = slice(LENGTH // degree * rank, LENGTH // degree * (rank + 1))
+    return {name: tensor[:, own].contiguous() for name, tensor in whole.items()}
+
+
+def shared_loss(model: Any, part: Sample, group: Any) -> torch.Tensor:
+    """The mean over a sequence's valid tokens, of which this rank computes a part; all with None.
+
+    As Trainer and accelerate do it: every rank has the whole loss, and each runs it back.
+    """
+    if group is None:
+        return model(**part).loss
+    valid = (part["shift_labels"] != -100).sum()
+    losses = torch.stack(
+        torch.distributed.nn.functional.all_gather(model(**part).loss, group=group)
+    )
+    counts = torch.zeros(dist.get_world_size(group), dtype=valid.dtype, device=valid.device)
+    dist.all_gather_into_tensor(counts, valid[None], group=group)
+    return (torch.where(counts > 0, losses, 0.0) * counts).sum() / counts.sum()
+
+
+class SequenceRanks:
+    """What ranks share sequences by, and attention among them, until the block's end."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self.group: Any = None
+        """Of this rank's sequence, once it is known."""
+
+    @property
+    def rank(self) -> int:
+        """Of this rank in its sequence."""
+        return dist.get_rank() % self.degree
+
+    @property
+    def data_rank(self) -> int:
+        """Which sequence of the step's this rank has a part of."""
+        return dist.get_rank() // self.degree
+
+    def attend(self, config: Any, group: Any) -> None:
+        """Attention is among the group's ranks from now on."""
+        self.group = group
+        ulysses = UlyssesSPAttentionHF(
+            _attention()["sdpa"], 1, HEADS, config.head_dim, config.num_key_value_heads,
+            config.num_hidden_layers, group, seq_length_is_variable=True,
+        )  # fmt: skip
+        # As register_with_transformers has it: a mask would be of a part.
+        _attention()["sdpa"] = lambda module, q, k, v, _mask, *rest, **more: ulysses(
+            module, q, k, v, None, *rest, **more
+        )
+
+
+@contextmanager
+def sequence_ranks_of(degree: int) -> Iterator[SequenceRanks]:
+    """Nothing of it is left behind the block."""
+    plain = _attention()["sdpa"]
+    try:
+        yield SequenceRanks(degree)
+    finally:
+        _attention()["sdpa"] = plain
+        sequence_ranks._release_sequence_parallel_groups()
+        groups.mpu = groups.mesh_device = None
+
+
+@contextmanager
+def whole_attention(plain: Callable[..., Any]) -> Iterator[None]:
+    """One process's own attention, for the length of the block; without a mask it is causal."""
+    ours = _attention()["sdpa"]
+    _attention()["sdpa"] = lambda module, q, k, v, _mask, *rest, **more: plain(
+        module, q, k, v, None, *rest, **more
+    )
+    try:
+        yield
+    finally:
+        _attention()["sdpa"] = ours
+
+
+def _attention() -> Any:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS
+
+
+class SharedTraining:
+    """An engine whose ranks share sequences, beside torch with the whole of each."""
+
+    def __init__(self, beside: BesideTorch, ranks: SequenceRanks, plain: Any) -> None:
+        self.beside, self.ranks, self._plain = beside, ranks, plain
+        self.packed = False
+        self.loss = shared_loss
+
+    def samples(self, number: int) -> list[list[Sample]]:
+        """Of a step: by micro-batch, and then by data rank."""
+        steps = int(self.beside.engine.gradient_accumulation_steps())
+        data = int(self.beside.engine.dp_world_size)
+        first = 100 * number
+        return [
+            [make_sample(first + data * micro + each, packed=self.packed) for each in range(data)]
+            for micro in range(steps)
+        ]
+
+    def own_parts(self, number: int) -> list[Sample]:
+        """This rank's of a step's micro-batches."""
+        ranks = self.ranks
+        return [
+            part_of(micro[ranks.data_rank], ranks.rank, ranks.degree)
+            for micro in self.samples(number)
+        ]
+
+    def step(self, number: int) -> None:
+        """As a script does it; a micro-batch counts as another, whatever tokens it has."""
+        engine, losses = self.beside.engine, []
+        for part in self.own_parts(number):
+            loss = self.loss(engine, part, self.ranks.group)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        own, every = self._whole(number)
+        if self.loss is not shared_loss:  # each rank has its part of the whole
+            dist.all_reduce(losses[0], group=self.ranks.group)
+            losses[0] /= self.ranks.degree
+        self._follow(torch.stack(losses).mean(), own, every)
+
+    def skip(self, number: int) -> None:
+        """Torch's part alone of a step."""
+        own, every = self._whole(number)
+        self.beside.follow(own, own, every)
+
+    def _whole(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Torch's losses of a step: of this rank's sequences, and of all."""
+        with whole_attention(self._plain):
+            losses = [
+                [self.beside.plain(**sample).loss for sample in micro]
+                for micro in self.samples(number)
+            ]
+        mine = [micro[self.ranks.data_rank] for micro in losses]
+        return torch.stack(mine).mean(), torch.stack([loss for m in losses for loss in m]).mean()
+
+    def train_batch(self, number: int) -> None:
+        """By ``engine.train_batch``: every valid token counts as another."""
+        parts = [{**part} for part in self.own_parts(number)]
+        for part in parts:
+            part.pop("labels", None)  # as UlyssesSPDataLoaderAdapter gives it
+        mine = self.beside.engine.train_batch(iter(parts))
+        with whole_attention(self._plain):
+            every = [sample for micro in self.samples(number) for sample in micro]
+            counts = [(sample["labels"][:, 1:] != -100).sum() for sample in every]
+            losses = [self.beside.plain(**sample).loss for sample in every]
+            total = sum(loss * count for loss, count in zip(losses, counts, strict=True))
+            loss = total / torch.stack(counts).sum()
+            self._follow(mine, loss, loss)
+
+    def _follow(self, mine: torch.Tensor, expected: torch.Tensor, loss: torch.Tensor) -> None:
+        self.beside.follow(mine, expected, loss)
+        # Clipping hides a factor of all gradients.
+        found = float(self.beside.engine.get_global_grad_norm())
+        assert abs(found - self.beside.norm) < 1e-5 * self.beside.norm, (found, self.beside.norm)
+
+
+@contextmanager
+def training_shared(
+    model: Any,
+    stage: int,
+    *,
+    way: str = "mpu",
+    degree: int | None = None,
+    top: dict[str, Any] | None = None,
+    prepare: Callable[[Any], None] | None = None,
+    **keywords: Any,
+) -> Iterator[SharedTraining]:
+    """Compared at the end, each element.
+
+    Args:
+        model: of :func:`make_model`.
+        stage: of ZeRO.
+        way: "mpu", or "key" or "keys" of the JSON, or both "mpu and key".
+        degree: ranks of a sequence; default: all.
+        top: further keys of the configuration.
+        prepare: called with the engine's model, not with torch's.
+        keywords: of training_beside_torch.
+    """
+    degree = degree or dist.get_world_size()
+    top = dict(top or {})
+    plain = _attention()["sdpa"]
+    with sequence_ranks_of(degree) as ranks:
+        if "key" in way and degree > 1:
+            top["sequence_parallel_size"] = degree
+        if way == "keys":
+            top["data_parallel_size"] = dist.get_world_size() // degree
+        if "mpu" in way:
+            keywords["mpu"] = UlyssesSPAttentionHF.register_with_transformers(
+                model, "sdpa", degree, 1
+            )
+            if degree > 1:
+                ranks.group = sequence_ranks.get_sequence_parallel_group()
+        with training_beside_torch(
+            model, stage, top=top, prepare=prepare, eps=EPS, **keywords
+        ) as beside:
+            if degree > 1 and "mpu" not in way:
+                ranks.attend(model.config, beside.engine.get_sequence_parallel_group())
+            yield SharedTraining(beside, ranks, plain)
+
+
+TILES = (3, 4, 2, 6, 1)
+"""Of a step's forward, step after step: what is recomputed is so in changing number."""
+
+
+class Tiles:
+    """Replaces a model's MLPs, or its loss, by DeepSpeed's tiled ones."""
+
+    def __init__(self, kind: str) -> None:
+        """``kind``: "mlp", "compute", "loss" or "fused"."""
+        self.kind = kind
+        self.count = 1
+        """Pieces of a sequence."""
+        self.group: Any = None
+        """Of "fused": whose ranks share a sequence."""
+
+    def prepare(self, model: Any) -> None:
+        """Of a Llama."""
+        if self.kind in ("mlp", "compute"):
+            for layer in model.model.layers:
+                self._tile_mlp(layer.mlp)
+        else:
+            model.forward = functools.partial(self._loss, model)
+
+    def _tile_mlp(self, mlp: Any) -> None:
+        plain, weights = mlp.forward, list(mlp.parameters())
+
+        def tiled(x: torch.Tensor) -> torch.Tensor:
+            if self.kind == "mlp":
+                return TiledMLP.apply(lambda _, part: plain(part), mlp, x, self.count, weights)
+            return sequence_tiled_compute(
+                plain, x.shape[1], self.count, {"x": x}, {}, "x", weights, output_reduction=None
+            )
+
+        mlp.forward = tiled
+
+    def part_loss(self, model: Any, part: Sample, _group: Any) -> torch.Tensor:
+        """Of "fused", whose weights' gradients are made in forward: nothing may come behind it."""
+        return model(**part).loss
+
+    def _loss(
+        self, model: Any, labels: torch.Tensor, shift_labels: torch.Tensor, **inputs: Any
+    ) -> Any:
+        del labels
+        hidden = model.model(**inputs).last_hidden_state
+        count = (shift_labels != -100).sum().float()
+        weights = [model.lm_head.weight]
+
+        def summed(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = model.lm_head(hidden).flatten(0, -2)
+            return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+
+        if self.kind == "loss":
+            parts = {"hidden": hidden, "labels": shift_labels}
+            total = sequence_tiled_compute(
+                summed, hidden.shape[1], self.count, parts, {}, "hidden", weights, 0, "sum"
+            )
+            return SimpleNamespace(loss=total / count)
+        dist.all_reduce(count, group=self.group)
+        count /= dist.get_world_size(self.group)
+        loss = TiledFusedLogitsLoss.apply(
+            lambda _, hidden, labels: summed(hidden, labels) / count,
+            model, hidden, shift_labels, None, self.count, weights, "sum",
+        )  # fmt: skip
+        return SimpleNamespace(loss=loss)
