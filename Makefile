@@ -37,7 +37,7 @@ PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
 
 .PHONY: all install demo check docs keys lint format bench bench-plan test-hybrid-plans test-uneven-plans clean
 .PHONY: test test-parity test-experiments test-stress test-gpu test-fuzz test-configs
-.PHONY: test-ecosystem test-dropin test-architectures
+.PHONY: test-ecosystem test-dropin test-architectures test-aarch64
 .PHONY: sanitize sanitize-memory sanitize-threads
 
 all: install sanitize
@@ -88,6 +88,11 @@ test-stress: install
 # Plans of 200 random clusters held against an independent oracle (20 minutes); `test` has some of them.
 test-uneven-plans: install
 	$(PYTEST_BESIDE) -m experiment $(TEST_ARGS) tests/unit/planner
+
+# The kernels and the worker, built for 64-bit Arm and run under qemu (as root, on Debian: it installs
+# the cross compiler and qemu where they are missing).
+test-aarch64: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" TEST_ARGS="$(TEST_ARGS)" tests/aarch64/run.sh $(CURDIR)/$(BIN)/python
 
 # For machines with GPUs: parity on one, training and checkpoints on two.
 test-gpu: install

@@ -28,6 +28,8 @@ std::vector<const KernelTable*> runnable() {
     if (avx2) {
         tables.push_back(&kAvx2Kernels);
     }
+#elif defined(HYTRAIN_ARM_KERNELS)
+    tables.push_back(&kNeonKernels);
 #endif
     tables.push_back(&kScalarKernels);
     return tables;

@@ -84,6 +84,7 @@ struct KernelTable {
 extern const KernelTable kScalarKernels;
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
+extern const KernelTable kNeonKernels;
 
 // The table in use; chosen at first use (dispatch.cpp).
 const KernelTable& active_kernels();

@@ -1,6 +1,11 @@
 // CRC-32 by tables, and the choice of who sums (hytrain/crc32.h).
 #include "hytrain/crc32.h"
 
+#if defined(HYTRAIN_ARM_KERNELS)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "crc32_steps.h"
 
 namespace hytrain {
@@ -100,6 +105,11 @@ std::uint32_t crc32(std::uint32_t sum, const void* data, std::size_t bytes) {
         __builtin_cpu_supports("pclmul") != 0 && __builtin_cpu_supports("sse4.1") != 0;
     if (can_multiply && bytes >= kLeastFolded) {
         return ~remainder_by_folding(~sum, static_cast<const unsigned char*>(data), bytes);
+    }
+#elif defined(HYTRAIN_ARM_KERNELS)
+    static const bool has_instruction = (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
+    if (has_instruction) {
+        return ~remainder_by_instruction(~sum, static_cast<const unsigned char*>(data), bytes);
     }
 #endif
     return crc32_portable(sum, data, bytes);

@@ -13,7 +13,11 @@ constexpr std::size_t kLeastFolded = 64;
 
 std::uint32_t remainder_by_tables(std::uint32_t rest, const unsigned char* at, std::size_t bytes);
 
-// With carry-less multiplication; at least kLeastFolded bytes.
+// With carry-less multiplication (x86-64); at least kLeastFolded bytes.
 std::uint32_t remainder_by_folding(std::uint32_t rest, const unsigned char* at, std::size_t bytes);
+
+// With the instruction for it (64-bit Arm).
+std::uint32_t remainder_by_instruction(std::uint32_t rest, const unsigned char* at,
+                                       std::size_t bytes);
 
 }  // namespace hytrain
