@@ -59,7 +59,11 @@ def main_loop(body: Code) -> list[str]:
 
 def cycles(loop: list[str], isa: str, processor: str) -> float:
     """Of one iteration."""
-    straight = [code for code in loop if not re.match(r"(j\w+|b|b\.\w+|[ct]bn?z|nop\w*|call|bl|ret)\b", code)]
+    straight = [
+        code
+        for code in loop
+        if not re.match(r"(j\w+|b|b\.\w+|[ct]bn?z|nop\w*|call|bl|ret)\b", code)
+    ]
     command = [os.environ.get("LLVM_MCA", "llvm-mca"), f"-mcpu={processor}"]
     command += ["-march=aarch64" if isa == "neon" else "-march=x86-64", f"-iterations={ITERATIONS}"]
     text = "\n".join(straight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 from pathlib import Path
@@ -54,7 +55,8 @@ def host_memory_pools() -> dict[str, int]:
         under a name that no other group of this machine has, and the process's own limits
         (ulimit), under names that no other process has.
     """
-    pools = {"machine": int(psutil.virtual_memory().available), **_process_pools()}
+    left = int(psutil.virtual_memory().available) - free_beside_no_cores()
+    pools = {"machine": max(0, left), **_process_pools()}
     for hierarchy in _HIERARCHIES:
         for folder in _cgroup_folders(hierarchy):
             try:
@@ -69,6 +71,26 @@ def host_memory_pools() -> dict[str, int]:
                 # The folder's own number: what a container sees as the root is a group like others.
                 pools[f"{GROUP} {where.st_dev}:{where.st_ino}"] = max(0, int(limit) - usage)
     return pools
+
+
+def free_beside_no_cores(root: Path = Path("/")) -> int:
+    """Free bytes of NUMA nodes without cores, which the kernel counts as any others.
+
+    Where CPU and GPU share addresses (GH200, GB200), the GPU's memory is such a node: state that
+    overflowed there would be taken from the GPU. A CXL extension is one as well, and is left out.
+
+    Args:
+        root: "/"; another one stands for another machine.
+    """
+    lines = [line for file in _memory_without_cores(root) for line in file.read_text().splitlines()]
+    return sum(int(line.split()[-2]) * 1024 for line in lines if "MemFree:" in line)
+
+
+@functools.cache
+def _memory_without_cores(root: Path) -> tuple[Path, ...]:
+    """The "meminfo" of each such node."""
+    nodes = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+    return tuple(node.with_name("meminfo") for node in nodes if not node.read_text().strip())
 
 
 _CPU_ROOTS = ((Path("/sys/fs/cgroup"), ""), (Path("/sys/fs/cgroup/cpu"), "cpu"))

@@ -13,6 +13,7 @@ import pytest
 from hytrain.formats.text_table import WIDTH
 from hytrain.hardware.compile_locks import find_locks
 from hytrain.hardware.host_tree import HostTree, NumaNode, ProcessLimits, parse_list
+from hytrain.kernels.host_limits import free_beside_no_cores
 from hytrain.tools import cli
 from hytrain.tools.doctor.findings import (
     Finding,
@@ -60,6 +61,19 @@ def _limit(root: Path, group: str, text: str) -> None:
 
 def _by_name(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
+
+
+def test_memory_of_a_gpu_that_is_a_node_is_not_the_hosts(tmp_path: Path) -> None:
+    """GH200: one node of 72 cores and 480 GiB, and the GPU's 96 GiB, which MemAvailable counts."""
+    tree = _machine(tmp_path, cores=72, gib=576)
+    gpu = tmp_path / "sys/devices/system/node/node1"
+    gpu.mkdir()
+    (gpu / "cpulist").write_text("\n")
+    (gpu / "meminfo").write_text(f"Node 1 MemTotal: {96 << 20} kB\nNode 1 MemFree: {95 << 20} kB\n")
+    assert [node.number for node in tree.numa_nodes()] == [0]
+    assert free_beside_no_cores(tmp_path) == 95 * GIB
+    [memory] = [f for f in memory_findings(tree, FREE, 1) if f.name == "memory"]
+    assert memory.seen == f"{576 * 9 // 10 - 95}.0 of 576.0 GiB free"
 
 
 def test_lists_of_the_kernel() -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from hytrain.formats.moment_kinds import FP32, MOMENTS, state_bytes_each
 from hytrain.hardware.compile_locks import CompileLock
 from hytrain.hardware.host_tree import HostTree, ProcessLimits
+from hytrain.kernels.host_limits import free_beside_no_cores
 from hytrain.placement.memory import host_reserve
 
 Verdict = Literal["good", "note", "bad"]
@@ -151,7 +152,8 @@ def numa_findings(tree: HostTree, limits: ProcessLimits, facts: NumaFacts) -> It
 def memory_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterator[Finding]:
     """How much host memory there is, and what limits it."""
     memory = tree.memory()
-    total, available = memory.get("MemTotal", 0), memory.get("MemAvailable", 0)
+    total = memory.get("MemTotal", 0)
+    available = memory.get("MemAvailable", 0) - free_beside_no_cores(tree.root)
     cgroup = min(tree.cgroup_limits(), default=None)
     bounds = {"the machine's free memory": available}
     if cgroup is not None:

@@ -57,6 +57,11 @@ def test_without_a_control_group_the_machine_counts(cgroup: Any) -> None:
     assert host_room.available_host_bytes() == 100 * GIB
 
 
+def test_a_gpu_s_own_node_does_not_count(cgroup: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_room, "free_beside_no_cores", lambda: 95 * GIB)
+    assert host_room.available_host_bytes() == 5 * GIB
+
+
 def test_a_control_group_without_a_limit_does_not_count(cgroup: Any) -> None:
     cgroup(2, "max", 7 * GIB, "inactive_file 0")
     cgroup(1, str(2**63 - 4096), 7 * GIB, "total_inactive_file 0")
