@@ -28,6 +28,7 @@ from hytrain.tools import cli
 
 safetensors = pytest.importorskip("safetensors.torch", reason="transformers installs safetensors")
 
+full = pytest.mark.parity_full
 FROZEN = {"frozen.weight", "frozen.bias"}
 
 
@@ -43,7 +44,11 @@ class Saved:
         return self.folder / "global_step2"
 
 
-@pytest.fixture(scope="module", params=[(2, True), (3, True)], ids=str)
+STAGES = [(2, True), (3, True)]
+of_both_stages = pytest.mark.parametrize("saved", STAGES, indirect=True, ids=str)
+
+
+@pytest.fixture(scope="module", params=[STAGES[0], pytest.param(STAGES[1], marks=full)], ids=str)
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, process_group: None
 ) -> Saved:
@@ -65,6 +70,7 @@ def _assert_masters(stored: Any, saved: Saved, dtype: torch.dtype = torch.float3
         assert torch.equal(stored[name], state["fp32"].to(dtype)), name
 
 
+@of_both_stages
 def test_safetensors_are_the_training_copy(saved: Saved, tmp_path: Path) -> None:
     _export(saved, tmp_path)
     stored = safetensors.load_file(tmp_path / "model.safetensors")
@@ -108,6 +114,7 @@ def test_other_dtypes_are_rounded_from_the_master_weights(
     _assert_masters(stored, saved, made)
 
 
+@of_both_stages
 def test_one_file_has_the_master_weights_and_loads_strictly(saved: Saved, tmp_path: Path) -> None:
     _export(saved, tmp_path, "--format", "fp32")
     stored = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
@@ -211,6 +218,7 @@ def test_lists_of_weights_in_another_form(
     assert not (tmp_path / "out").exists()
 
 
+@of_both_stages
 def test_verify_misses_what_is_not_there(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
