@@ -27,7 +27,11 @@ CASES = [
     Case("llama", 0.5, "sometimes", 1, "bf16", steps=20, moments="bf16"),
     Case("llama", 0.5, "sometimes", 1, "bf16", steps=20, moments="8bit"),
 ]
-DELAYED = [*CASES[:2], Case("gpt2", 0.5, "always", 1, "fp32", steps=20, moments="8bit")]
+DAILY = CASES[1], CASES[3], CASES[5]
+DELAYED = [
+    *(pytest.param(case, marks=full) for case in CASES[:2]),
+    Case("gpt2", 0.5, "always", 1, "fp32", steps=20, moments="8bit"),
+]
 
 
 def random_moves(seed: int, share: float, moved: list[int]) -> Callable[[Any], None]:
@@ -70,7 +74,9 @@ def check_moves(
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=full)])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [case if case in DAILY else pytest.param(case, marks=full) for case in CASES], ids=str
+)
 def test_layers_that_move(case: Case, seed: int) -> None:
     check_moves(case, seed, 0.4)
 

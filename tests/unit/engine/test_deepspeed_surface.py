@@ -18,6 +18,7 @@ from deepspeed.utils import (
     safe_set_full_grad,
 )
 from support.comparisons import assert_same_bits, assert_same_states
+from support.covering import everyday
 from support.engines import built, environment, make_config
 from support.models import Mlp, make_batch, make_model
 from training import FRACTIONS, backward, followed, inputs
@@ -223,9 +224,7 @@ def test_parameters_can_be_copied_and_pickled() -> None:
             assert vars(other).get("_hp_mapping") is None
 
 
-@pytest.mark.parametrize("is_direct", [False, True], ids=["held", "direct"])
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
+@everyday({"gpu_fraction": (0.0, 0.5), "stage": (2, 3), "is_direct": (False, True)})
 def test_state_that_is_set_while_it_is_updated(
     gpu_fraction: float, stage: int, is_direct: bool
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.covering import everyday
 from support.engines import built, environment, make_config
 from support.models import loss_of, make_model
 from support.shadow import Shadow
@@ -36,14 +37,11 @@ class Poison:
         return gradient
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.05, 100.0])
-@pytest.mark.parametrize("gpu_fraction", ALL_FRACTIONS)
-@pytest.mark.parametrize(
-    ("value", "where", "bf16"), [(float("inf"), "first", True), (float("nan"), "last", False)]
+@everyday(
+    {"where": ("first", "last"), "gpu_fraction": ALL_FRACTIONS, "clipping": (0.0, 0.05, 100.0)}
 )
-def test_skipped_steps(
-    value: float, where: str, gpu_fraction: float, bf16: bool, clipping: float
-) -> None:
+def test_skipped_steps(where: str, gpu_fraction: float, clipping: float) -> None:
+    value, bf16 = {"first": (float("inf"), True), "last": (float("nan"), False)}[where]
     model = make_model("mlp")
     poison = Poison(model, where)
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.covering import everyday
 from support.engines import built, environment, make_config
 from support.models import Mlp, make_model
 from support.processes import num_threads
@@ -173,8 +174,7 @@ class ScarceTorch:
         return getattr(torch, name)
 
 
-@pytest.mark.parametrize("delays", ["", "6:300"])
-@pytest.mark.parametrize("where", ["GPU", "host"])
+@everyday({"where": ("GPU", "host"), "delays": ("6:300", "")}, pairs=False)
 def test_no_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, where: str, delays: str) -> None:
     free_solver(monkeypatch, 4)
     monkeypatch.setattr(backoff, "FIRST_PAUSE", 3)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.covering import everyday
 from support.engines import built, make_config
 from support.frozen import FROZEN
 from support.models import make_batch
@@ -81,12 +82,11 @@ def _idle(problem: PlanProblem) -> Workload:
     return workload(problem, gpu, Collectives(0.0, 0.0), 0, 0, "keep")
 
 
-@pytest.mark.parametrize("keys", KEYS, ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
+@everyday({"number": range(len(KEYS)), "num_ranks": (1, 2, 3), "offload": (False, True)})
 def test_weights_are_where_a_run_will_have_them(
-    config_file: Path, keys: dict[str, int], num_ranks: int, offload: bool
+    config_file: Path, number: int, num_ranks: int, offload: bool
 ) -> None:
+    keys = KEYS[number]
     model = read_model_shape(config_file, seq_len=8, dtype="bf16").model
     problem = _problem(model, keys, num_ranks=num_ranks, offload=offload)
     fractions = {1: (1.0,), 2: (0.25, 0.75), 3: (0.5, 0.2, 0.3)}[num_ranks]

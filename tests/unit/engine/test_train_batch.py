@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparisons import assert_same_states
+from support.covering import everyday
 from support.engines import built, make_config
 from support.models import Mlp, make_batch, make_model
 from training import FRACTIONS, UserError, backward, inputs
@@ -47,8 +48,9 @@ class Failing(Mlp):
 
 
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
-@pytest.mark.parametrize("error", [UserError, torch.OutOfMemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("first", [0, 1])
+@everyday(
+    {"error": (UserError, torch.OutOfMemoryError, KeyboardInterrupt), "first": (0, 1)}, pairs=False
+)
 def test_a_failed_step_leaves_nothing_behind(
     mode: str, gpu_fraction: float, error: type[BaseException], first: int
 ) -> None:

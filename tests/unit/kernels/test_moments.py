@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_cases import DTYPES, HYPERS, ISAS, error_bound, forced_isa, same_bits
 from moment_cases import KINDS, LENGTHS, RoundedCase, make_rounded, same_moment, same_state
+from support.covering import everyday
 from support.reference_adam import AdamState, adam_step_float64, stored_moments
 
 from hytrain.errors import KernelArgumentError
@@ -29,9 +30,7 @@ def at(first_index: int) -> Rounding:
     return Rounding(ROUNDING.seed, ROUNDING.parameter, first_index)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("hyper_name", HYPERS)
+@everyday({"isa": ISAS, "kind": KINDS, "hyper_name": list(HYPERS)})
 def test_commit_is_the_fp32_step_and_the_defined_rounding(
     isa: str, kind: torch.dtype, hyper_name: str
 ) -> None:
