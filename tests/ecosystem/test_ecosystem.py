@@ -97,7 +97,8 @@ def _note(line: str) -> None:
 
 
 def _needs(kind: str, ranks: int) -> None:
-    library = kind if kind in ("accelerate", "lightning") else "trl"
+    library = kind.split("_")[0] if kind.startswith(("accelerate", "lightning")) else "trl"
+    library = "transformers" if kind == "trainer_sequences" else library
     pytest.importorskip(library, reason="run `make test-ecosystem`")
     if ON_GPU and ranks > torch.cuda.device_count():
         pytest.skip("each rank needs a GPU of its own")
@@ -132,3 +133,23 @@ def test_trainer(kind: str, stage: int, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "hytrain" / "out" / "checkpoint-6")
     resumed = train(kind, "hytrain", stage, 1, tmp_path / "hytrain", "--resume")
     _assert_same(resumed["losses"], ours["losses"])  # as the uninterrupted run
+
+
+@pytest.mark.parametrize("kind", ["trainer_sequences", "accelerate_sequences"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shared_sequences(kind: str, stage: int, tmp_path: Path) -> None:
+    """Two ranks that share each sequence are one that has the whole of it."""
+    _needs(kind, 2)
+    found: dict[str, Any] = {}
+    for name, engine, ranks in (
+        ("one", "hytrain", 1),
+        ("two", "hytrain", 2),
+        ("plain", "plain", 2),
+    ):
+        found[name] = train(kind, engine, stage, ranks, tmp_path / name)
+    one, two, plain = (found[name] for name in ("one", "two", "plain"))
+    _note(f"{kind}, stage {stage}: plain DeepSpeed's first norm {plain['norms'][0]:.4f}, ours "
+          f"{two['norms'][0]:.4f}, one rank's {one['norms'][0]:.4f}")  # fmt: skip
+    _assert_close(two["losses"], one["losses"])
+    _assert_close(two["norms"], one["norms"])
+    assert two["batch"] == one["batch"]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import samples
 import torch
 from deepspeed.ops import __compatible_ops__ as compatible_ops
@@ -29,8 +30,9 @@ _ON_GPU = os.environ.get("DS_ACCELERATOR") != "cpu"
 def _config(options: argparse.Namespace) -> dict[str, Any]:
     """What ds_configs/ has for the library; layers of so small a model on both sides."""
     name = "lightning" if options.kind == "lightning" else "hf"
-    config = json.loads((_CONFIGS / f"{name}_zero{options.stage}.json").read_text())
+    config = json.loads((_CONFIGS / f"{name}_zero{max(2, options.stage)}.json").read_text())
     zero = config["zero_optimization"]
+    zero["stage"] = options.stage
     if options.stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
     if options.engine == "hytrain":
@@ -167,6 +169,99 @@ def _generate(trainer: Any, options: argparse.Namespace) -> list[list[int]]:
         return model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
 
 
+_LONG = 16
+"""Tokens of a sequence; ranks that share it have equal parts."""
+
+
+def _sequences() -> list[dict[str, torch.Tensor]]:
+    """Whole ones; the first labels of each do not count, so parts have unequally many that do."""
+    generator = torch.Generator().manual_seed(0)
+    found: list[dict[str, torch.Tensor]] = []
+    for number in range(24):
+        tokens = torch.randint(3, 64, (_LONG,), generator=generator)
+        labels = tokens.clone()
+        labels[: number % 7] = -100
+        places = torch.arange(_LONG)
+        found.append({"input_ids": tokens, "labels": labels, "position_ids": places})
+    return found
+
+
+def _shared() -> Any:
+    """All ranks share each sequence; None for one rank."""
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    if ranks == 1:
+        return None
+    if not _ON_GPU:  # where accelerate does not tell DeepSpeed of the ranks
+        deepspeed.init_distributed("gloo", verbose=False)
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
+    return ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", sp_handler=handler)
+
+
+def _count(model: Any) -> list[int]:
+    """What an engine takes for its batch."""
+    return [model.train_batch_size(), model.gradient_accumulation_steps(), model.global_samples]
+
+
+def _trainer_sequences(options: argparse.Namespace) -> Result:
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    arguments = _common(options) | {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5,
+        "parallelism_config": _shared(), "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    trainer = Trainer(
+        samples.llama(), TrainingArguments(**arguments), train_dataset=_sequences(),
+        data_collator=default_data_collator,
+    )  # fmt: skip
+    # Where ranks share sequences, Trainer takes the micro-batches' mean, whatever tokens they have.
+    trainer.model_accepts_loss_kwargs = False
+    trainer.train()
+    _check(trainer.model_wrapped, options)
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": _losses(trainer), "norms": norms, "batch": _count(trainer.model_wrapped)}
+
+
+def _accelerate_sequences(options: argparse.Namespace) -> Result:
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from support.sequences import shared_loss
+    from torch.utils.data import DataLoader
+
+    if not _ON_GPU:
+        PartialState(cpu=True)
+    plugin = DeepSpeedPlugin(hf_ds_config=_config(options), gradient_accumulation_steps=2)
+    shared = _shared()
+    accelerator = Accelerator(
+        deepspeed_plugin=plugin, mixed_precision="no", parallelism_config=shared
+    )
+    model = samples.llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
+    loader: Any = DataLoader(_sequences(), batch_size=1)  # pyright: ignore[reportArgumentType]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    _check(model, options)
+    group = None if shared is None else model.get_sequence_parallel_group()
+    losses: list[float] = []
+    norms: list[float] = []
+    for number, batch in enumerate(loader):
+        if number == 12:
+            break
+        batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+        batch.setdefault("labels", batch.get("shift_labels"))
+        with accelerator.accumulate(model):
+            loss = shared_loss(model, batch, group)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if number % 2:
+            norms.append(float(model.get_global_grad_norm()))
+    return {"losses": losses, "norms": norms, "batch": _count(model)}
+
+
 def _accelerate(options: argparse.Namespace) -> Result:
     """An own loop: accumulates, clips, saves and loads in the middle."""
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
@@ -269,6 +364,7 @@ def _versions() -> str:
 KINDS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "text": _text, "vit": _vit, "sft": _sft, "dpo": _dpo, "grpo": _grpo,
     "accelerate": _accelerate, "lightning": _lightning,
+    "trainer_sequences": _trainer_sequences, "accelerate_sequences": _accelerate_sequences,
 }  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,21 @@ def test_a_script(name: str, model: str, models: Path, tmp_path: Path) -> None:
     assert all(0 < loss < 10 for loss in losses)
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert sum("step_s" in json.loads(line) for line in lines) == 20
+
+
+@pytest.mark.experiment
+def test_two_ranks_that_share_sequences(models: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+        str(free_port()), str(EXAMPLES / "long_context.py"), "--model", str(models / "dense"),
+        "--text", str(models / "text"), "--length", "16", "--steps", "20",
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 ranks share each sequence" in run.stderr
+    losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", run.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] < 10
 
 
 @pytest.mark.experiment
