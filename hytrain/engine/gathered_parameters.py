@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
+from hytrain.model.layer_state import LayerState
 from hytrain.optimizer.autograd_task import graph_task
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.zero3.layer_weights import LayerWeights
@@ -73,6 +74,8 @@ class GatheringParameters:
                 continue  # gathered by the engine: it stays when this context ends
             self._weights.gather_layer(layer)
             self._weights.gatherer.pinned.add(layer.index)
+            if layer.resident is not None:
+                _remember_copy(layer.resident)  # writes go into it; of a shard they go elsewhere
             self._claims[layer.index] += 1
 
     def part(
@@ -122,20 +125,22 @@ class GatheringParameters:
 
     def _keep_written(self, layer: LayerWeights, parameters: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
-            before, trained = None, layer.trained
+            trained = layer.trained
             if trained is not None:
                 # A save beside training may not have read the state yet.
                 trained.before_change()
-            if trained is not None and trained.form.is_split and trained.storage.is_sharded:
-                before = torch.cat(list(trained.storage.kept))
+                if layer.resident is None:
+                    _remember_copy(trained)
             if self._weights.gatherer.is_live(layer):
                 for part in layer.sharded:
                     part.storage.keep_gathered()
-            if layer.trained is not None:
+            if trained is not None:
                 written = {id(parameter) for parameter in parameters}
-                slots = layer.trained.layout.slots
-                slots = [x for x in slots if id(x.parameter) in written]
-                self._kept.adopt_written(layer.trained, slots, before)
+                slots = [x for x in trained.layout.slots if id(x.parameter) in written]
+                self._kept.adopt_written(trained, slots)
+                trained.before_write = None
+                if layer.resident is not None:
+                    _remember_copy(trained)  # for a context around this one
 
     def _release(self, layer: LayerWeights) -> None:
         if not self._claims[layer.index]:
@@ -143,6 +148,8 @@ class GatheringParameters:
         self._claims[layer.index] -= 1
         if not self._claims[layer.index]:
             del self._claims[layer.index]
+            if layer.resident is not None:
+                layer.resident.before_write = None
             self._weights.gatherer.pinned.discard(layer.index)
             self._weights.release_layer(layer)
 
@@ -150,3 +157,9 @@ class GatheringParameters:
         layers = (self._layer_of.get(id(p)) for p in parameters)
         found = {layer.index: layer for layer in layers if layer is not None}
         return [found[index] for index in sorted(found)]
+
+
+def _remember_copy(state: LayerState) -> None:
+    """Which elements are written only tells the copy, where it is half of a split master weight."""
+    if state.form.is_split:
+        state.before_write = state.read_copy()

@@ -79,6 +79,9 @@ class LayerState:
 
     update: LayerUpdate = field(default_factory=LayerUpdate)
     """The layer's part in the current step."""
+    before_write: torch.Tensor | None = None
+    """The shard's training copy as it was before somebody was let write to it: see
+    :meth:`adopt_written`."""
     index: int = field(init=False)
     """In forward order."""
 
@@ -198,19 +201,18 @@ class LayerState:
         for start, copy in self._copies(0, self.shard_size):
             copy.copy_(self.master[start : start + copy.numel()])
 
-    def adopt_written(
-        self, slots: Sequence[ParameterSlot], before: torch.Tensor | None = None
-    ) -> None:
+    def read_copy(self) -> torch.Tensor:
+        """A copy of the shard's training copy, 1-D; of one dtype."""
+        return torch.cat([copy for _, copy in self._copies(0, self.shard_size)])
+
+    def adopt_written(self, slots: Sequence[ParameterSlot]) -> None:
         """What was written into some parameters' training copy becomes their master weights'.
 
         An element that is its master weight, rounded, was not written: that keeps its fp32 bits.
-        Where master weights are split, only what the copy was ``before`` can tell; without that
-        all elements of these parameters become what the copy is.
-
-        Args:
-            slots: of the parameters.
-            before: the shard's training copy before it was written.
+        Where master weights are split, only :attr:`before_write` can tell; without it all elements
+        of these parameters become what the copy is.
         """
+        before = self.before_write
         for slot in slots:
             begin, end = max(slot.offset, self.begin), min(slot.offset + slot.numel, self.end)
             for start, copy in self._copies(begin - self.begin, max(begin, end) - self.begin):

@@ -84,11 +84,9 @@ class KeptState:
             self.synchronize()
         self._passes.adopt_writes()
 
-    def adopt_written(
-        self, layer: LayerState, slots: Sequence[ParameterSlot], before: torch.Tensor | None
-    ) -> None:
+    def adopt_written(self, layer: LayerState, slots: Sequence[ParameterSlot]) -> None:
         """See :meth:`PassTracker.adopt_written`."""
-        self._passes.adopt_written(layer, slots, before)
+        self._passes.adopt_written(layer, slots)
 
     def ignore_writes(self) -> None:
         """Weights have been written whose master weights are right."""

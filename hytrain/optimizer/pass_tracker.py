@@ -359,12 +359,11 @@ class PassTracker:
         # State on the device is read on the update stream.
         self.pipeline.streams.synchronize()
 
-    def adopt_written(
-        self, layer: LayerState, slots: Sequence[ParameterSlot], before: torch.Tensor | None = None
-    ) -> None:
+    def adopt_written(self, layer: LayerState, slots: Sequence[ParameterSlot]) -> None:
         """:meth:`LayerState.adopt_written`; warns once where unchanged elements are rounded."""
-        layer.adopt_written(slots, before)
-        if layer.form.is_split and before is None and slots and not self._has_warned_of_writes:
+        layer.adopt_written(slots)
+        is_whole = layer.form.is_split and layer.before_write is None
+        if is_whole and slots and not self._has_warned_of_writes:
             self._has_warned_of_writes = True
             logger.warning(
                 'weights were written (%s, ...): with "hytrain.master": "split" the master weights '

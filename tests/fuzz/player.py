@@ -512,17 +512,7 @@ class Player:
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if self.rank == 0:
                 parameter.copy_(set_values(parameter.shape, event))
-        self.note("write" if self._is_sharded(name) else "overwrite", name)
-
-    def _is_sharded(self, name: str) -> bool:
-        """Whether this rank keeps a part of the parameter alone."""
-        layers = self.engine.optimizer.kept.layers
-        return any(
-            layer.storage.is_sharded
-            for layer in layers
-            for slot in layer.layout.slots
-            if slot.name == name
-        )
+        self.note("write", name)
 
     def _do_copy(self, event: Event) -> None:
         """Past the engine, where the weights are there."""

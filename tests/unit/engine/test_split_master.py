@@ -43,10 +43,12 @@ BOTH = pytest.mark.parametrize("run", [RUN, DIRECT], ids=list(WAYS))
 
 
 @contextmanager
-def _engine(*, direct: bool = False, gpu_fraction: float = 0.5, **more: Any) -> Iterator[Any]:
+def _engine(
+    *, direct: bool = False, gpu_fraction: float = 0.5, is_sharded: bool = True, **more: Any
+) -> Iterator[Any]:
     """After two steps, each update with a delay."""
     config = make_config(gpu_fraction=gpu_fraction, hytrain=SPLIT, direct=direct, **more)
-    if more.get("stage") == 3:
+    if more.get("stage") == 3 and is_sharded:
         # One rank shards nothing unless its weights are kept on the host.
         config["zero_optimization"].update(GATHERS["each"], offload_param={"device": "cpu"})
     with environment("HYTRAIN_DELAYS", "3:500"), built(make_model("mlp"), config) as engine:
@@ -213,39 +215,34 @@ def test_what_the_engine_writes_itself_is_not_told(
 
 
 @pytest.mark.parametrize("direct", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "resident"])
 def test_elements_that_were_not_written_where_gathered_stay(
-    direct: bool, caplog: pytest.LogCaptureFixture
+    is_sharded: bool, direct: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with _engine(stage=3, direct=direct) as engine, caplog.at_level(logging.WARNING, "hytrain"):
+    with (
+        _engine(stage=3, direct=direct, is_sharded=is_sharded) as engine,
+        caplog.at_level(logging.WARNING, "hytrain"),
+    ):
         before = engine.fp32_state_dict()
-        names = ["blocks.1.up.weight", "head.bias"]
-        some = [engine.module.get_parameter(name) for name in names]
+        names = ["blocks.1.up.weight", "blocks.1.down.weight", "head.bias"]
+        *some, inner = [engine.module.get_parameter(name) for name in names]
+        some.append(engine.module.get_parameter("head.weight"))  # of the inner one's layer
         with deepspeed.zero.GatheredParameters(some, modifier_rank=0), torch.no_grad():
             some[0][0, :3] = 0.25
+            with deepspeed.zero.GatheredParameters([inner], modifier_rank=0):
+                inner.data[0] = 0.5  # of which torch keeps no count
+            some[1].view(-1)[4] = 0.125
+        written = {names[0]: (slice(3), 0.25), names[1]: (4, 0.125), names[2]: (0, 0.5)}
         for name, tensors in engine.fp32_state_dict().items():
             expected = before[name]["fp32"].clone()
-            if name == names[0]:
-                expected[0, :3] = 0.25
+            if name in written:
+                place, value = written[name]
+                expected.view(-1)[place] = value
             assert_same_bits(name, tensors["fp32"], expected)
         shadow = Shadow(engine)
         make_steps(shadow, range(2))
         shadow.check()
     assert not [r for r in caplog.records if "hytrain.master" in r.getMessage()]
-
-
-def test_a_resident_parameter_written_where_gathered_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = make_config(hytrain=SPLIT, stage=3)
-    with built(make_model("mlp"), config) as engine, caplog.at_level(logging.WARNING, "hytrain"):
-        make_steps(engine, range(2))
-        parameter = engine.module.get_parameter("head.bias")
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.data[0] = 0.25  # of which torch keeps no count
-        found = engine.fp32_state_dict()["head.bias"]["fp32"]
-        assert_same_bits("head.bias", found, parameter.detach().float().cpu())
-    (text,) = [r.getMessage() for r in caplog.records if "hytrain.master" in r.getMessage()]
-    assert "head.bias" in text
 
 
 @pytest.mark.parametrize("master", ["fp32", "split"])
