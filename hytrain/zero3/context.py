@@ -80,6 +80,7 @@ class GatherContext:
 
     def agree(self, number: int | None) -> int:
         """The number that all ranks have come to; None: this rank goes along with the others."""
+        self.gatherer.start_held()  # other ranks may have begun them before they come here
         return self._collectives.agree_on_use(number, self._words)
 
     def _words(self, number: int) -> str:
@@ -105,6 +106,7 @@ class GatherContext:
                 return None
             return largest if is_backward or largest >= HOLD else smallest
 
+        self.gatherer.start_held()  # as in agree()
         mine = end if number == END else number
         found = self._collectives.agree_on_use(mine, self._words, choose)
         return END if found in (END, _LAST, _NOBODY) else found

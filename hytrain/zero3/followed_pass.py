@@ -42,6 +42,9 @@ class FollowedPass:
         self._at = 0
         self._in_use: int | None = None
         self._extra: set[int] = set()  # gathered beside the plan
+        self.agreed: set[int] = set()
+        """Layers that all ranks have used beside the plan."""
+        self._has_held = False
         self.uses: list[int] = []
         """Layers in the order of their uses so far."""
         self.is_over = False
@@ -55,7 +58,7 @@ class FollowedPass:
     def use(self, index: int) -> None:
         """Computation with a layer begins."""
         if self._rest is not None and (self.has_more or self._is_new(index)):
-            self._begin_rest()
+            self._force(len(self._operations))
             self._rest.use(index)
             return
         if index != self._in_use:
@@ -68,20 +71,18 @@ class FollowedPass:
     def hold(self, index: int) -> None:
         """From now on a layer is there in the whole of every pass; a collective."""
         if self._rest is not None:
-            self._begin_rest()
+            self._force(len(self._operations))
             self._rest.hold(index)
             return
         self._context.agree(HOLD + index)  # legal where all ranks do it
         self._context.hold(index)
-
-    def _begin_rest(self) -> None:
-        self._force(len(self._operations))
-        self._context.gatherer.start_held()  # as in _end_rest
+        self._has_held = True
 
     @property
     def has_more(self) -> bool:
         """Whether a rank has used layers that the plan has not, or read them past their modules."""
-        return self._rest is not None and (bool(self._rest.uses) or self._rest.has_held)
+        rest = self._rest
+        return self._has_held or (rest is not None and (bool(rest.uses) or rest.has_held))
 
     def _is_new(self, index: int) -> bool:
         context = self._context
@@ -120,6 +121,7 @@ class FollowedPass:
                 '"hytrain.accumulation" to "micro_batch_major"'
             )
         self._context.agree(index)
+        self.agreed.add(index)
         self._extra.add(index)
         self._context.wait_resident(index)
         self._context.gather(index)
@@ -178,12 +180,7 @@ class FollowedPass:
             self._context.wait_resident(self._operations[self._at].layer)
             self._at += 1
             self._advance()
-        self._end_rest()
-
-    def _end_rest(self) -> None:
         if self._rest is not None:
-            # Before the agreement on all ranks: one that computes has begun them at its uses.
-            self._context.gatherer.start_held()
             self._rest.end()
 
     def finish(self) -> None:
@@ -208,7 +205,8 @@ class FollowedPass:
             self._context.gatherer.start_held()  # before any reduction, as where layers are used
             turned()
         self.finish()
-        self._end_rest()
+        if self._rest is not None:
+            self._rest.end()
 
     def _place_of_turn(self, turning_point: int) -> int:
         """Where the backward has begun at the latest: its first use or reduction."""

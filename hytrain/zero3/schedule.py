@@ -352,6 +352,9 @@ class GatherSchedule:
             # All ranks have seen it: passes like this one, and its backward, are recorded anew.
             self._records.clear()
             self._reduces.clear()
+        elif current.agreed and self._key[0] == "backward":
+            # Or the next one would have to use them at one place on all ranks again.
+            self._forget_partial(current.agreed)
         self._context.gatherer.start_held()
 
     def settle(self) -> None:

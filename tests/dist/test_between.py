@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,6 +186,68 @@ def test_towers(ranks_used: int, stage: int) -> None:
             if number % 2:
                 choose(beside.plain, beside.rank)
                 _input_gradient(beside.engine, beside.plain, number, beside.rank, "grad")
+
+
+class _Cut(nn.Module):
+    """Backward goes back to a block, and some of the others are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.first = 0
+        self.left_out: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x.detach() if number == self.first else x
+            x = x if number in self.left_out else torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("prefetch", [0, 300])
+@on_ranks(2)
+def test_what_all_ranks_reach_first_any_may_leave_out_later(prefetch: int) -> None:
+    """Layers that the first backward has not come to: they are in the plans of later ones."""
+    torch.manual_seed(2)
+    steps = ((2, {}), (0, {}), (0, {1: (1, 2)}), (0, {0: (2,), 1: (1,)}), (3, {}), (0, {0: (1,)}))
+
+    def loss(number: int, model: Any, rank: int) -> torch.Tensor:
+        plain = getattr(model, "module", model)
+        plain.first, left_out = steps[number]
+        plain.left_out = left_out.get(rank, ())
+        return _one(model, number, rank)
+
+    zero = {
+        "stage3_prefetch_bucket_size": prefetch,
+        "stage3_max_live_parameters": 0,
+        "offload_param": {"device": "cpu"},
+    }
+    with training_beside_torch(_Cut(), 3, zero=zero) as beside:
+        for number in range(len(steps)):
+            beside.step(partial(loss, number))
+
+
+class _Reader(nn.Linear):
+    """A block that may read the weight of another one."""
+
+    other: tuple[nn.Linear, ...] = ()  # no submodule
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(super().forward(x))
+        return x + sum(other.weight.mean() for other in self.other)
+
+
+@on_ranks(2)
+def test_a_weight_that_a_later_pass_is_the_first_to_read_in_another_layer() -> None:
+    """One rank still holds the next layer's gather back for its update; the other has begun it."""
+    torch.manual_seed(2)
+    model = nn.Sequential(*[_Reader(WIDTH, WIDTH) for _ in range(4)])
+    section = {"gpu_fraction": float(dist.get_rank() == 0)}
+    with training_beside_torch(model, 3, section=section) as beside:
+        for number in range(4):
+            for each in (model, beside.plain) if number == 2 else ():
+                each[0].other = (each[2],)  # pyright: ignore
+            beside.step(_sum_of(1, number))
 
 
 class _Tiled(nn.Module):
