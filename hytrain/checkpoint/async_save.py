@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -48,10 +49,28 @@ def open_group(collectives: ShardCollectives) -> ShardCollectives:
         return collectives
     ranks = [collectives.global_rank(rank) for rank in range(collectives.world_size)]
     group = dist.new_group(
-        ranks, timeout=_GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True
+        ranks,
+        timeout=_GROUP_TIMEOUT,
+        backend="gloo",
+        use_local_synchronization=not _are_all_ranks(collectives),
     )
     assert isinstance(group, dist.ProcessGroup)
     return ShardCollectives(group)
+
+
+def _are_all_ranks(collectives: ShardCollectives) -> bool:
+    return collectives.world_size == dist.get_world_size()
+
+
+def close_group(collectives: ShardCollectives) -> None:
+    """Ends the threads of a group that :func:`open_group` has made, when nothing runs in it.
+
+    One of a part of the ranks stays: torch names it after them, and the next one of that name would
+    find the old one's addresses.
+    """
+    if dist.is_initialized() and _are_all_ranks(collectives):
+        with suppress(ValueError):  # another call has destroyed it
+            dist.destroy_process_group(collectives.group)
 
 
 def free_room(share: HostShare) -> int:
@@ -255,6 +274,9 @@ class AsyncSaver:
             logger.error("the last asynchronous save failed: %s", self._error)
         if has_ended and not self._is_given_up:
             self._thread.join()
+            if not abandon and self.collectives is not self._kept.collectives:
+                close_group(self.collectives)
+                self.collectives = self._kept.collectives  # nothing refers to the group now
         self._memory.give_back()
 
 

@@ -132,6 +132,25 @@ def test_a_rank_that_dies_leaves_the_old_one_or_the_new_one(
     assert ranks(2).run(_load_and_save, tmp_path, expected) == [LEFT, LEFT]
 
 
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@on_ranks(2)
+def test_a_closed_engine_leaves_no_threads(tmp_path: Path) -> None:
+    """Nor does the next one meet what the group of the last one has left in the store."""
+    counts: list[int] = []
+    for number in range(4):
+        with engine_of(BESIDE) as engine:
+            train(engine, 0, 1)
+            engine.save_checkpoint(tmp_path / "saves", tag=TAG)
+            open_threads = _num_threads()
+        time.sleep(0.2 * (dist.get_rank() == number % 2))
+        counts.append(_num_threads())
+        assert open_threads >= counts[-1] + 3
+    assert len(set(counts)) == 1, counts
+
+
 def _no_space(*_arguments: object) -> Any:
     raise OSError(28, "No space left on device")
 
