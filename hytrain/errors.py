@@ -103,6 +103,13 @@ class LossScaleError(HyTrainError, RuntimeError):
     """
 
 
+class LossGraphError(HyTrainError, ValueError, AssertionError):
+    """A loss cannot run back: nothing that is trained is in its graph.
+
+    An AssertionError as well: DeepSpeed raises one there.
+    """
+
+
 class WorkerError(HyTrainError, RuntimeError):
     """The update worker failed; the message names the layer it was working on."""
 

@@ -55,6 +55,7 @@ from hytrain.formats.trace_file import PHASE_OPTIMIZER
 from hytrain.hardware.host_share import share_host
 from hytrain.optimizer.global_batch import NumValid, valid_labels
 from hytrain.optimizer.layer_guards import LayerGuards
+from hytrain.optimizer.loss_scaling import check_graph
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.placement.peak_memory import PhasePeak
@@ -331,12 +332,14 @@ class HyTrainEngine(DeepSpeedEngine):
         Raises:
             RankFailedError: another rank has failed; the message has its error.
             OutOfStepError: the ranks have made different numbers of backward passes.
+            LossGraphError: the loss comes from no trained parameter.
             torch.OutOfMemoryError: the device's memory is used up. On one rank, where k is solved,
                 state has been moved off the device by then: the step can be repeated from the
                 forward of its first micro-batch.
         """
         optimizer = self.open_optimizer()
         with optimizer.collectives.reporting_failures():
+            check_graph(loss, int(self.global_rank))
             try:
                 return super().backward(loss, retain_graph, scale_wrt_gas)
             except torch.OutOfMemoryError as error:
@@ -346,6 +349,7 @@ class HyTrainEngine(DeepSpeedEngine):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Like DeepSpeed's: the loss, scaled for a ``backward()`` of its own, also of a forward of
         :attr:`module`."""
+        check_graph(loss, int(self.global_rank))
         with self.open_optimizer().scaling_alone():
             return super().scale(loss)
 

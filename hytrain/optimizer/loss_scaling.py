@@ -11,10 +11,26 @@ from typing import Any, Protocol
 
 import torch
 
-from hytrain.errors import LossScaleError
+from hytrain.errors import LossGraphError, LossScaleError
 
 _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "clean_steps")
 """What of a scaler moves."""
+
+
+def check_graph(loss: object, rank: int) -> None:
+    """Before a loss runs back; DeepSpeed says of one without a graph that it is no scalar.
+
+    Raises:
+        LossGraphError: it has no graph.
+    """
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.grad_fn is None:
+        raise LossGraphError(
+            f"rank {rank}: the loss has no graph (loss.grad_fn is None), so no backward can run: "
+            "it was computed without a trained parameter, from detached tensors or in "
+            "torch.no_grad(). Where this rank has nothing to learn from its batch, let it learn "
+            "nothing from an output of the model: loss + 0.0 * output.sum(); or give it no samples "
+            "in engine.train_batch"
+        )
 
 
 class LossScaler(Protocol):

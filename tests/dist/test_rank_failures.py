@@ -23,7 +23,7 @@ from support.models import HIDDEN, make_batch, make_model
 
 from hytrain.comm import failure_watch as watch
 from hytrain.engine import build_optimizer
-from hytrain.errors import OutOfStepError, RankFailedError, UnsupportedError
+from hytrain.errors import LossGraphError, OutOfStepError, RankFailedError, UnsupportedError
 
 pytestmark = pytest.mark.timeout(240)
 full = pytest.mark.parity_full
@@ -105,6 +105,27 @@ def test_all_ranks_that_fail_alike_go_on_and_slow_ones_are_waited_for() -> None:
                 time.sleep(2.5 * watch.PATIENCE_SECONDS)
             take_steps(engine, [number])
         assert engine.global_steps == 6
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@on_ranks(2, alone=True)
+def test_a_loss_of_one_rank_that_comes_from_nothing_trained(by_hand: bool) -> None:
+    impatient()
+    with built(make_model("mlp"), config_for(SHARDS)) as engine:
+        take_steps(engine, range(2))
+        loss = engine(**make_batch("mlp", dist.get_rank()))
+        if dist.get_rank() == 0:
+            with told(RankFailedError, "rank 1 has failed", "rank 1: the loss has no graph"):
+                engine.backward(loss)
+                engine.step()
+            return
+        with pytest.raises(LossGraphError, match="rank 1: the loss has no graph") as raised:
+            engine.scale(loss.detach()) if by_hand else engine.backward(loss.detach())
+        assert isinstance(raised.value, AssertionError)
+        if by_hand:  # it is the call that tells the others
+            with pytest.raises(LossGraphError):
+                engine.backward(loss.detach())
+        _until_raised()
 
 
 @pytest.mark.parametrize("fewer", [1, pytest.param(0, marks=full)])
