@@ -79,7 +79,25 @@ def _with_changes(rng: random.Random, case: Case) -> Case:
     hooked = tuple(_event(rng, "hook") for _ in range(2) if rng.random() < 0.15)
     before = tuple(_between(rng, case)) if rng.random() < 0.5 else ()
     case = replace(case, steps=tuple(steps), hooked=hooked, before=before)
-    return _with_grounds(_with_reach(case))
+    return _with_grounds(_with_reach(_with_the_same_layers(case)))
+
+
+def _with_the_same_layers(case: Case) -> Case:
+    """Without weights that are thawed where all steps use the same layers, in backward too.
+
+    Documented: layer by layer under ZeRO-3.
+    """
+    builds = [case.build, *(e.build for step in case.steps for e in step.after if e.build)]
+    sections = [dict(build.section) for build in builds if build.stage == 3]
+    is_by_layer = any(section.get("accumulation") == "layer_major" for section in sections)
+    if case.mode != "train_batch" or not is_by_layer:
+        return case
+    steps = [replace(step, after=_without_toggles(step.after)) for step in case.steps]
+    return replace(case, steps=tuple(steps), before=_without_toggles(case.before))
+
+
+def _without_toggles(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    return tuple(event for event in events if event.kind != "toggle")
 
 
 def _with_reach(case: Case) -> Case:
