@@ -28,14 +28,16 @@ class FollowedPass:
         operations: Sequence[Operation],
         rest: RecordedPass | None = None,
         *,
+        asks: bool = False,
         layer_major: bool = False,
     ) -> None:
-        """``rest`` follows the plan, where a rank may come to layers that it does not use.
+        """``rest`` follows a plan without reductions, where the ranks have more to do.
 
-        ``layer_major``: it is forward and backward of all micro-batches in one.
+        ``asks``: one rank alone may come to layers that the plan does not use, so all ask at its
+        end. ``layer_major``: it is forward and backward of all micro-batches in one.
         """
         self._context = context
-        self._rest = rest
+        self._rest, self._asks = rest, asks
         self._layer_major = layer_major
         self._planned = {x.layer for x in operations if x.action is Action.USE}
         self._operations = operations
@@ -44,7 +46,6 @@ class FollowedPass:
         self._extra: set[int] = set()  # gathered beside the plan
         self.agreed: set[int] = set()
         """Layers that all ranks have used beside the plan."""
-        self._has_held = False
         self.uses: list[int] = []
         """Layers in the order of their uses so far."""
         self.is_over = False
@@ -76,13 +77,11 @@ class FollowedPass:
             return
         self._context.agree(HOLD + index)  # legal where all ranks do it
         self._context.hold(index)
-        self._has_held = True
 
     @property
     def has_more(self) -> bool:
         """Whether a rank has used layers that the plan has not, or read them past their modules."""
-        rest = self._rest
-        return self._has_held or (rest is not None and (bool(rest.uses) or rest.has_held))
+        return self._rest is not None and (bool(self._rest.uses) or self._rest.has_held)
 
     def _is_new(self, index: int) -> bool:
         context = self._context
@@ -180,7 +179,10 @@ class FollowedPass:
             self._context.wait_resident(self._operations[self._at].layer)
             self._at += 1
             self._advance()
-        if self._rest is not None:
+        self._end_rest()
+
+    def _end_rest(self) -> None:
+        if self._rest is not None and (self._asks or self.has_more):
             self._rest.end()
 
     def finish(self) -> None:
@@ -205,8 +207,7 @@ class FollowedPass:
             self._context.gatherer.start_held()  # before any reduction, as where layers are used
             turned()
         self.finish()
-        if self._rest is not None:
-            self._rest.end()
+        self._end_rest()
 
     def _place_of_turn(self, turning_point: int) -> int:
         """Where the backward has begun at the latest: its first use or reduction."""

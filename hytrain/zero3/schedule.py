@@ -195,15 +195,11 @@ class GatherSchedule:
         held = set(context.held)
         live = context.gatherer.live - held
         operations = plan_pass(trace, self._sizes, context.sharded - held, self._settings, live)
-        rest = self._rest_of(key[0], record)
-        return FollowedPass(context, operations, rest, layer_major=key[0] == "layer_major")
-
-    def _rest_of(self, kind: PassKind, record: _Record) -> RecordedPass | None:
-        """What may follow a plan without reductions; the ranks then ask each other at its end."""
-        context = self._context
-        new = context.sharded - set(record.uses) - set(context.held)
-        may_come = kind in ("train", "eval", "inputs") and new
-        return RecordedPass(context, (), _DIRECTIONS[kind]) if may_come else None
+        if key[0] in ("backward", "layer_major"):
+            return FollowedPass(context, operations, layer_major=key[0] == "layer_major")
+        rest = RecordedPass(context, (), _DIRECTIONS[key[0]])
+        may_come = context.sharded - set(record.uses) - held
+        return FollowedPass(context, operations, rest, asks=bool(may_come))
 
     def mark_forward(self) -> ForwardMark:
         """For what a forward with gradients has computed; the graph is to keep it alive."""
