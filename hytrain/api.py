@@ -265,7 +265,7 @@ def _end_untrained(model: Any) -> None:
     found = _untrained.pop(model, None) if isinstance(model, torch.nn.Module) else None
     engine = None if found is None else found()
     if engine is not None:
-        logger.info("the model's engine without an optimizer is destroyed: another one trains it")
+        logger.info("an engine without an optimizer had this model: it is destroyed")
         engine.destroy()
 
 
@@ -346,8 +346,8 @@ def _with_unequal_batches(config: Mapping[str, Any], sizes: Sequence[int]) -> di
     unused = [f'"{key}" {rest[key]}' for key in instead if rest.get(key, 1) not in (1, "auto")]
     if unused and os.environ.get("RANK", "0") == "0":
         logger.warning(
-            '%s: not used, since "hytrain.batch_sizes" (a plan has them) says what ranks compute: '
-            "leave it out",
+            '%s is not used: "hytrain.batch_sizes", or the plan, says how much each rank computes. '
+            "Leave the key out",
             " and ".join(unused),
         )
     return {**rest, **instead}

@@ -40,4 +40,4 @@ def put_beside(save_dir: Path) -> None:
                     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     except OSError as error:
         # The checkpoint is whole without them.
-        logger.warning("what explains checkpoints could not be put in %s: %s", save_dir, error)
+        logger.warning("README and scripts could not be written to %s: %s", save_dir, error)

@@ -89,8 +89,8 @@ def merge_steps(
         kept = [place.name for place, origin in members if origin is Origin.ENGINE]
         if kept and steps is not None and steps != running[group]:
             logger.warning(
-                "%s keep moments of %d steps, but in the checkpoint their group %d has made %d, "
-                "by which Adam corrects them from now on",
+                "%s keep moments of %d steps, but their group %d has made %d steps in the "
+                "checkpoint: Adam's bias correction takes that number from now on",
                 listed(kept),
                 running[group],
                 group,

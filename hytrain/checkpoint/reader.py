@@ -134,8 +134,8 @@ def read_checkpoint(
             _tell_moments(folder, load.record.moments, kept.form)
         if not request.with_optimizer:
             logger.warning(
-                "weights only were loaded from %s: moments and step counts start at zero, "
-                "hyper-parameters are those that they were",
+                "only weights were loaded from %s: moments and step counts start at zero, "
+                "hyper-parameters are unchanged",
                 folder,
             )
     return load.stored

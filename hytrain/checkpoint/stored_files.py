@@ -65,9 +65,9 @@ class StoredFiles:
         path = paths.zero / MANIFEST
         if not path.is_file():
             logger.warning(
-                "%s has no %s, as checkpoints of plain DeepSpeed and of older versions: damage is "
-                "found by the files' own checksums where they have any, files of another save are "
-                "not",
+                "%s has no %s (plain DeepSpeed and older versions write none): damage is noticed "
+                "only in files with checksums of their own, and files of another save are not "
+                "noticed",
                 paths.folder,
                 MANIFEST,
             )

@@ -312,7 +312,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         """Sets the placement, between two steps; see :meth:`HyTrainEngine.set_gpu_fraction`."""
         self.passes.check_open()
         if self.passes.open_step.begun:
-            raise ConfigError("layers are re-placed between steps only: call this after step()")
+            raise ConfigError("layers move between steps only: call this after step()")
         self.placement.set_gpu_fraction(value)
 
     def free_gpu_memory(self) -> str:

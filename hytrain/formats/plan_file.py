@@ -122,8 +122,8 @@ class PlanFile(Record):
         modes = {rank.activations in LAYER_MAJOR for rank in self.ranks}
         if self.stage == 3 and len(modes) > 1:
             raise ValueError(
-                "in stage 3 all ranks use each layer together, but the activations of some are of "
-                "layer by layer (keep, offload), of others of one micro-batch after another"
+                "in stage 3 all ranks use each layer together, but some go layer by layer (keep, "
+                "offload) and others take one micro-batch after another (store, recompute)"
             )
         for number, rank in enumerate(self.ranks):
             if not (rank.microbatch_size <= rank.batch_size and rank.gpu_layers <= self.layers):

@@ -61,7 +61,7 @@ def _report_stall(streams: Streams, tasks: str) -> None:
     logger.warning(
         "training waits for the CPU update, which has finished nothing for %g s (said once): %s%s. "
         "Copies that are not complete wait for the GPU, or for other ranks' collectives before "
-        "them; an update that takes that long, for a core or for swapped memory",
+        "them. An update that takes so long waits for a core, or for swapped memory",
         STALL_SECONDS,
         tasks,
         "".join(f"; {name} stream {state}" for name, state in streams.states()),

@@ -198,10 +198,10 @@ class PassGuide:
             if name == IN_BACKWARD:
                 raise UnsupportedError(
                     f"backward uses weights of layer '{layer.name}' that are not there: under "
-                    "ZeRO-3 they are gathered when it comes to what their module has returned, and "
-                    "that has not been told, as where a module writes its result into its input or "
-                    "returns it in a generator or an object of another class than tuples, lists, "
-                    "sets, dicts, namespaces and dataclasses. Return new tensors in one of these, "
+                    "ZeRO-3 they are gathered when backward comes to what their module returned. "
+                    "This is not noticed if a module writes its result into its input, or returns "
+                    "it in a generator or an object of another class than tuples, lists, sets, "
+                    "dicts, namespaces and dataclasses. Return new tensors in one of these, "
                     "or keep such weights whole by a larger "
                     '"zero_optimization.stage3_param_persistence_threshold"'
                 )

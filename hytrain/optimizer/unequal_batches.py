@@ -104,9 +104,9 @@ class DealtSizes:
                 self._is_told = True
                 logger.warning(
                     "rank %d: micro-batch %d of a step has %d samples (its tensors' first "
-                    'dimension), and %d by "hytrain.batch_sizes" and "micro_batch_sizes", or the '
-                    "plan that they are from: the global batch is another one, unless a sample is "
-                    "packed of several. UnequalBatchSampler deals them",
+                    'dimension), but "hytrain.batch_sizes" and "micro_batch_sizes", or the plan, '
+                    "say %d: the global batch is another one, unless samples are packed. "
+                    "UnequalBatchSampler gives each rank its number",
                     self._rank, number, found, size,
                 )  # fmt: skip
             yield batch

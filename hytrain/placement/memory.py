@@ -65,8 +65,8 @@ class Bounds:
         """
         if not self.fits:
             raise PlacementError(
-                f"no number of GPU layers fits: the host needs at least {self.min_gpu_layers} "
-                f"there and the GPU takes at most {self.max_gpu_layers}"
+                f"no number of GPU layers fits: the host has room only if at least "
+                f"{self.min_gpu_layers} are on the GPU, which has room for {self.max_gpu_layers}"
             )
         return min(self.max_gpu_layers, max(self.min_gpu_layers, gpu_layers))
 

@@ -208,8 +208,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(message)
     if arguments.batch > _MOST_SAMPLES:
         raise ConfigError(
-            f"--batch {arguments.batch}: at most {_MOST_SAMPLES} samples are planned for: give a "
-            "part of the batch, of which each rank's share is the same"
+            f"--batch {arguments.batch}: at most {_MOST_SAMPLES} samples are planned for: plan a "
+            "part of the batch; each rank's share of the whole is the same"
         )
     _check_files(arguments)
     config = read_deepspeed(arguments)

@@ -166,8 +166,8 @@ def _decision(record: Any) -> Decision:
     wrong += [] if all(0 <= number <= layers for number in numbers) else ["gpu_layers"]
     if wrong or layers < 1:
         raise PlacementError(
-            f'"placement" of step {decision.step} has not {layers} layers in all of it, but other '
-            f"numbers in {', '.join(wrong) or 'it'}"
+            f'"placement" of step {decision.step} is of {layers} layers, but '
+            f"{', '.join(wrong) or 'it'} has other numbers"
         )
     return decision
 

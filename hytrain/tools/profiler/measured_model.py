@@ -148,20 +148,20 @@ class MeasuredModel:
             sizes = [count(layer) for layer in blocks]
             if max(sizes) > min(sizes):
                 logger.warning(
-                    "blocks of %s have %d to %d parameters%s: a plan takes them for equal",
+                    "blocks of %s have %d to %d parameters%s: a plan treats them as equal",
                     self.name, min(sizes), max(sizes), kind,
                 )  # fmt: skip
         if still:
             logger.warning(
-                "in %d blocks of %s, of %d, nothing is trained: a plan counts their memory and "
-                "gathers, but not the time of their forward",
-                len(still), self.name, len(still) + len(blocks),
+                "%d of %d blocks of %s train nothing: a plan counts their memory and gathers, but "
+                "not the time of their forward",
+                len(still), len(still) + len(blocks), self.name,
             )  # fmt: skip
         unknown = [p for p in parameters if not p.requires_grad and not can_be_sharded(p)]
         if unknown:
             logger.warning(
                 "%s has %.2f GiB of weights that are neither trained nor floating point: every "
-                "rank keeps all of them, which no plan counts: leave --gpu-memory-reserve for them",
+                "rank keeps all of them. Plans do not count them: leave --gpu-memory-reserve",
                 self.name, sum(p.nbytes for p in unknown) / 2**30,
             )  # fmt: skip
 

@@ -199,9 +199,9 @@ def test_warns_of_what_a_plan_does_not_know_of_frozen_weights(
     assert (sizes.frozen_layer_parameters, sizes.frozen_outside_parameters) == (8, (0, 10))
     assert sizes.frozen_block_parameters == 60
     texts = [record.getMessage() for record in caplog.records]
-    assert texts[0].startswith("blocks of upper have 4 to 20 parameters: a plan takes")
+    assert texts[0].startswith("blocks of upper have 4 to 20 parameters: a plan treats")
     assert texts[1].startswith("blocks of upper have 0 to 16 parameters that are not trained: a")
-    assert texts[2].startswith("in 3 blocks of upper, of 5, nothing is trained")
+    assert texts[2].startswith("3 of 5 blocks of upper train nothing")
     assert "upper has 0.00 GiB of weights that are neither trained nor floating" in texts[3]
     assert len(texts) == 4
 
