@@ -193,6 +193,7 @@ class Case:
         traced: "hytrain.trace.steps"; None: no trace.
         short: with several ranks, no device holds all gradients to the end of a first backward.
         gradients: how they are taken over, see `support/gradient_ways.py`.
+        sequences: the ranks share each sequence, by an mpu, where :attr:`has_sequence_group`.
         accumulation: the configuration's micro-batches a step; 0: all.
         hooked: hooks that are put on before the build.
         before: events before the first step.
@@ -224,9 +225,16 @@ class Case:
     traced: tuple[int, int] | None = None
     short: bool = False
     gradients: str = "joined"
+    sequences: bool = False
     accumulation: int = 0
     hooked: tuple[Event, ...] = ()
     before: tuple[Event, ...] = ()
+
+    @property
+    def has_sequence_group(self) -> bool:
+        """Whether all ranks share each sequence; where they do, none is dealt more than another."""
+        is_possible = self.ranks > 1 and self.batch_keys == "deepspeed" and self.refusal is None
+        return self.sequences and is_possible
 
     @property
     def checks_overflow(self) -> bool:

@@ -58,6 +58,7 @@ def _draw(seed: int, ranks: int | None) -> Case:
         precision="" if bf16 else _precision(random.Random(f"precision {seed}"), model),
         short=random.Random(f"short {seed}").random() < 0.5,
         gradients=random.Random(f"gradients {seed}").choice(tuple(WAYS)),
+        sequences=random.Random(f"sequences {seed}").random() < 0.3,
     )
     case = replace(case, steps=_steps(rng, case))
     if rng.random() < 0.04:

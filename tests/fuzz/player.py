@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequence_ranks
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -24,6 +25,7 @@ from deepspeed.utils import (
 )
 from support.engines import built, device, environment
 from support.gradient_ways import taking_gradients
+from support.sequences import sequence_ranks_of
 from support.short_memory import short_of_memory
 from torch import nn
 
@@ -217,6 +219,9 @@ class Player:
         with precision.allowed(), delays, ways, self._stack:
             if self.case.short and self.case.ranks > 1:
                 self._stack.enter_context(short_of_memory())
+            if self.case.has_sequence_group:
+                self._stack.enter_context(sequence_ranks_of(self.case.ranks))
+                sequence_ranks.initialize_sequence_parallel(self.case.ranks)
             try:
                 self.hooks.live += self.case.hooked
                 self._build(self.case.build, seed=9 if self.case.follows else 0)
@@ -276,6 +281,8 @@ class Player:
             keywords["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
                 optimizer, rate_factor
             )
+        if self.case.has_sequence_group:
+            keywords["mpu"] = sequence_ranks
         self._engine_context = built(model, config, **keywords)
         self.engine = self._engine_context.__enter__()
         self._stack.callback(self.engine.destroy)
@@ -342,7 +349,8 @@ class Player:
 
     def _accumulate(self, count: int) -> None:
         if count != self._accumulation:
-            self.engine.set_train_batch_size(count * self.case.ranks)
+            samples = 1 if self.case.has_sequence_group else self.case.ranks
+            self.engine.set_train_batch_size(count * samples)
             self._accumulation = count
 
     def _end_step(self, trace: StepTrace) -> None:

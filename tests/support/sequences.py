@@ -82,12 +82,12 @@ def shared_loss(model: Any, part: Sample, group: Any) -> torch.Tensor:
     if group is None:
         return model(**part).loss
     valid = (part["shift_labels"] != -100).sum()
-    losses = torch.stack(
-        torch.distributed.nn.functional.all_gather(model(**part).loss, group=group)
-    )
-    counts = torch.zeros(dist.get_world_size(group), dtype=valid.dtype, device=valid.device)
-    dist.all_gather_into_tensor(counts, valid[None], group=group)
-    return (torch.where(counts > 0, losses, 0.0) * counts).sum() / counts.sum()
+    total = valid.clone()
+    dist.all_reduce(total, group=group)
+    mean = model(**part).loss
+    # Not all_gather: its backward by gloo takes a group's ranks for those of the job.
+    own = torch.where(valid > 0, mean, 0.0) * valid / total
+    return torch.distributed.nn.functional.all_reduce(own, group=group)
 
 
 class SequenceRanks:

@@ -272,6 +272,20 @@ def test_weights_that_are_sharded_or_on_the_host(
     assert shared == pytest.approx(whole / 2 + largest + 2 * largest, rel=0.1)
 
 
+def test_inputs_of_blocks(config: Path, model: Path, capsys: Capture) -> None:
+    """Ranks that share a sequence have a part of it each."""
+    for degree, tokens in ((1, 1001), (2, 501)):
+        config.write_text(json.dumps(CONFIG | {"sequence_parallel_size": degree}))
+        arguments = ["--model", str(model), "--host-memory", "16", "--seq", "1001"]
+        assert cli.main(["explain", str(config), *arguments, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["tokens"], found["block_input_bytes"]) == (tokens, 2 * tokens * 64 * 3)
+        assert cli.main(["explain", str(config), *arguments]) == 0
+        text = capsys.readouterr().out
+        assert f"{tokens:,} tokens of it on this rank" in " ".join(text.split())
+    assert "--seq: needs --model" in _error(capsys, config, "--seq", 5)
+
+
 def test_ranks_divide_state_and_host(config: Path, model: Path, capsys: Capture) -> None:
     arguments = ["--model", str(model / "config.json"), "--ranks", "2", "--host-memory", "16"]
     assert cli.main(["explain", str(config), *arguments, "--json"]) == 0

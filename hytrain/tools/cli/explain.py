@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from hytrain.errors import ConfigError, HyTrainError
+from hytrain.errors import ConfigError, HyTrainError, size_text
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     given_flags,
@@ -33,8 +33,8 @@ _MEMORY = (
 _EXAMPLE = "model/config.json --gpu-memory 80 --host-memory 256"
 _GIB = 1024**3
 # Destinations of the options that only a model, and that only a configuration takes.
-_FOR_MODEL = ("rank", "ranks", "gpu_memory", "host_memory")
-_FOR_CONFIG = ("model", "ranks", "gpu_memory", "host_memory")
+_FOR_MODEL = ("rank", "ranks", "seq", "gpu_memory", "host_memory")
+_FOR_CONFIG = ("model", "ranks", "seq", "gpu_memory", "host_memory")
 
 
 def add(explain: argparse.ArgumentParser) -> None:
@@ -66,6 +66,12 @@ def add(explain: argparse.ArgumentParser) -> None:
         type=positive_float,
         metavar="GIB",
         help="memory for all ranks together (default: what is free on this machine)",
+    )
+    model.add_argument(
+        "--seq",
+        type=positive_int,
+        metavar="TOKENS",
+        help="of a sample: also what its blocks' inputs take",
     )
     explain.set_defaults(run=_explain)
 
@@ -161,13 +167,23 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
             print(f"  hytrain explain {arguments.file} --model {_EXAMPLE}")
         return 0
     # Imported here: it needs torch.
-    from hytrain.tools.profiler.model_sizes import read_model_sizes
+    from hytrain.tools.profiler.model_sizes import block_input_bytes, read_model_sizes
 
     sizes = read_model_sizes(
         arguments.model, section, form, num_ranks=arguments.ranks or 1, rank=arguments.rank or 0
     )
     decision = first_decision(section, sizes, *_memory(arguments))
     result |= {"parameters": sum(sizes.parameters), **decision_json(decision, lambda _: None)}
+    if arguments.seq is not None:
+        tokens = -(-arguments.seq // form.sequence_ranks)
+        found = block_input_bytes(arguments.model, form, tokens)
+        result |= {"tokens": tokens, "block_input_bytes": found}
+        words += (
+            f"\nActivations: where all blocks are computed again in backward, their inputs take "
+            f"{size_text(found)} for each sample of a micro-batch, {tokens:,} tokens of it on this "
+            "rank: on the GPU, or in host memory where they are offloaded. What one block and the "
+            "loss take while they are computed comes on top. None of it is in the tables."
+        )
     _print(
         arguments,
         result if arguments.json else f"{words}\n\n{model_text(section, sizes, decision)}",

@@ -31,6 +31,7 @@ class TrainingForm:
         accumulation: micro-batches a step.
         shards_weights: whether each rank keeps its shards of the training copy only (ZeRO-3).
         weights_on_host: whether it keeps them in host memory (``offload_param``).
+        sequence_ranks: ranks that share each sequence.
         gather_keys: values of the ``stage3_*`` keys, where they are numbers.
         stage: of ZeRO.
         optimizer: which one, in words.
@@ -45,6 +46,7 @@ class TrainingForm:
     accumulation: int
     shards_weights: bool = False
     weights_on_host: bool = False
+    sequence_ranks: int = 1
     gather_keys: Mapping[str, int] = field(default_factory=lambda: {})
     stage: int = 2
     optimizer: str = "AdamW"
@@ -88,6 +90,7 @@ def read_form(config: Mapping[str, Any]) -> TrainingForm:
         accumulation=max(1, int(steps or 1)),
         shards_weights=zero.get("stage") == 3,
         weights_on_host=_section(zero, "offload_param").get("device") == "cpu",
+        sequence_ranks=max(1, int(_number(config, "sequence_parallel_size", 1) or 1)),
         gather_keys={k: v for k, v in zero.items() if k.startswith("stage3_") and type(v) is int},
         stage=zero.get("stage", 0),
         optimizer=str(

@@ -14,6 +14,16 @@ from hytrain.formats.record import parse_json
 _HEADS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
 
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+"""What configurations call the width of a token."""
+
+
+def hidden_size(config: Any) -> int | None:
+    """Of a transformers configuration; None where it does not say."""
+    found = next((getattr(config, key, None) for key in HIDDEN if hasattr(config, key)), None)
+    return found if isinstance(found, int) else None
+
+
 def read_config(path: Path) -> Any:
     """The configuration that a file holds.
 

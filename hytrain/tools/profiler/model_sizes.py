@@ -20,7 +20,7 @@ from hytrain.optimizer.model_cut import CutLayer, cut_model, live_bytes
 from hytrain.placement.costs import LayerBytes
 from hytrain.tools.explain.config import ModelSizes
 from hytrain.tools.explain.training_form import TrainingForm
-from hytrain.tools.profiler.language_model import build_language_model, read_config
+from hytrain.tools.profiler.language_model import build_language_model, hidden_size, read_config
 from hytrain.zero3.plan import GatherSettings, gather_settings
 
 
@@ -83,6 +83,19 @@ def read_model_sizes(
         rank=rank,
         shards_weights=form.shards_weights,
     )
+
+
+def block_input_bytes(path: Path, form: TrainingForm, tokens: int) -> int:
+    """What waits for a backward that computes all blocks again: their inputs, of so many tokens.
+
+    Raises:
+        ConfigError: the model does not say how wide it is, or of how many blocks.
+    """
+    description = read_config(path)
+    hidden, blocks = hidden_size(description), getattr(description, "num_hidden_layers", None)
+    if hidden is None or not isinstance(blocks, int):
+        raise ConfigError(f"--model {path} gives no hidden_size or num_hidden_layers: omit --seq")
+    return tokens * hidden * blocks * getattr(torch, form.dtype).itemsize
 
 
 def _weights(
