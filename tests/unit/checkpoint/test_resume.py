@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.covering import everyday
 from support.engines import built, device, environment, make_config
 from support.models import make_model
 from support.precision import fp16_on_a_cpu, scaled_loss, section_of
@@ -128,8 +129,7 @@ def test_save_inside_an_accumulation_window(gpu_fraction: float, tmp_path: Path)
         assert_same_state(snapshot(engine), expected)
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("master", ["fp32", "split"])
+@everyday({"master": ("fp32", "split"), "direct": (False, True)}, pairs=False)
 def test_load_between_backward_and_step(direct: bool, master: str, tmp_path: Path) -> None:
     """Several times: new weights that are still on their way must not overwrite what is loaded."""
     run = Run(clipping=0.0, check_overflow=not direct, master=master)

@@ -166,11 +166,13 @@ def _losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-ONE_TRAINER = [(2, AUTO), (3, None)]
+full = pytest.mark.parity_full
 
 
 @pytest.mark.usefixtures("_accelerate")
-@pytest.mark.parametrize(("stage", "optimizer"), ONE_TRAINER, ids=str)
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), [(2, AUTO), pytest.param(3, None, marks=full)], ids=str
+)
 def test_one_trainer_evaluates_and_then_trains(stage: int, optimizer: Any, tmp_path: Path) -> None:
     straight = _trainer(tmp_path, stage, optimizer)
     straight.train()
@@ -188,7 +190,9 @@ def test_one_trainer_evaluates_and_then_trains(stage: int, optimizer: Any, tmp_p
 
 
 @pytest.mark.usefixtures("_accelerate")
-@pytest.mark.parametrize(("stage", "optimizer"), ONE_TRAINER, ids=str)
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), [pytest.param(2, AUTO, marks=full), (3, None)], ids=str
+)
 def test_one_trainer_trains_twice(stage: int, optimizer: Any, tmp_path: Path) -> None:
     """As two that have the same model, one after the other: Adam begins anew."""
     first = _trainer(tmp_path, stage, optimizer)

@@ -108,6 +108,7 @@ def test_solved_run_can_be_explained(
     assert "Candidates" in _explained(tmp_path, capsys)
 
 
+@pytest.mark.experiment
 def test_engines_train_the_same(tmp_path: Path, arguments: list[str]) -> None:
     config = json.loads((ROOT / "ds_configs" / "fp32_cpu.json").read_text())
     del config["hytrain"]

@@ -34,6 +34,7 @@ from hytrain.tools.profiler.update_launches import (
     UpdatedLayers,
 )
 
+full = pytest.mark.parity_full
 pytestmark = pytest.mark.timeout(60)
 
 WIDTH, HEAD, STEPS = 64, 2048, 3
@@ -141,7 +142,7 @@ POLLED = {
 
 
 @pytest.mark.usefixtures("_unmeasured", "process_group")
-@pytest.mark.parametrize(("fraction", "matrices"), [(0.5, 1), (0.5, 3)])
+@pytest.mark.parametrize(("fraction", "matrices"), [pytest.param(0.5, 1, marks=full), (0.5, 3)])
 def test_all_that_an_engine_calls_for_a_layer_is_in_a_profiled_step(
     fraction: float, matrices: int
 ) -> None:
@@ -230,7 +231,7 @@ def _slow(function: Callable[..., Any], calls: Callable[..., int]) -> Callable[.
     return slowed
 
 
-@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("moments", [pytest.param("fp32", marks=full), "8bit"])
 def test_what_is_measured_is_where_it_is_spent(
     moments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
