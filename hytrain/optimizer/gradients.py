@@ -36,7 +36,7 @@ from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.optimizer.autograd_task import is_limited, will_run
 from hytrain.optimizer.firing_order import ON_SEVERAL_RANKS, WHERE_COMMITTED, FiringRecord
 from hytrain.optimizer.layer_gradient import LayerGradient, Progress, Zeros
-from hytrain.optimizer.layer_hooks import Hook, LayerHooks, is_ready, with_gradient
+from hytrain.optimizer.layer_hooks import IS_READY, Hook, LayerHooks, with_gradient
 from hytrain.optimizer.step_state import StepPhase, StepState
 from hytrain.zero3.schedule import GatherSchedule
 
@@ -260,7 +260,7 @@ class GradientCollector:
             # there, and autograd would add the next micro-batch to it. The copy is queued on the
             # stream that made the gradient, so its memory is reused after the copy only.
             parameter.grad = None
-            if not is_ready(parameter):
+            if not vars(parameter).get(IS_READY, True):
                 return
             layer.fired[index] += 1
             layer.last_index = index
@@ -291,7 +291,7 @@ class GradientCollector:
                 # The next backward is to be noticed at its first gradient.
                 collector._drop_single_hooks()
                 return
-            if not is_ready(hooks.parameters[last]):
+            if not vars(hooks.parameters[last]).get(IS_READY, True):
                 return  # autograd adds up
             if layer.progress is not Progress.COMING:
                 collector._take_more(layer, last)

@@ -93,9 +93,9 @@ class LayerHooks:
         self.accumulators.clear()
 
 
-def is_ready(parameter: nn.Parameter) -> bool:
-    """False where DeepSpeed's tiles say that more of a gradient comes from the same use."""
-    return vars(parameter).get("ds_grad_is_ready", True)
+IS_READY = "ds_grad_is_ready"
+"""Of a parameter; False where DeepSpeed's tiles say that more of a gradient comes from the same
+use. Looked up where it is needed: a function would be a call more for each layer of each step."""
 
 
 def with_gradient(parameters: Sequence[nn.Parameter]) -> list[int]:
