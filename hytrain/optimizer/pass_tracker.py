@@ -22,6 +22,7 @@ from hytrain.errors import (
     ConfigError,
     EngineClosedError,
     StatesOffloadedError,
+    UnsupportedError,
 )
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import ParameterSlot
@@ -146,7 +147,18 @@ class PassTracker:
 
         Raises:
             LossScaleError: its loss was not scaled, where losses must be.
+            UnsupportedError: it runs within a forward whose weights are gathered.
         """
+        is_within = self.timer.in_forward and self.weights.active is not None
+        if is_within and not self.open_step.for_inputs and not self._is_for_inputs:
+            raise UnsupportedError(
+                "a backward runs within the model's forward (DeepSpeed's TiledFusedLogitsLoss makes "
+                "one), and under ZeRO-3 the two need other gathers: use sequence_tiled_compute, or "
+                'set "zero_optimization.stage" to 2'
+            )
+        self._begin_unannounced()
+
+    def _begin_unannounced(self) -> None:
         if self.open_step.for_inputs:
             return
         if self._is_for_inputs:
@@ -189,7 +201,7 @@ class PassTracker:
             LossScaleError: as in :meth:`begin_unannounced`.
         """
         if torch.is_grad_enabled() and not self.open_step.layer_major:
-            self.begin_unannounced()
+            self._begin_unannounced()
 
     def begin_backward(self, *, micro_batches: int | None = None, follows: bool = False) -> None:
         """A backward begins; nothing where one has begun already.
