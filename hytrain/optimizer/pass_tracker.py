@@ -153,7 +153,7 @@ class PassTracker:
         if is_within and not self.open_step.for_inputs and not self._is_for_inputs:
             raise UnsupportedError(
                 "a backward runs within the model's forward (as DeepSpeed's TiledFusedLogitsLoss "
-                "does), and under ZeRO-3 the two need other gathers: use sequence_tiled_compute, or "
+                "does), and under ZeRO-3 they need other gathers: use sequence_tiled_compute, or "
                 'set "zero_optimization.stage" to 2'
             )
         self._begin_unannounced()
