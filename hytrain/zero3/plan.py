@@ -121,6 +121,35 @@ class PassTrace:
     reduces: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: {})
 
 
+def with_left_out(
+    uses: Sequence[int], forward: Sequence[int], left_out: Collection[int]
+) -> tuple[tuple[int, ...], list[int]]:
+    """A backward's uses, and those of layers that all ranks have left out where it was recorded.
+
+    They are where ``forward``, run back, has them.
+
+    Returns:
+        The uses; and for each of those recorded, how many there are now before the next one: a
+        gradient that was final between the two may come behind all of them.
+    """
+    merged: list[int] = []
+    before: list[int] = []  # each recorded one
+
+    def take(number: int) -> None:
+        for layer in uses[len(before) : len(before) + number]:
+            before.append(len(merged))
+            merged.append(layer)
+
+    for layer in reversed(forward):
+        coming = uses[len(before) :]
+        if layer in left_out:
+            merged.append(layer)
+        elif layer in coming:
+            take(coming.index(layer) + 1)
+    take(len(uses))
+    return tuple(merged), [*before[1:], len(merged)][: len(uses)]
+
+
 def plan_pass(
     trace: PassTrace,
     sizes: Sequence[int],

@@ -5,7 +5,8 @@ The first pass of a kind (forward with or without gradients, backward) is record
 a small collective each, and gathered when it comes. Later passes follow a plan made from the record
 (:mod:`hytrain.zero3.plan`, :mod:`hytrain.zero3.followed_pass`) without asking the other ranks:
 a rank does whatever the plan says up to the use that it has come to, including its part in gathers
-of layers that it leaves out itself. A rank without a batch walks through the plan alone.
+of layers that it leaves out itself. A rank without a batch walks through the plan alone. What all
+ranks have left out of the forward before a recorded backward is in the plan where they may use it.
 
 In backward the plan also says where a layer's gradient is reduced, because that is a collective
 among the gathers. A gradient that is final early waits for its place; one that is still missing
@@ -15,7 +16,7 @@ is taken as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakSet
@@ -25,7 +26,7 @@ from hytrain.zero3.context import GatherContext, PendingGradients
 from hytrain.zero3.followed_pass import FollowedPass
 from hytrain.zero3.gatherer import LayerGatherer
 from hytrain.zero3.layer_weights import LayerWeights
-from hytrain.zero3.plan import GatherSettings, PassTrace, plan_pass
+from hytrain.zero3.plan import GatherSettings, PassTrace, plan_pass, with_left_out
 from hytrain.zero3.recorded_pass import RecordedPass
 
 PassKind = Literal["train", "eval", "backward", "inputs", "layer_major"]
@@ -57,6 +58,13 @@ class _Record:
     uses: tuple[int, ...]
     turning_point: int = 0
     """Uses before the backward of "layer_major"."""
+    places: Sequence[int] = ()
+    """For each use that was recorded, how many ``uses`` there are before the next one; (): no
+    others have been added."""
+
+    def place(self, recorded: int) -> int:
+        """How many of ``uses`` there are before the next one behind a number of recorded ones."""
+        return self.places[recorded - 1] if self.places else recorded
 
 
 class GatherSchedule:
@@ -83,6 +91,7 @@ class GatherSchedule:
         self._marks: WeakSet[ForwardMark] = WeakSet()  # those of them that this rank still has
         self._reached: set[ForwardMark] = set()  # by the backward that runs
         self._used_in_backward: set[int] = set()  # by any, on any rank
+        self._used_in_forward: set[int] = set()  # by this rank in the last one with gradients
         self._pass: RecordedPass | FollowedPass | None = None
         self._alone: set[int] = set()  # gathered for a module that was called outside of passes
 
@@ -111,10 +120,12 @@ class GatherSchedule:
         found: dict[int, tuple[int, ...]] = {}
         # The largest over the ranks: no rank has to reduce a gradient before it is there.
         positions = self._collectives.maximum(uses_before)
+        record = None if self._taught is None else self._records.get(self._taught)
         for index in order:
             if early[index]:
                 latest = max(latest, positions[index])
-                found[latest] = (*found.get(latest, ()), index)
+                place = latest if record is None else record.place(latest)
+                found[place] = (*found.get(place, ()), index)
         if self._taught is not None:
             self._reduces[self._taught], self._taught = found, None
 
@@ -145,6 +156,8 @@ class GatherSchedule:
             self.settle()
         self._alone.clear()
         self._reached.clear()
+        if kind == "train":
+            self._used_in_forward.clear()
         context = self._context
         key: _Key = (kind, self._count_forwards() if kind == "backward" else 1)
         once: _Key = (kind, 1)
@@ -217,8 +230,10 @@ class GatherSchedule:
         """Computation with a layer begins; its weights are there when this returns."""
         if self._pass is None:
             self._use_alone(index)
-        else:
-            self._pass.use(index)
+            return
+        if self._key[0] == "train":
+            self._used_in_forward.add(index)
+        self._pass.use(index)
 
     def begun(self) -> None:
         """The computation is queued: gathers that had to wait for an update may wait now."""
@@ -290,11 +305,30 @@ class GatherSchedule:
         if number > 1:  # at most; a collective
             number = max(1, *self._collectives.maximum([len(self._reached)]))
         key: _Key = (kind, number)
-        self._records[key] = _Record(tuple(recorded.uses), recorded.turning_point)
+        uses, places = tuple(recorded.uses), []
+        if kind == "backward" and (left_out := self._left_out(uses)):
+            uses, places = with_left_out(uses, self._records["train", 1].uses, left_out)
+        self._records[key] = _Record(uses, recorded.turning_point, places)
         if kind in ("backward", "layer_major"):
             self._taught = key
         if kind == "backward":
             self._forget_partial(set(recorded.uses))
+        elif kind == "train":
+            # Theirs was another forward, or none was known: what did it leave out?
+            self._forget_backwards(lambda _uses: True)
+
+    def _left_out(self, uses: Collection[int]) -> set[int]:
+        """Of the recorded forward, what no rank has used before a backward; may be a collective.
+
+        That the backward has not come to it says nothing of later ones.
+        """
+        forward = self._records.get(("train", 1))
+        others = sorted(set(forward.uses) - set(uses)) if forward is not None else []
+        if not others:
+            return set()
+        used = self._collectives.maximum([int(x in self._used_in_forward) for x in others])
+        left_out = {layer for layer, flag in zip(others, used, strict=True) if not flag}
+        return left_out - self._used_in_backward  # of these there was a record, and will be again
 
     def _forget_partial(self, uses: set[int]) -> None:
         """Backward passes are recorded anew until they use what any of them has used.
@@ -303,8 +337,11 @@ class GatherSchedule:
         the rest of a backward's plan has reductions, of gradients that are still to come.
         """
         self._used_in_backward |= uses
-        for key in [k for k in self._records if k[0] == "backward"]:
-            if not self._used_in_backward <= set(self._records[key].uses):
+        self._forget_backwards(lambda uses: not self._used_in_backward <= set(uses))
+
+    def _forget_backwards(self, which: Callable[[Sequence[int]], bool]) -> None:
+        for key, record in list(self._records.items()):
+            if key[0] == "backward" and which(record.uses):
                 del self._records[key]
                 self._reduces.pop(key, None)
 

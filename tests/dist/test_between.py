@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -189,19 +188,20 @@ def test_towers(ranks_used: int, stage: int) -> None:
 
 
 class _Cut(nn.Module):
-    """Backward goes back to a block, and some of the others are left out."""
+    """Backward goes back to a block, some of the others are left out, and one may be read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
         self.first = 0
         self.left_out: tuple[int, ...] = ()
+        self.reads = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
             x = x.detach() if number == self.first else x
             x = x if number in self.left_out else torch.tanh(block(x))
-        return x
+        return x * self.blocks[2].weight.mean() if self.reads else x  # pyright: ignore
 
 
 @pytest.mark.parametrize("prefetch", [0, 300])
@@ -210,21 +210,45 @@ def test_what_all_ranks_reach_first_any_may_leave_out_later(prefetch: int) -> No
     """Layers that the first backward has not come to: they are in the plans of later ones."""
     torch.manual_seed(2)
     steps = ((2, {}), (0, {}), (0, {1: (1, 2)}), (0, {0: (2,), 1: (1,)}), (3, {}), (0, {0: (1,)}))
-
-    def loss(number: int, model: Any, rank: int) -> torch.Tensor:
-        plain = getattr(model, "module", model)
-        plain.first, left_out = steps[number]
-        plain.left_out = left_out.get(rank, ())
-        return _one(model, number, rank)
-
     zero = {
         "stage3_prefetch_bucket_size": prefetch,
         "stage3_max_live_parameters": 0,
         "offload_param": {"device": "cpu"},
     }
     with training_beside_torch(_Cut(), 3, zero=zero) as beside:
-        for number in range(len(steps)):
-            beside.step(partial(loss, number))
+        for number, (first, left_out) in enumerate(steps):
+            beside.step(_cut(number, first=first, left_out=left_out))
+
+
+def _cut(number: int, *, left_out: dict[int, tuple[int, ...]], **settings: Any) -> Any:
+    def loss(model: Any, rank: int) -> torch.Tensor:
+        plain = getattr(model, "module", model)
+        vars(plain).update(settings, left_out=left_out.get(rank, ()))
+        return _one(model, number, rank)
+
+    return loss
+
+
+@on_ranks(2)
+def test_what_all_ranks_leave_out_at_first_any_may_use_later() -> None:
+    """As layers that are dropped at random, where forwards of all of them have come before."""
+    torch.manual_seed(2)
+    both = {0: (1, 2), 1: (1, 2)}
+    steps: tuple[dict[int, tuple[int, ...]], ...] = (both, {1: (1, 3)}, both, {0: (2, 3), 1: ()})
+    with training_beside_torch(_Cut(), 3) as beside:
+        for _ in range(2):
+            beside.engine(_data(beside.plain, 0, 0))
+        for number, left_out in enumerate(steps):
+            beside.step(_cut(number, left_out=left_out))
+
+
+@on_ranks(2)
+def test_ranks_that_leave_out_other_layers_begin_to_read_a_weight() -> None:
+    torch.manual_seed(2)
+    with training_beside_torch(_Cut(), 3) as beside:
+        for number in range(4):
+            left_out = {0: (1,), 1: (3,)} if number > 1 else {}
+            beside.step(_cut(number, left_out=left_out, reads=number > 1))
 
 
 class _Reader(nn.Linear):

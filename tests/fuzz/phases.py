@@ -101,32 +101,26 @@ def _without_toggles(events: tuple[Event, ...]) -> tuple[Event, ...]:
 
 
 def _with_reach(case: Case) -> Case:
-    """Without a first backward that skips what a forward with gradients before it has used.
+    """With all ranks alike in the first backward that goes further than a cut one.
 
     Documented: under ZeRO-3 the first backward must reach all that later ones reach, or all ranks
-    the same. Where that is the first forward, too, what comes later is agreed upon. So is what the
-    first backward that goes further than a cut one reaches, by all ranks alike.
+    the same the first time.
     """
     if case.ranks == 1:
         return case
     steps: list[Step] = []
-    build, events = case.build, [*case.before]
+    build = case.build
     is_whole, lowest = False, -1  # of the engine's backward passes: none has left anything out
     for step in case.steps:
         cut = -1 if step.cut is None else step.cut
-        if build.stage == 3 and any(event.kind in INPUTS for event in events):
-            step = replace(step, skip=tuple(tuple(() for _ in own) for own in step.skip))
-        elif build.stage == 3 and cut < lowest:
+        if build.stage == 3 and cut < lowest:
             step = replace(step, skip=tuple(((), *own[1:]) if own else () for own in step.skip))
         is_whole = is_whole or (cut < 0 and not any(own[0] for own in step.skip if own))
         lowest = -1 if is_whole else cut if lowest < 0 else min(cut, lowest)
         steps.append(step)
-        events = []
         for event in step.after:
-            build, events = (event.build, []) if event.build else (build, [*events, event])
-            is_whole, lowest = (False, -1) if event.build else (is_whole, lowest)
-        if all(event.build is None for event in step.after):
-            events = []  # the next step is not an engine's first one
+            if event.build is not None:
+                build, is_whole, lowest = event.build, False, -1
     return replace(case, steps=tuple(steps))
 
 

@@ -17,6 +17,7 @@ from hytrain.zero3.plan import (
     most_live,
     persistent_layers,
     plan_pass,
+    with_left_out,
 )
 
 NO_LIMIT = 10**12
@@ -38,6 +39,21 @@ def text(plan: Sequence[Operation]) -> str:
 def test_without_prefetch_one_layer_is_there() -> None:
     plan = plan_pass(PassTrace((0, 1, 2)), [10, 10, 10], {0, 1, 2}, settings(), ())
     assert text(plan) == "u0 g0 u1 r0 g1 u2 r1 g2 end r2"
+
+
+@pytest.mark.parametrize(
+    ("uses", "left_out", "merged", "places"),
+    [
+        ((3, 0), {1, 2}, (3, 2, 1, 0), [3, 4]),
+        ((0, 3, 1, 0), {2}, (0, 3, 2, 1, 0), [1, 3, 4, 5]),  # tied: first and last
+        ((), {3}, (3,), []),
+        ((2, 3, 7), {0}, (2, 3, 0, 7), [1, 3, 4]),  # forward has no 7, and another order
+    ],
+)
+def test_layers_that_were_left_out_are_where_forward_has_them(
+    uses: tuple[int, ...], left_out: set[int], merged: tuple[int, ...], places: list[int]
+) -> None:
+    assert with_left_out(uses, (0, 1, 2, 3), left_out) == (merged, places)
 
 
 def test_one_layer_ahead() -> None:
