@@ -11,7 +11,6 @@ import torch
 from hytrain.checkpoint.engine_state import begin_window
 from hytrain.engine.batch_training import BatchTraining
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine, create_loss_scaler
-from hytrain.engine.sequence_groups import SHARED_DTYPE
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import ClipSettings
@@ -80,8 +79,6 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
     internals: Any = engine
     model_dtype, accumulation_dtype = internals.get_data_types()
     asked = internals._config.communication_data_type
-    if internals.sequence_parallel_size > 1 and SHARED_DTYPE in internals._config._param_dict:
-        asked = internals._config.seq_parallel_communication_data_type
     if internals.bfloat16_enabled():
         config: Any = internals._config
         check_overflow = bool(config.bfloat16_config.check_grad_overflow)
@@ -100,7 +97,8 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
         # DeepSpeed's own looks at it in stages 1 and 2 only.
         refuse_unused=stage < 3 and not internals.zero_ignore_unused_parameters(),
         host=host,
-        # What the user has asked for: DeepSpeed's default is the training copy's dtype.
+        # What the user has asked for, by default the training copy's dtype; where ranks share
+        # sequences DeepSpeed has put "seq_parallel_communication_data_type" there, by default fp32.
         communication_dtype=asked if isinstance(asked, torch.dtype) else None,
         scaler=_scaler(internals),
         micro_batches=int(internals.gradient_accumulation_steps()),

@@ -184,9 +184,8 @@ def _kept_gradients(
 def _step_settings(
     weights: BuiltWeights, config: HyTrainConfig, settings: BuildSettings, world_size: int
 ) -> StepSettings:
-    dtypes = {state.gradient_dtype for state in weights.states}
-    if settings.communication_dtype is not None:
-        dtypes = {settings.communication_dtype}
+    # Reduced in another dtype or not, the sum is kept in the gradients' own.
+    dtypes = {state.gradient_dtype for state in weights.states} | {settings.communication_dtype}
     return StepSettings(
         unscale=1.0 / world_size if settings.mean else 1.0,
         reduce_every_backward=settings.stage >= 2,

@@ -174,6 +174,7 @@ AROUND = (
     "ShardCollectives.reporting_failures",
     "ThawedParameters.warn",
     "Tracing.",
+    "check_graph",
     "engine_view.",
     "report_step",
     "running_tracer",
