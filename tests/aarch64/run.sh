@@ -61,7 +61,7 @@ if [ ! -d "$site/torch" ]; then
         --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 \
         torch==2.8.0 typing-extensions sympy mpmath networkx jinja2 markupsafe fsspec filelock \
         numpy psutil pytest pluggy iniconfig packaging pygments pytest-timeout \
-        pytest-session-timeout pytest-xdist execnet hypothesis sortedcontainers pydantic \
+ pytest-xdist execnet hypothesis sortedcontainers pydantic \
         pydantic-core annotated-types typing-inspection
 fi
 
