@@ -82,7 +82,7 @@ def free_beside_no_cores(root: Path = Path("/")) -> int:
     Args:
         root: "/"; another one stands for another machine.
     """
-    lines = [line for file in _memory_without_cores(root) for line in file.read_text().splitlines()]
+    lines = "\n".join(map(_text, _memory_without_cores(root))).splitlines()
     return sum(int(line.split()[-2]) * 1024 for line in lines if "MemFree:" in line)
 
 
@@ -90,7 +90,15 @@ def free_beside_no_cores(root: Path = Path("/")) -> int:
 def _memory_without_cores(root: Path) -> tuple[Path, ...]:
     """The "meminfo" of each such node."""
     nodes = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
-    return tuple(node.with_name("meminfo") for node in nodes if not node.read_text().strip())
+    return tuple(node.with_name("meminfo") for node in nodes if _text(node).isspace())
+
+
+def _text(file: Path) -> str:
+    """Empty where the kernel does not tell; a list of no cores is a line."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 _CPU_ROOTS = ((Path("/sys/fs/cgroup"), ""), (Path("/sys/fs/cgroup/cpu"), "cpu"))

@@ -52,8 +52,8 @@ if [ ! -x "$root/usr/bin/python3.11" ]; then
     for package in "$apt"/archives/*.deb; do dpkg -x "$package" "$root"; done
 fi
 
-# The last torch whose Arm wheel on PyPI is for the CPU alone. pip judges dependencies by the
-# machine it runs on, so each is named.
+# A torch whose Arm wheel on PyPI is for the CPU alone; those of today need CUDA's. pip judges
+# dependencies by the machine it runs on, so each is named.
 if [ ! -d "$site/torch" ]; then
     "$python" -m pip install -q --no-deps --target "$site" --python-version 3.11 \
         --implementation cp --only-binary=:all: --platform manylinux_2_28_aarch64 \

@@ -305,6 +305,15 @@ def test_checkpoints_the_other_way(stage: int, tmp_path: Path) -> None:
     _go_on(tmp_path / "single", 5 - stage, 2, TWO)
 
 
+@on_ranks(2)
+def test_gradients_are_reduced_in_deepspeeds_dtype_for_shared_sequences() -> None:
+    for given, dtype in ((None, torch.float32), ("bf16", torch.bfloat16)):
+        key = {} if given is None else {"seq_parallel_communication_data_type": given}
+        config = make_config(sequence_parallel_size=2, **key)
+        with sequence_ranks_of(2), built(nn.Linear(2, 2), config) as engine:
+            assert engine.optimizer.passes.settings.communication_dtype == dtype
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

@@ -72,6 +72,9 @@ def test_memory_of_a_gpu_that_is_a_node_is_not_the_hosts(tmp_path: Path) -> None
     (gpu / "meminfo").write_text(f"Node 1 MemTotal: {96 << 20} kB\nNode 1 MemFree: {95 << 20} kB\n")
     assert [node.number for node in tree.numa_nodes()] == [0]
     assert free_beside_no_cores(tmp_path) == 95 * GIB
+    (gpu / "meminfo").rename(tmp_path / "hidden")
+    assert free_beside_no_cores(tmp_path) == 0  # what the kernel does not tell is not subtracted
+    (tmp_path / "hidden").rename(gpu / "meminfo")
     [memory] = [f for f in memory_findings(tree, FREE, 1) if f.name == "memory"]
     assert memory.seen == f"{576 * 9 // 10 - 95}.0 of 576.0 GiB free"
 
