@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from hytrain.config import HyTrainConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "configuration.md"
-EXAMPLE = "<!-- every key -->"
 HEADING = re.compile(r"^### `([a-z_.]+)`$", flags=re.MULTILINE)
 _FACTS = re.compile(r"^### `([a-z_.]+)`\n\n(?:\*[^*\n]+\* `.*`\n\n)?", flags=re.MULTILINE)
 """A heading, and below it the line that is written anew."""
-_BLOCK = re.compile(f"{EXAMPLE}\n\n(?:```json\n.*?\n```\n\n)?", flags=re.DOTALL)
+_ROW = re.compile(r"^\| \[`([a-z_.]+)`\]\(#\w+\) \| `[^|\n]*` \|", flags=re.MULTILINE)
+"""Of the table of all keys: its link and default are written anew."""
 _SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
 
 
@@ -62,26 +62,25 @@ def all_keys(model: type[BaseModel] = HyTrainConfig, prefix: str = "") -> Iterat
 
 
 def fill(markdown: str) -> str:
-    """The page with the facts below each heading; those that it has are replaced.
+    """The page with the facts below each heading and in the table; those that it has are replaced.
 
     Raises:
-        ValueError: a key has no heading, or a heading is no key.
+        ValueError: a key has no heading or no row in the table, or one of them is no key.
     """
     known = {key.name: key for key in all_keys()}
-    found = HEADING.findall(markdown)
-    if sorted(found) != sorted(known):
-        missing, unknown = set(known) - set(found), set(found) - set(known)
-        raise ValueError(f"docs/configuration.md: without heading {missing}, no key {unknown}")
+    for place, pattern in (("heading", HEADING), ("row", _ROW)):
+        found = pattern.findall(markdown)
+        if sorted(found) != sorted(known):
+            missing, unknown = set(known) - set(found), set(found) - set(known)
+            raise ValueError(f"docs/configuration.md: no {place} of {missing}, no key {unknown}")
     filled = _FACTS.sub(
         lambda match: f"### `{match[1]}`\n\n{_facts(known[match[1]])}\n\n", markdown
     )
-    return _BLOCK.sub(lambda _: f"{EXAMPLE}\n\n```json\n{example()}\n```\n\n", filled)
+    return _ROW.sub(lambda match: _row(known[match[1]]), filled)
 
 
-def example() -> str:
-    """The section with every key at its default."""
-    section = HyTrainConfig().model_dump(by_alias=True, mode="json")
-    return '"hytrain": ' + json.dumps(section, indent=2)
+def _row(key: Key) -> str:
+    return f"| [`{key.name}`](#{key.name.replace('.', '')}) | `{key.default}` |"
 
 
 def _facts(key: Key) -> str:

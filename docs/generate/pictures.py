@@ -6,6 +6,7 @@ chart of step times, which is the first thing that people see, has one of each.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -257,23 +258,30 @@ def life_of_a_gradient() -> None:
     picture.write("gradient.svg")
 
 
+def headline() -> list[tuple[str, float, str]]:
+    """The table of docs/benchmarks.md's Headline: name, seconds of a step, ratio to the first."""
+    page = (FOLDER.parent / "benchmarks.md").read_text(encoding="utf-8")
+    section = page.split("\n## Headline\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| \**(.+?)\** \| \**([\d.]+) s\** \| ([\d.]+) \|", section, re.MULTILINE)
+    return [(name, float(seconds), ratio) for name, seconds, ratio in rows]
+
+
 def step_times(*, dark: bool) -> None:
-    """Run 1 of experiments/solve_k, 2026-11-21: README.md has the same figures."""
+    """The headline's table; README.md and docs/index.md have the same figures."""
     ink, pale, ground = ("#e6edf3", "#9198a1", "#0d1117") if dark else (INK, PALE, "#ffffff")
-    picture = Picture(860, 232, ground)
-    rows = (
-        ("forward and backward alone", 0.328, "the limit", "#8c959f"),
-        ("hytrain, default settings", 0.345, "1.05 x", BACK),
-        ("hytrain, all state on the host", 0.567, "1.7 x", BACK),
-        ("DeepSpeed ZeRO-2 offload", 1.445, "4.4 x", FORWARD),
-    )
-    for number, (name, seconds, times, fill) in enumerate(rows):
+    rows = headline()
+    longest = max(seconds for _, seconds, _ in rows)
+    picture = Picture(860, 46 * len(rows) + 48, ground)
+    for number, (name, seconds, ratio) in enumerate(rows):
         y = 16 + 46 * number
+        fill = "#8c959f" if number == 0 else BACK if name.startswith("hytrain") else FORWARD
+        note = "the limit" if number == 0 else f"{ratio} x"
         picture.words(16, y + 21, name, ink=ink, size=14)
-        picture.box(240, y, 330 * seconds, 32, fill, edge=ground)
-        picture.words(248 + 330 * seconds, y + 21, f"{seconds:.3f} s, {times}", ink=ink, size=14)
-    note = "a step of 2.9 B parameters, 8 x 1024 tokens, bf16, no step clipped, one H200"
-    picture.words(16, 218, note, ink=pale)
+        picture.box(270, y, 440 * seconds / longest, 32, fill, edge=ground)
+        right = 278 + 440 * seconds / longest
+        picture.words(right, y + 21, f"{seconds:.3f} s, {note}", ink=ink, size=14)
+    note = "a step of 2.9 B parameters, 8 x 1024 tokens, bf16, one H200"
+    picture.words(16, 46 * len(rows) + 34, note, ink=pale)
     picture.write("step_times_dark.svg" if dark else "step_times_light.svg")
 
 

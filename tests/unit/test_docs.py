@@ -63,9 +63,9 @@ def _blocks(page: Path, language: str) -> list[str]:
     return [text for name, text in BLOCK.findall(_read(page)) if name == language]
 
 
-def _generator() -> ModuleType:
-    path = DOCS / "generate" / "configuration.py"
-    spec = importlib.util.spec_from_file_location("docs_configuration", path)
+def _generator(name: str = "configuration") -> ModuleType:
+    path = DOCS / "generate" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -91,14 +91,11 @@ def test_every_key_has_its_type_and_default_on_the_page() -> None:
         text = page.split(f"### `{key.name}`\n\n{generator._facts(key)}\n\n")[1]
         assert not text.startswith("#"), f"{key.name} has no text"
     assert generator.fill(page.replace("<= 1024", "<= 9")) == page
-    with pytest.raises(ValueError, match=r"offload\.cpu_threads"):
-        generator.fill(page.replace("### `offload.cpu_threads`", ""))
-
-
-def test_the_example_of_all_keys_is_the_default() -> None:
-    example = json.loads("{" + _generator().example() + "}")
-    assert HyTrainConfig.from_deepspeed(example) == HyTrainConfig()
-    assert _generator().example() in _read(DOCS / "configuration.md")
+    assert "| [`offload.cpu_threads`](#offloadcpu_threads) | `null` | " in page
+    assert generator.fill(page.replace("threads) | `null`", "threads) | `2`")) == page
+    for heading in ("### `offload.cpu_threads`", "| [`offload.cpu_threads`]"):
+        with pytest.raises(ValueError, match=r"offload\.cpu_threads"):
+            generator.fill(page.replace(heading, ""))
 
 
 @pytest.mark.parametrize("page", WITH_LINKS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -124,6 +121,35 @@ def test_examples_parse(page: Path) -> None:
 def test_readme_has_its_examples() -> None:
     assert _blocks(ROOT / "README.md", "json")
     assert len(_blocks(ROOT / "README.md", "python")) == 1
+
+
+def test_headline_chart_and_tables_are_of_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = _generator("pictures")
+    steps = {name: seconds for name, seconds, _ in pictures.headline()}
+    bare, zero2 = steps["forward and backward alone"], steps["DeepSpeed ZeRO-2 offload"]
+    ours, on_host = steps["hytrain, default settings"], steps["hytrain, all state on the host"]
+    said = (
+        f"2.9 B parameters: {100 * bare / ours:.0f} % of that speed, {zero2 / ours:.1f} times as "
+        f"fast as DeepSpeed's ZeRO-2 offload ({zero2 / on_host:.1f} times with all state on the "
+        "host)"
+    )
+    for page in (ROOT / "README.md", DOCS / "index.md"):
+        assert said in " ".join(_read(page).split()), page.name
+    headline = _read(DOCS / "benchmarks.md").split("\n## Headline\n")[1].split("\n## ")[0]
+    numbers = _read(ROOT / "README.md").split("\n## Numbers\n")[1].split("\n## ")[0]
+    rows = [line for line in numbers.splitlines() if " s | " in line or " s** | " in line]
+    assert len(rows) == len(steps)
+    assert [row for row in rows if row not in headline] == []
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path / "pictures")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "benchmarks.md").write_text(_read(DOCS / "benchmarks.md"), encoding="utf-8")
+    for dark, name in ((False, "step_times_light.svg"), (True, "step_times_dark.svg")):
+        pictures.step_times(dark=dark)
+        assert _read(tmp_path / "pictures" / name) == _read(DOCS / "pictures" / name), (
+            "run `python docs/generate/pictures.py`"
+        )
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -98,6 +98,34 @@ def test_two_ranks_that_share_sequences(models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.experiment
+def test_the_trainer_of_the_page_on_long_context(models: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "long_context.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]
+    for written, here in (
+        ('"Qwen/Qwen3-1.7B", 32768, "flash_attention_2"', f'{str(models / "dense")!r}, 16, "sdpa"'),
+        ("sp_size=4", "sp_size=2"),
+        ('"book.txt"', repr(str(models / "text"))),
+        ("bf16=True,", "bf16=True, use_cpu=True, max_steps=20, logging_steps=5,"),
+    ):
+        assert code.count(written) == 1, written
+        code = code.replace(written, here)
+    start = 'import deepspeed\ndeepspeed.init_distributed("gloo")\n'
+    (tmp_path / "train.py").write_text(start + code)
+    quickstart = (ROOT / "docs" / "quickstart.md").read_text()
+    config = re.findall(r"```json\n(.*?)```", quickstart, flags=re.DOTALL)[0]
+    (tmp_path / "ds_config.json").write_text(config)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+        str(free_port()), str(tmp_path / "train.py"),
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 ranks share each sequence" in run.stderr
+    losses = [float(found) for found in re.findall(r"'loss': '?([0-9.]+)", run.stdout)]
+    assert losses[-1] < losses[0] < 10
+
+
+@pytest.mark.experiment
 def test_the_notebook(models: Path, tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
