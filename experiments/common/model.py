@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from experiments.common.records import Json
 from experiments.common.sizes import size_of
@@ -20,18 +20,20 @@ NUM_BATCHES = 4
 """Batches that take turns: few, so that a loss which falls shows that updates arrive."""
 
 
-def model_config(job: Json) -> LlamaConfig:
+def model_config(job: Json) -> PretrainedConfig:
     """The configuration of the job's model."""
     size = size_of(job["model"], job.get("layers"))
-    return LlamaConfig(
+    make = Qwen3Config if size.qwen3 else LlamaConfig
+    return make(
         vocab_size=size.vocab,
         hidden_size=size.hidden,
         intermediate_size=size.intermediate,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
-        num_key_value_heads=size.heads,
+        num_key_value_heads=size.kv_heads or size.heads,
+        head_dim=size.head_dim,
         max_position_embeddings=max(2048, job["seq"]),
-        tie_word_embeddings=False,
+        tie_word_embeddings=size.qwen3,
         use_cache=False,
     )
 

@@ -7,24 +7,40 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The shape of a Llama model with untied embeddings and full multi-head attention."""
+    """The shape of a Llama model with untied embeddings and full multi-head attention, unless said.
+
+    Attributes:
+        kv_heads: heads of keys and values; as many as of queries where 0.
+        qwen3: a Qwen 3 model: 128 channels a head, norms of queries and keys, tied embeddings.
+    """
 
     layers: int
     hidden: int
     intermediate: int
     heads: int
     vocab: int = 32000
+    kv_heads: int = 0
+    qwen3: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return 128 if self.qwen3 else self.hidden // self.heads
 
     @property
     def num_matmul(self) -> int:
         """Parameters that enter a matrix product: all but the input embedding and the norms."""
-        block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate
+        queries = self.heads * self.head_dim
+        keys = (self.kv_heads or self.heads) * self.head_dim
+        block = self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
         return self.layers * block + self.vocab * self.hidden
 
     @property
     def num_parameters(self) -> int:
         """All parameters: those of the matrix products, the input embedding and the norms."""
         norms = (2 * self.layers + 1) * self.hidden
+        if self.qwen3:
+            return self.num_matmul + norms + 2 * self.layers * self.head_dim
         return self.num_matmul + self.vocab * self.hidden + norms
 
     def num_cpu_parameters(self, gpu_fraction: float) -> int:
@@ -34,7 +50,7 @@ class Size:
         round(gpu_fraction * number of layers) layers belong to the GPU.
         """
         embedding = self.vocab * self.hidden
-        head = embedding + self.hidden
+        head = self.hidden + (0 if self.qwen3 else embedding)
         block = (self.num_parameters - embedding - head) // self.layers
         layers = [embedding, *[block] * self.layers, head]
         return sum(layers[round(gpu_fraction * len(layers)) :])
@@ -53,6 +69,12 @@ SIZES = {
     # The published setting: Llama 2 cut to 30 layers.
     "llama-10b": Size(layers=30, hidden=5120, intermediate=13824, heads=40),
     "llama-15b": Size(layers=33, hidden=6144, intermediate=16384, heads=48),
+    "qwen3-1.7b": Size(
+        layers=28, hidden=2048, intermediate=6144, heads=16, kv_heads=8, vocab=151936, qwen3=True
+    ),
+    "qwen3-4b": Size(
+        layers=36, hidden=2560, intermediate=9728, heads=32, kv_heads=8, vocab=151936, qwen3=True
+    ),
     # The blocks of Llama 65B; 0.8 B parameters each.
     "llama-41b": Size(layers=50, hidden=8192, intermediate=22016, heads=64),
 }
@@ -78,9 +100,9 @@ def model_flops(size: Size, batch: int, seq: int) -> float:
     """Floating-point operations of one forward and backward pass.
 
     A matrix product takes 2 operations a parameter and token in forward and 4 in backward.
-    Attention adds two products of (seq x head) matrices a head: 4 * seq^2 * hidden a sequence
+    Attention adds two products of (seq x head) matrices a head: 4 * seq^2 * channels a sequence
     and layer in forward, three times that with backward, and half of it under a causal mask.
     """
     products = 6.0 * size.num_matmul * batch * seq
-    attention = 0.5 * 12.0 * seq**2 * size.hidden * size.layers * batch
+    attention = 0.5 * 12.0 * seq**2 * size.heads * size.head_dim * size.layers * batch
     return products + attention

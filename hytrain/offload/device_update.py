@@ -57,10 +57,9 @@ class Batch:
 def is_groupable(layer: LayerState) -> bool:
     """Whether its update is only a matter of addresses.
 
-    Rounded moments have a table of their own, and a shard on the host is written by a copy. Split
-    master weights are left to the kernel that is proved bitwise on a GPU for them.
+    Rounded moments have a table of their own, and a shard on the host is written by a copy.
     """
-    return not (layer.form.is_rounded or layer.form.is_split or layer.storage.on_host)
+    return not (layer.form.is_rounded or layer.storage.on_host)
 
 
 def batches(layers: Sequence[LayerState], limits: GroupLimits = LIMITS) -> list[list[LayerState]]:

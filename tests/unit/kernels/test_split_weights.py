@@ -204,7 +204,9 @@ def test_many_segments_in_one_launch(device: str) -> None:
         for number, ((copy, remainder), own) in enumerate(zip(parts, moments, strict=True))
     ]
     grouped = GroupedAdam([segments], [torch.bfloat16] * len(sizes), 1, torch.device(device))
-    grouped.begin_step([g.tensor.to(device) for g in gradients], [gradients[0].hyper])
+    # Kept until the launch has read them: the next tensor would take their memory.
+    on_device = [gradient.tensor.to(device) for gradient in gradients]
+    grouped.begin_step(on_device, [gradients[0].hyper])
     grouped.launch(0, torch.tensor([SCALE, 0.0], device=device))
     for each, (copy, remainder), own, twin, gradient in zip(
         p, parts, moments, twins, gradients, strict=True
