@@ -133,7 +133,7 @@ def read_cluster(
         if match is None or int(match["slots"]) < 1:
             raise PlanError(f"{hostfile}, line {number}: must be 'IP slots=N', not {line!r}")
         if match["ip"] not in entries:
-            raise PlanError(f"{clusterfile}, {match['ip']}: is missing, and {hostfile} has it")
+            raise PlanError(f"{clusterfile} has no entry for {match['ip']}, a node of {hostfile}")
         entry = entries[match["ip"]]
         device = DeviceType(
             name=entry.instance_type,
@@ -148,7 +148,7 @@ def read_cluster(
             )
         nodes.append(Node(match["ip"], device.name, int(match["slots"])))
     if not nodes:
-        raise PlanError(f"{hostfile}: has no node")
+        raise PlanError(f"{hostfile} names no node: write a line 'IP slots=N' for each")
     return tuple(nodes), tuple(devices[name] for name in sorted(devices))
 
 
@@ -171,11 +171,11 @@ def read_profiles(
             continue
         key = (match["device"], int(match["tp"]), int(match["samples"]))
         if key in found:
-            raise PlanError(f"{folder / name}: tp {key[1]}, bs {key[2]} is given twice")
+            raise PlanError(f"{folder / name}: another file has tp {key[1]}, bs {key[2]} as well")
         found[key] = _read_samples(folder / name, num_layers)
     missing = [device for device in devices if device not in {key[0] for key in found}]
     if missing:
-        raise PlanError(f"{folder}: no DeviceType.{missing[0]}_tp*_bs*.json, which hostfile needs")
+        raise PlanError(f"{folder}: no profile DeviceType.{missing[0]}_tp*_bs*.json of these nodes")
     return found
 
 
@@ -188,7 +188,7 @@ def _read_samples(path: Path, num_layers: int) -> Samples:
     sync = profile.execution_time.forward_backward_time_ms - sum(times)
     if sync < -1e-6 * sum(times):
         raise PlanError(
-            f"{path}, execution_time.forward_backward_time_ms: is less than the sum of "
+            f"{path}, execution_time.forward_backward_time_ms: must be at least the sum of "
             "layer_compute_total_ms"
         )
     return Samples(tuple(times), tuple(memory), sync)
@@ -199,7 +199,10 @@ def _read_constants(folder: Path, name: str, num_layers: int) -> Constants:
     profile: _Profile = _read(_Profile, path, "profile of the constants")
     model, time = profile.model, profile.execution_time
     if model.num_layers != num_layers:
-        raise PlanError(f"{path}, model.num_layers: args.json has {num_layers}")
+        raise PlanError(
+            f"{path}, model.num_layers: must be {num_layers}, as in args.json, not "
+            f"{model.num_layers}"
+        )
     sizes = model.parameters.parameters_per_layer_bytes
     _check_length(path, "model.parameters.parameters_per_layer_bytes", sizes, num_layers)
     return Constants(2 * time.optimizer_time_ms, time.batch_generator_time_ms, tuple(sizes))
@@ -208,5 +211,5 @@ def _read_constants(folder: Path, name: str, num_layers: int) -> Constants:
 def _check_length(path: Path, name: str, values: Sequence[float], num_layers: int) -> None:
     if len(values) != num_layers:
         raise PlanError(
-            f"{path}, {name}: must have {num_layers} numbers, one a layer, not {len(values)}"
+            f"{path}, {name}: must have {num_layers} numbers, one for each layer, not {len(values)}"
         )

@@ -176,10 +176,14 @@ def choices(
     is_even = len(set(types)) == 1
     if share == 0 or problem.gbs % micro_batches or (is_even and samples % dp):
         raise PlanError(
-            f"{micro_batches} micro-batches of {problem.gbs} samples: not for {dp} replicas"
+            f"{problem.gbs} samples cannot be divided into {micro_batches} micro-batches for {dp} "
+            "replicas"
         )
     if share > problem.max_batch or tp > problem.max_tp:
-        raise PlanError(f"tp {tp}, micro-batch size {share}: more than was profiled")
+        raise PlanError(
+            f"tp {tp} with micro-batches of {share}: only up to tp {problem.max_tp} and "
+            f"{problem.max_batch} samples were profiled"
+        )
     sync = max(problem.profiled(device, tp, share).fb_sync for device in set(types))
     if is_even:
         times = problem.profiled(types[0], tp, share).time_sums[None]

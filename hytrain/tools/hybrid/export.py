@@ -23,21 +23,27 @@ def obstacles(record: HybridPlanFile) -> list[str]:
     degrees = sorted({(stage.dp, stage.tp) for stage in record.stages})
     if len(degrees) > 1:
         words = ", ".join(f"{dp} x {tp}" for dp, tp in degrees)
-        found.append(f"its stages differ in dp x tp ({words}), DeepSpeed's grid has one for all")
+        found.append(
+            f"its stages differ in dp x tp ({words}); DeepSpeed's pipeline has one for all stages"
+        )
     for number, stage in enumerate(record.stages):
         if len(set(stage.samples)) != 1:
             found.append(
-                f"stage {number} deals its samples unevenly, {', '.join(map(str, stage.samples))}, "
-                "which needs a plan of hytrain's own: `hytrain plan` with a profile of these GPUs"
+                f"stage {number} has unequal samples ({', '.join(map(str, stage.samples))}); for "
+                "that use `hytrain plan` with a profile of these GPUs"
             )
         if stage.optimizer_on_host and len(record.stages) > 1:
-            found.append(f"stage {number} keeps optimizer state on its host, which one stage can")
+            found.append(
+                f"stage {number} keeps optimizer state on its host: only a single stage can"
+            )
     names = Counter(node.name for stage in record.stages for node in stage.nodes)
     split = {node.name for stage in record.stages for node in stage.nodes if names[node.name] > 1}
     per_stage = [Counter(node.name for node in stage.nodes) for stage in record.stages]
     twice = sorted(name for name in split if any(count[name] > 1 for count in per_stage))
     if twice:
-        found.append(f"several nodes have one name ({', '.join(twice)}), a launcher tells by name")
+        found.append(
+            f"several nodes have the same name ({', '.join(twice)}); launchers need different ones"
+        )
     return found
 
 
@@ -45,8 +51,8 @@ def notes(record: HybridPlanFile) -> list[str]:
     """What a model must bring for the plan to run."""
     if any(stage.tp > 1 for stage in record.stages):
         return [
-            "tensor parallelism is the model's own: give PipelineModule layers that are sharded "
-            "over the group of its topology's axis 'model' (as Megatron's are)"
+            "tensor parallelism must be in the model: give PipelineModule layers that are sharded "
+            "over the ranks of its topology's axis 'model' (as in Megatron)"
         ]
     return []
 

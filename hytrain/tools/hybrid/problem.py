@@ -137,7 +137,7 @@ class Problem:
         names = [device.name for device in self.devices]
         if names != sorted(set(names)) or {node.device for node in self.nodes} != set(names):
             raise PlanError(
-                f"devices {names} are not the types of the nodes, each once and ascending"
+                f"devices must be the nodes' types, each once, in alphabetical order, not {names}"
             )
 
     @property

@@ -94,7 +94,7 @@ def _model_memory(memory: Mapping[str, Any], model: str, dtype: str) -> Mapping[
     for models in memory.values():
         if model in models and dtype in models[model]["profiled_compute_memory"]:
             return models[model]
-    raise PlanError(f"memory.json has no {model} in {dtype}")
+    raise PlanError(f"memory.json has no entry for {model} in {dtype}")
 
 
 def _latency(times: Any, what: str, batch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

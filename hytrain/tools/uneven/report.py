@@ -76,7 +76,9 @@ def cases_table(solved: Sequence[Solved]) -> str:
     for line, below in zip(lines[1:], details, strict=True):
         text += [line, *(f"    {words}" for words in below)]
     if any(isinstance(one.result, Infeasible) and one.case.published for one in solved):
-        text.append("* a plan that does not fit: the published solver returns one without a word")
+        text.append(
+            "* does not fit in memory: the published solver returns a plan without a warning"
+        )
     return "\n".join(text)
 
 

@@ -188,16 +188,16 @@ def _refused(problem: UnevenProblem) -> Infeasible | None:
     """What no amount of time would mend, except the memory of all together."""
     if problem.batch < len(problem.gpus):
         return Infeasible(
-            f"a batch of {problem.batch} is less than {len(problem.gpus)} GPUs, each of which must "
-            "compute a sample: raise the batch"
+            f"a batch of {problem.batch} is too small for {len(problem.gpus)} GPUs: each "
+            "must compute at least one sample"
         )
     for index, gpu in enumerate(problem.gpus):
         limit = problem.usable * gpu.capacity
         least = min(gpu.memory[: problem.batch])
         if least > limit:
             return Infeasible(
-                f"GPU {index} ({gpu.name}) needs {least:.2f} GiB for the smallest micro-batch and "
-                f"may use {limit:.2f}: {least - limit:.2f} GiB are missing there",
+                f"GPU {index} ({gpu.name}) needs {least:.2f} GiB for the smallest micro-batch but "
+                f"may use only {limit:.2f}: {least - limit:.2f} GiB are missing",
                 least - limit,
                 index,
             )
@@ -209,6 +209,6 @@ def _too_little_memory(problem: UnevenProblem, least: float) -> Infeasible:
     limit = problem.usable * sum(gpu.capacity for gpu in problem.gpus)
     return Infeasible(
         f"all GPUs together need {problem.state:.2f} GiB for state and at least {least:.2f} GiB to "
-        f"compute, and may use {limit:.2f}: {missing:.2f} GiB are missing",
+        f"compute, but may use only {limit:.2f}: {missing:.2f} GiB are missing",
         missing,
     )

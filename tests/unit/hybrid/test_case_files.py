@@ -109,7 +109,7 @@ TIMES = ("execution_time", "layer_compute_total_ms")
         (_set("args.json", ("constants_profile",), "C_tp1_bs1"), r"C_tp1_bs1\.json"),
         (
             _set("clusterfile.json", ("10.0.0.1",), None),
-            r"clusterfile\.json, 10\.0\.0\.1: is missing",
+            r"clusterfile\.json has no entry for 10\.0\.0\.1",
         ),
         (
             _set("clusterfile.json", ("10.0.0.1", "memory"), "16"),
@@ -117,22 +117,28 @@ TIMES = ("execution_time", "layer_compute_total_ms")
         ),
         (
             _set("clusterfile.json", ("10.0.0.1", "instance_type"), "C"),
-            r"no DeviceType\.C_tp\*_bs\*\.json, which hostfile needs",
+            r"no profile DeviceType\.C_tp\*_bs\*\.json of these nodes",
         ),
         (
             lambda case: _two_of_a_type(case),
             "another node of type A has other memory or bandwidths",
         ),
-        (_set(A1, TIMES, [1, 2]), r"A_tp1_bs1\.json, .*must have 3 numbers, one a layer, not 2"),
+        (
+            _set(A1, TIMES, [1, 2]),
+            r"A_tp1_bs1\.json, .*must have 3 numbers, one for each layer, not 2",
+        ),
         (_set(A1, TIMES, [1, -2, 1]), r"layer_compute_total_ms\.1: Input should be greater"),
         (_set(A1, ("execution_memory",), None), "execution_memory: Field required"),
         (
             _set(A1, ("execution_time", "forward_backward_time_ms"), 1.0),
-            "forward_backward_time_ms: is less than the sum",
+            "forward_backward_time_ms: must be at least the sum",
         ),
-        (_set(A1, ("model", "num_layers"), 4), r"model\.num_layers: args\.json has 3"),
+        (
+            _set(A1, ("model", "num_layers"), 4),
+            r"model\.num_layers: must be 3, as in args\.json, not 4",
+        ),
         (lambda case: (case / "hostfile").write_text("10.0.0.1 2\n"), "hostfile, line 1: must be"),
-        (lambda case: (case / "hostfile").write_text("\n"), "hostfile: has no node"),
+        (lambda case: (case / "hostfile").write_text("\n"), "hostfile names no node"),
         (lambda case: (case / "args.json").write_text("["), "is not JSON"),
         (
             lambda case: (case / "clusterfile.json").write_text("[]"),

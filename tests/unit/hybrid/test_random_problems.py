@@ -132,7 +132,7 @@ def test_the_best_parts_come_in_order() -> None:
 def test_what_was_not_profiled_is_no_choice() -> None:
     problem = random_problem(2)
     ranks = problem.ranks(next(orders(problem)))
-    with pytest.raises(PlanError, match="more than was profiled"):
+    with pytest.raises(PlanError, match="samples were profiled"):
         choices(problem, ranks, 0, (1, 2 * problem.max_tp), problem.gbs)
-    with pytest.raises(PlanError, match="micro-batches of"):
+    with pytest.raises(PlanError, match="micro-batches for"):
         choices(problem, ranks, 0, (2, 1), problem.gbs)

@@ -271,10 +271,10 @@ def test_a_list_is_extended_by_its_line_or_its_last_growth() -> None:
 @pytest.mark.parametrize(
     ("impossible", "words"),
     [
-        (problem(gpu("a", 1, 1, 64), gpu("a", 1, 1, 64), batch=1), "less than 2 GPUs"),
+        (problem(gpu("a", 1, 1, 64), gpu("a", 1, 1, 64), batch=1), "too small for 2 GPUs"),
         (
             problem(gpu("a", 1, 1, 64), gpu("tiny", 1, 1, 3), batch=4),
-            r"GPU 1 \(tiny\) needs 3.00 GiB .* 2.25: 0.75 GiB are missing there",
+            r"GPU 1 \(tiny\) needs 3.00 GiB .* 2.25: 0.75 GiB are missing",
         ),
         (
             problem(gpu("a", 1, 1, 16), batch=4, parameters=2**30),
