@@ -432,7 +432,7 @@ void bind_worker(py::module_& m) {
         .def("wait_issued", &UpdateWorker::wait_issued, py::arg("layer"), NoGil())
         .def("wait_complete", &UpdateWorker::wait_complete, py::arg("layer"), NoGil())
         .def("wait_all", &UpdateWorker::wait_all, NoGil())
-        .def("wait_fetched", &UpdateWorker::wait_fetched, py::arg("layer"), NoGil())
+        .def("wait_fetched", &UpdateWorker::wait_fetched, py::arg("layers"), NoGil())
         .def("is_fetched", &UpdateWorker::is_fetched, py::arg("layer"), NoGil())
         .def("has_pending", &UpdateWorker::has_pending, py::arg("layer"), NoGil())
         .def("wait_settled", &UpdateWorker::wait_settled, py::arg("layer"), NoGil())

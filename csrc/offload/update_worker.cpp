@@ -355,9 +355,12 @@ bool UpdateWorker::is_moving(int layer) {
     return layers_.at(static_cast<std::size_t>(layer)).moving != 0;
 }
 
-void UpdateWorker::wait_fetched(int layer) {
-    const Layer& waited = layers_.at(static_cast<std::size_t>(layer));
-    wait_for([&] { return waited.fetched; });
+void UpdateWorker::wait_fetched(const std::vector<int>& layers) {
+    wait_for([&] {
+        return std::any_of(layers.begin(), layers.end(), [&](int layer) {
+            return layers_.at(static_cast<std::size_t>(layer)).fetched;
+        });
+    });
 }
 
 bool UpdateWorker::is_fetched(int layer) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,7 @@ class Candidate:
         gpu_layers: number of GPU layers, K.
         step_seconds: the step.
         worker_seconds: of it, the CPU worker is busy.
-        exposed_seconds: of it, compute stands still for weights.
+        exposed_seconds: of it, compute stands still: for weights, or for room for gradients.
         gpu_update_seconds: of it, the GPU updates its layers.
     """
 
@@ -50,12 +50,20 @@ class Prediction:
         return tuple(candidate.step_seconds for candidate in self.candidates)
 
 
-def predict(costs: StepCosts, *, gpu_layers: Sequence[int] | None = None) -> Prediction:
+Room = Callable[[int], Sequence[int] | None]
+"""With so many GPU layers: elements of gradients on their way to the host that the GPU holds, once
+each layer's has come; None: all of them."""
+
+
+def predict(
+    costs: StepCosts, *, gpu_layers: Sequence[int] | None = None, room: Room | None = None
+) -> Prediction:
     """The predicted steady state for each candidate number of GPU layers.
 
     Args:
         costs: what each layer takes.
         gpu_layers: the candidates; None for 0..L.
+        room: see :data:`Room`; None: everything has room.
 
     Raises:
         PlacementError: a candidate is not in 0..L.
@@ -70,11 +78,15 @@ def predict(costs: StepCosts, *, gpu_layers: Sequence[int] | None = None) -> Pre
     found: list[Candidate] = []
     for number in numbers:
         rank.place(first_on_gpu(number, num_layers))
+        held_to = None if room is None else room(number)
         exposed = worker = 0.0
         for clipped, share in ((False, 1.0 - costs.clipped_share), (True, costs.clipped_share)):
             if share > 0.0:
-                updates = rank.updates(final, clipped=clipped)
-                exposed += share * rank.forward(updates.ready).exposed
+                times, held = final, 0.0
+                if held_to is not None:
+                    times, held = rank.hold_back(final, held_to, clipped=clipped)
+                updates = rank.updates(times, clipped=clipped)
+                exposed += share * (held + rank.forward(updates.ready).exposed)
                 worker += share * updates.worker
         step = compute + rank.gpu_update_seconds + exposed
         found.append(Candidate(number, step, worker, exposed, rank.gpu_update_seconds))

@@ -16,6 +16,8 @@ What is simulated is the time from one decision on clipping, at 0, to the next:
   is previewed by a second job (``cpu_preview``) after it; a layer whose job begins later is done in
   one (``cpu_update``). Both kinds then compete: lowest layer first. Where updates are late, all
   jobs begin after the decision.
+- A gradient is on the GPU until its layer's job has ended. Where more of them would be there than
+  have room, backward stands still until jobs have ended (:meth:`Rank.hold_back`).
 - Ranks meet twice in a layer. Its gradient is final when the slowest rank's backward has passed it
   and the reduce-scatters of the layers above are through; its new weights are there when the
   slowest rank has updated its shard and the all-gathers of the layers below are through.
@@ -37,6 +39,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -173,6 +176,39 @@ class Rank:
         is_twice = clipped and not self.costs.late
         each = (job.commit + job.preview if is_twice else job.update for job in jobs)
         return max(0.0, sum(each) - host_waits)
+
+    def hold_back(
+        self, final: Sequence[float], room: Sequence[int], *, clipped: bool
+    ) -> tuple[list[float], float]:
+        """Where backward stands still for room for gradients, and for how long in all.
+
+        How much is left to fetch depends little on which layer is done first: they are done here
+        as they come. Late updates leave no gradient on the GPU for longer than its copy takes.
+
+        Args:
+            final: when each layer's gradient would be final, counted from the decision.
+            room: elements of gradients that the GPU holds, once each layer's has come.
+            clipped: whether the decision is to clip.
+
+        Returns:
+            when each CPU-placed layer's is final, and seconds.
+        """
+        found, held = list(final), 0.0
+        fetched = in_flight = 0
+        ends: list[float] = []
+        for index in () if self.costs.late else self._on_cpu:
+            job = self._jobs[index]
+            found[index] += held
+            begin = max(ends[-1] if ends else -math.inf, found[index] + job.first_chunk)
+            ends.append(begin + (job.commit if clipped else job.update))
+            in_flight += self.costs.layers[index].parameters
+            now = found[index]
+            while fetched < len(ends) and (ends[fetched] <= now or in_flight > room[index]):
+                now = max(now, ends[fetched])
+                in_flight -= self.costs.layers[self._on_cpu[fetched]].parameters
+                fetched += 1
+            held += now - found[index]
+        return [time - held for time in found], held
 
     def updates(self, final: Sequence[float], *, clipped: bool) -> Updates:
         """When each layer's new weights are there.

@@ -258,9 +258,9 @@ class CpuUpdater:
                 layer.update.release_gradient()
             del self.unfetched[layer.index]
 
-    def wait_fetched(self, layer: LayerState) -> None:
-        """Until the worker has fetched the layer's gradient."""
-        self.worker.wait_fetched(layer.worker_index)
+    def wait_fetched(self) -> None:
+        """Until the worker has fetched one of the gradients of :attr:`unfetched`."""
+        self.worker.wait_fetched([layer.worker_index for layer in self.unfetched.values()])
 
     def is_fetched(self, layer: LayerState) -> bool:
         """Whether the layer's gradient has left the device."""

@@ -1,9 +1,9 @@
-"""Room on the device for backward, while gradients wait there for the CPU's update.
+"""Room on the device for the passes, while gradients wait there for the CPU's update.
 
-A CPU-placed layer's gradient stays on the device until the worker has fetched it. A worker that is
-far behind backward leaves many there: one that carries the state of layers that move, above all,
-fetches nothing meanwhile. The placement was planned with as many as were measured; what comes
-beyond that would take the memory that backward needs, so backward waits for the worker then.
+A CPU-placed layer's gradient stays on the device until the worker has fetched it. Where the worker
+is slower than backward, or carries the state of layers that move, many are there at once. The
+placement is planned with a few of them (:attr:`GradientRoom.kept`). What comes beyond that takes
+memory that is free; where the passes need it, they wait for the worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hytrain.offload.streams import Streams
 
 
 class GradientRoom:
-    """Makes backward wait where gradients on their way to the host would leave it no memory."""
+    """Makes the passes wait where gradients on their way to the host would leave them no memory."""
 
     def __init__(self, layers: Sequence[LayerState], cpu: CpuUpdater, streams: Streams) -> None:
         self._cpu = cpu
@@ -27,13 +27,18 @@ class GradientRoom:
         whole = [layer.layout.size * layer.gradient_dtype.itemsize for layer in layers]
         # A layer's gradients as autograd makes them, and what they are copied to.
         self._next_layer = 2 * max(whole, default=0)
-        self._most = 0
+        self.kept = self._next_layer + 2 * max(sizes, default=0)
+        """Bytes that every placement leaves to gradients in flight: beside those of the layer whose
+        backward runs, one that the worker updates and one that waits, so that both work."""
+        self._most = self._most_in_forward = 0
         self.is_watching = False
-        """Memory may become short in this step."""
+        """Memory may become short before the next step's last backward."""
         self.num_waits = 0
         """Layers' gradients that have been waited for so far."""
 
-    def begin_step(self, limit: int, reserve: int, transient: int | None) -> None:
+    def begin_step(
+        self, limit: int, reserve: int, transient: int | None, growth: int | None
+    ) -> None:
         """A step's last backward begins; its activations are there.
 
         Args:
@@ -41,30 +46,49 @@ class GradientRoom:
             reserve: bytes that stay free; gaps between blocks may take them.
             transient: bytes that a layer's backward allocates and frees beside its gradients.
                 None, before a step has shown them: half of what is free is left to them.
+            growth: the most bytes that a layer's forward leaves to its backward. None, before a
+                step has shown them: the next forward waits for all gradients.
         """
         allocated = allocated_bytes(self._device)[0]
         if transient is None:
             transient = (limit - allocated) // 2
-        self._most = limit - reserve - transient - self._next_layer
-        # As a rule all layers' gradients fit at once, and this is not looked at again.
+        free = limit - reserve - transient
+        self._most = free - self._next_layer
+        self._most_in_forward = 0 if growth is None else free - growth
+        # As a rule all layers' gradients fit beside all activations, and this is not looked at
+        # again.
         self.is_watching = allocated + self._all_gradients > self._most
 
-    def end_step(self) -> None:
-        """Every gradient has been sent."""
+    def end_backward(self) -> None:
+        """Every gradient has been sent; the next forward's activations take their place."""
+        self._most = self._most_in_forward
+
+    def stop(self) -> None:
+        """No gradient of this step leaves for the host."""
         self.is_watching = False
 
     @property
+    def in_flight(self) -> int:
+        """Bytes of gradients on the device that the worker has not fetched."""
+        gradients = (layer.update.gradient for layer in self._cpu.unfetched.values())
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    @property
     def is_short(self) -> bool:
-        """Whether gradients that the worker can fetch take memory that backward needs."""
-        return bool(self._cpu.unfetched) and allocated_bytes(self._device)[0] > self._most
+        """Whether gradients that the worker can fetch take memory that a pass needs."""
+        if not (self.is_watching and self._cpu.unfetched):
+            return False
+        return allocated_bytes(self._device)[0] > self._most
 
     def wait(self) -> None:
-        """Until the worker has fetched so many that backward has room, or all.
+        """Until the worker has fetched so many that the pass has room, or all.
 
-        The worker needs nothing of this thread for that: whatever a gradient waits for, other
-        ranks' collectives included, was queued before it was sent.
+        Without this wait what the next layer allocates would not fit beside gradients that are
+        still on the device: the placement leaves room to :attr:`kept` of them only. The worker
+        needs nothing of this thread for that: whatever a gradient waits for, other ranks'
+        collectives included, was queued before it was sent.
         """
         while self.is_short:
             self.num_waits += 1
-            self._cpu.wait_fetched(next(iter(self._cpu.unfetched.values())))
+            self._cpu.wait_fetched()
             self._cpu.release_fetched()

@@ -154,10 +154,9 @@ class UpdatePipeline:
             layer.update.overwrite()
         if self.cpu.unfetched:
             self.cpu.release_fetched()
-            if self.room.is_watching and self.room.is_short:
-                self._wait_for_room(layer)
 
-    def _wait_for_room(self, layer: LayerState) -> None:
+    def wait_for_room(self, layer: LayerState) -> None:
+        """Before a pass goes on from a layer; see :meth:`GradientRoom.wait`."""
         if self.trace is None:
             self.room.wait()
             return
@@ -360,6 +359,10 @@ class UpdatePipeline:
         layer.update.wait()
         if self.cpu.unfetched:
             self.cpu.release_fetched()
+            # Without this wait activations of this forward would not fit beside gradients that the
+            # last backward has left on the device.
+            if self.room.is_short:
+                self.wait_for_room(layer)
 
     def _gather(self, layer: LayerState) -> None:
         # After this rank's shard has arrived: without the event its old weights could be sent. No

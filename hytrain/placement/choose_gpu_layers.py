@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from hytrain.cost.prediction import Candidate, predict
+from hytrain.cost.prediction import Candidate, Room, predict
 from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
 from hytrain.placement.closed_form import closed_form
@@ -68,6 +68,7 @@ def solve(
     *,
     alpha: float | None = None,
     residuals: Mapping[int, float] | None = None,
+    room: Room | None = None,
 ) -> Solution:
     """The number of GPU layers.
 
@@ -83,6 +84,7 @@ def solve(
         alpha: GPU over CPU update time for the closed form; None: from ``costs``.
         residuals: seconds by which steps with some numbers of GPU layers took longer than
             predicted; the closed form takes no notice of them.
+        room: what the GPU holds of gradients on their way to the host; None: all of them.
 
     Raises:
         PlacementError: no number fits, ``bounds`` is of another number of layers, ``alpha`` is
@@ -97,13 +99,13 @@ def solve(
     # However wrong a prediction was, no step takes less than nothing.
     predictions = tuple(
         replace(candidate, step_seconds=max(0.0, candidate.step_seconds + more))
-        for candidate, more in zip(predict(costs).candidates, added, strict=True)
+        for candidate, more in zip(predict(costs, room=room).candidates, added, strict=True)
     )
     if method == "closed_form":
         unbounded = math.floor(share * num_layers + 0.5)
         choice = bounds.clamp(unbounded)
     elif method == "pipeline":
-        slower = predict(_with_slack(costs)).step_seconds
+        slower = predict(_with_slack(costs), room=room).step_seconds
         steps = [max(0.0, step + more) for step, more in zip(slower, added, strict=True)]
         unbounded = _fewest_near_best(steps, range(num_layers + 1))
         choice = bounds.clamp(unbounded)

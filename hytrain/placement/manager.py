@@ -60,10 +60,9 @@ class PlacementManager:
         estimator.update_threads = threads.num_threads
         self.timer = StepTimer(len(pipeline.layers), pipeline.streams.device)
         pipeline.observer = self.timer
-        self._probe = MemoryProbe(self._bytes, pipeline.streams.device)
+        self._probe = MemoryProbe(self._bytes, pipeline.streams.device, pipeline.room.kept)
         self._allocator = AllocatorWatch(retries_of(pipeline.streams.device))
         self._probing = False
-        self._waits_seen = 0
         self._limits: MemoryLimits | None = None
         self._limits_at = 0  # steps made when they were asked for
         self._considered_at = 0
@@ -92,22 +91,25 @@ class PlacementManager:
             self._probe.begin_backward()
 
     def _watch_room(self) -> None:
-        """Has backward wait for the worker before the plan's reserve is touched."""
-        if not self._probe.wanted or self.controller.num_gpu_layers == len(self._bytes):
+        """Has the passes wait for the worker before the plan's reserve is touched."""
+        if not self._probe.wanted:
             return
-        limits = self._current_limits()
-        if limits.gpu is not None:
-            self._pipeline.room.begin_step(limits.gpu, limits.gpu_reserve, self._probe.transient)
+        probe, room, limits = self._probe, self._pipeline.room, self._current_limits()
+        if limits.gpu is None or self.controller.num_gpu_layers == len(self._bytes):
+            room.stop()
+        else:
+            room.begin_step(limits.gpu, limits.gpu_reserve, probe.transient, probe.growth)
 
     def gradient(self, index: int) -> None:
         """A layer's final gradient has been handed over."""
-        if self._pipeline.room.num_waits != self._waits_seen:
-            self._waits_seen = self._pipeline.room.num_waits
-            self.timer.host_waits()
+        room = self._pipeline.room
+        if room.is_short:
+            with self.timer.host_waits():
+                self._pipeline.wait_for_room(self._pipeline.layers[index])
         if self.timer.measures:
             self.timer.gradient(index)
         if self._probing:
-            self._probe.gradient(index)
+            self._probe.gradient(index, room.in_flight)
 
     def end_backward(self, num_firings: int) -> None:
         """Every layer's has; the outcome is being computed.
@@ -118,7 +120,7 @@ class PlacementManager:
             num_firings: gradients that autograd has handed over so far.
         """
         self.timer.end_backward()
-        self._pipeline.room.end_step()
+        self._pipeline.room.end_backward()
         self._idle_steps = self._idle_steps + 1 if num_firings == self._firings else 0
         self._firings = num_firings
         estimator, controller = self._estimator, self.controller

@@ -137,6 +137,25 @@ def _gpu_rest_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) 
     return peak
 
 
+def gradient_room(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> list[int] | None:
+    """Elements of gradients on their way to the host that have room on the GPU beside all else.
+
+    With the first ``k`` layers there: one number a layer, once its gradient has come. None where
+    nothing bounds them, or what backward uses has not been measured.
+    """
+    if limits.gpu is None or not limits.gpu_base_at:
+        return None
+    # Two have been left room to in any case: see GradientRoom.
+    free = limits.gpu - limits.gpu_reserve - state_bytes(layers[:k])
+    free += 2 * max(gradient_bytes([layer]) for layer in layers)
+    room, waiting = [0] * len(layers), 0
+    for index in reversed(range(len(layers))):
+        waiting += gradient_bytes(layers[index : index + 1]) if index < k else 0
+        left = free - limits.gpu_base_at[index] - waiting
+        room[index] = left // layers[index].gradient_itemsize
+    return room
+
+
 def host_bytes(layers: Sequence[LayerBytes], k: int, staging_bytes: int) -> int:
     """What the host holds with all but the first ``k`` layers there.
 

@@ -22,19 +22,34 @@ class MemoryProbe:
     """Follows what is allocated on the GPU as backward goes down the layers.
 
     A sample is taken as each layer's gradient is handed over. What is neither state nor a gradient
-    that waits on the GPU is the base that any placement needs.
+    that waits on the GPU is the base that any placement needs: gradients on their way to the host
+    are in it as far as every placement leaves them room.
     """
 
-    def __init__(self, layers: Sequence[LayerBytes], device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[LayerBytes], device: torch.device, kept_in_flight: int = 0
+    ) -> None:
+        """
+        Args:
+            layers: of this rank.
+            device: where they are trained.
+            kept_in_flight: bytes of gradients in flight that a placement has room for; others
+                are waited for (:class:`~hytrain.offload.gradient_room.GradientRoom`).
+        """
         self._layers = list(layers)
+        self._kept_in_flight = kept_in_flight
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._at: dict[int, int] = {}
+        self._in_flight: dict[int, int] = {}
         self._begin = 0
         self._peak = allocated_bytes(device)[1] if self._is_cuda else 0
         self.transient: int | None = None
         """Bytes that are allocated and freed between two samples, when the peak last rose; None:
         it has not risen in a step yet, and nothing is known of them."""
+        self.growth: int | None = None
+        """The most bytes that a layer's backward has freed, which its forward had left to it; None
+        before the first measurement."""
         self.base_at: tuple[int, ...] = ()
         """Bytes in use while each layer's backward runs, beside state and waiting gradients of
         GPU-placed layers; empty before the first measurement."""
@@ -49,9 +64,15 @@ class MemoryProbe:
         self._at.clear()
         self._begin, _ = allocated_bytes(self._device)
 
-    def gradient(self, index: int) -> None:
-        """A layer's gradient has been handed over."""
+    def gradient(self, index: int, in_flight: int = 0) -> None:
+        """A layer's gradient has been handed over.
+
+        Args:
+            index: number of the layer.
+            in_flight: bytes of gradients that are on their way to the host.
+        """
         self._at[index], _ = allocated_bytes(self._device)
+        self._in_flight[index] = in_flight
 
     def end_step(self, gpu_layers: int, moving_bytes: int) -> None:
         """All gradients of the step are there.
@@ -66,11 +87,17 @@ class MemoryProbe:
         transient = self._transient_bytes()
         waiting = 0
         base = [0] * len(self._layers)
+        left, growth = self._begin - state, 0
         for index in reversed(range(len(self._layers))):
             if index < gpu_layers:
                 layer = self._layers[index]
                 waiting += layer.parameters * layer.gradient_itemsize
-            base[index] = max(0, self._at[index] + transient - state - waiting)
+            in_flight = self._in_flight[index]
+            used = self._at[index] - state - waiting
+            base[index] = max(0, used + transient - max(0, in_flight - self._kept_in_flight))
+            growth = max(growth, left - (used - in_flight))
+            left = used - in_flight
+        self.growth = growth
         base[-1] = max(base[-1], self._begin + transient - state)
         self.base_at = tuple(base)
         self._at.clear()

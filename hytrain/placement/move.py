@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -30,7 +31,7 @@ from hytrain.placement.choose_gpu_layers import (
 from hytrain.placement.costs import MemoryLimits, counted
 from hytrain.placement.launch_bound import LaunchBoundPlacement
 from hytrain.placement.measure import MANY_STEPS, STEP_CHANGE, WINDOW
-from hytrain.placement.memory import Bounds, bounds
+from hytrain.placement.memory import Bounds, bounds, gradient_room
 from hytrain.placement.records import Decision
 
 logger = logging.getLogger(__name__)
@@ -142,9 +143,11 @@ class PlacementController:
         compared = self._launch_bound
         if is_known and compared.is_settled and compared.choose(here, allowed, here) == here:
             return  # the GPU waits for the host's launches: the less the host does the better
+        room = partial(gradient_room, self._bytes, limits)
         if seconds is not None:
             # Some costs are known sooner than steps that show a change: of both it is the median.
-            self._predicted.append(predict(costs, gpu_layers=[here]).step_seconds[0])
+            predicted = predict(costs, gpu_layers=[here], room=room)
+            self._predicted.append(predicted.step_seconds[0])
             self._residuals[here] = seconds - median(list(self._predicted)[-num_steps:])
         method = self._solver.method
         solution = solve(
@@ -153,6 +156,7 @@ class PlacementController:
             allowed,
             alpha=self._solver.alpha,
             residuals=self._residuals if method == "pipeline" else None,
+            room=room,
         )
         number, reason = self._choose(step, solution, is_certain=is_certain)
         # Warns once why nothing moves.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,7 +29,7 @@ class StepSample:
         cpu_wait: forward stood still for weights from the worker.
         gpu_wait: forward stood still for updates on the GPU.
         between: from the end of the first forward to the begin of the last backward.
-        backward: of each layer in the last micro-batch.
+        backward: of each layer in the last micro-batch, waits for room for gradients not counted.
         tail: from the end of the last backward to the begin of the next forward.
         gpu_update: of each layer whose update ran on the GPU; what several took together is
             shared out by their elements.
@@ -90,6 +91,8 @@ class _Recording:
     forward_end: _Mark | None = None
     backward_begin: _Mark | None = None
     gradients: list[tuple[int, _Mark]] = field(default_factory=list)
+    waits: list[tuple[int, _Mark, _Mark]] = field(default_factory=list)
+    """Of backward, each before the gradient of that place."""
     backward_end: _Mark | None = None
     updates_begin: _Mark | None = None
     updates: list[tuple[Mapping[int, int], _Mark]] = field(default_factory=list)
@@ -199,9 +202,20 @@ class StepTimer:
             is_idle = isinstance(earlier, torch.cuda.Event) and earlier.query()
             current.launch_bound = is_idle and not current.host_waited
 
-    def host_waits(self) -> None:
-        """Backward has waited: that the device has caught up says nothing of launches."""
-        self._current.host_waited = True
+    @contextmanager
+    def host_waits(self) -> Generator[None]:
+        """Around a wait of backward for the worker.
+
+        That the device has caught up then says nothing of launches.
+        """
+        current = self._current
+        current.host_waited = True
+        if not self.measures:
+            yield
+            return
+        begin = self._clock.mark()
+        yield
+        current.waits.append((len(current.gradients), begin, self._clock.mark()))
 
     def end_backward(self) -> None:
         """step() was called and every gradient is handed over."""
@@ -270,6 +284,8 @@ class StepTimer:
         for index, mark in r.gradients:
             backward[index] = seconds(before, mark)
             before = mark
+        for place, begin, end in r.waits:
+            backward[r.gradients[place][0]] -= seconds(begin, end)
         gpu_update = self._updates(r)
         tail = seconds(r.backward_end, r.next_begin)
         if not isinstance(r.backward_end, torch.cuda.Event):

@@ -196,8 +196,8 @@ class UpdateWorker {
     bool is_moving(int layer);
     // True once the layer's gradient has left the device (its memory may be reused).
     bool is_fetched(int layer);
-    // Until it has.
-    void wait_fetched(int layer);
+    // Until one of these layers' has.
+    void wait_fetched(const std::vector<int>& layers);
     bool has_pending(int layer);
     // Until no kSettle of the layer is left: its state is that of the last step.
     void wait_settled(int layer);

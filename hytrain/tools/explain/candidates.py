@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hytrain.cost.prediction import predict
-from hytrain.placement.memory import Bounds, bounds, gpu_peak_bytes, host_bytes
+from hytrain.placement.memory import (
+    Bounds,
+    bounds,
+    gpu_peak_bytes,
+    gradient_room,
+    host_bytes,
+)
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.history import Median
 
@@ -55,7 +62,10 @@ def candidate_rows(
 ) -> list[CandidateRow]:
     """A row for each number of GPU layers, 0..L, with what was measured with it."""
     numbers = range(decision.num_layers + 1)
-    candidates = None if decision.costs is None else predict(decision.costs).candidates
+    candidates = None
+    if decision.costs is not None:
+        room = partial(gradient_room, decision.layer_bytes, decision.limits)
+        candidates = predict(decision.costs, room=room).candidates
     # What measured steps add to the predictions, as the decision saw them.
     added = decision.corrections or (0.0,) * len(numbers)
     marked = {"closed form": closed_form_layers(decision)}

@@ -120,7 +120,9 @@ class Simulation:
             layers=layers,
             streams=SimpleNamespace(device=torch.device("cpu")),
             observer=None,
-            room=SimpleNamespace(num_waits=0, end_step=lambda: None),
+            room=SimpleNamespace(
+                is_short=False, in_flight=0, kept=0, stop=lambda: None, end_backward=lambda: None
+            ),
             mover=self.mover,
             cpu=SimpleNamespace(
                 worker=SimpleNamespace(take_spans=self._take_spans),
@@ -387,7 +389,7 @@ class CountingProbe:
     def begin_backward(self) -> None:
         self.begun += 1
 
-    def gradient(self, index: int) -> None:
+    def gradient(self, index: int, in_flight: int) -> None:
         pass
 
     def end_step(self, gpu_layers: int, moving_bytes: int) -> None:
@@ -406,13 +408,13 @@ def test_backward_is_held_to_what_the_plan_leaves_free(
 ) -> None:
     """Less what a layer's backward takes for a moment and the reserve; where the host updates."""
     probe: Any = CountingProbe()
-    probe.transient, probe.gpu = 3 * GIB, 24 * GIB
+    probe.transient, probe.growth, probe.gpu = 3 * GIB, GIB, 24 * GIB
     simulation.manager._probe = probe
-    told: list[tuple[int, int, int]] = []
+    told: list[tuple[int, ...]] = []
     room = simulation.manager._pipeline.room
     monkeypatch.setattr(room, "begin_step", lambda *sizes: told.append(sizes), raising=False)
     simulation.run(1)
-    assert told == [(24 * GIB, GIB, 3 * GIB)]
+    assert told == [(24 * GIB, GIB, 3 * GIB, GIB)]
     for layer in simulation.layers:
         layer.placement = "gpu"
     simulation.manager.begin_backward()

@@ -349,7 +349,7 @@ def test_whatever_is_called_after_a_fault_raises_it() -> None:
         lambda: bench.worker.cancel_update(0),
         lambda: bench.worker.is_moving(0),
         lambda: bench.worker.is_fetched(0),
-        lambda: bench.worker.wait_fetched(0),
+        lambda: bench.worker.wait_fetched([0]),
         lambda: bench.worker.has_pending(0),
     ):
         with pytest.raises(WorkerError, match=r"at layer 'layer 1': injected fault"):

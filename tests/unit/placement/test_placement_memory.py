@@ -16,6 +16,7 @@ from hytrain.placement.memory import (
     bounds,
     check_fits,
     gpu_peak_bytes,
+    gradient_room,
     host_bytes,
     state_bytes,
     table,
@@ -43,6 +44,16 @@ def test_gpu_peak_while_activations_are_released() -> None:
     # k 2: 3600 + max(1000; 900, 600 + 400, 300 + 600) = 4600.
     # k 3: 7200 + max(1000; 900 + 600, 600 + 1000, 300 + 1200) = 8800.
     assert [gpu_peak_bytes(LAYERS, limits, k) for k in range(4)] == [1000, 2200, 4600, 8800]
+
+
+def test_gradients_in_flight_have_what_nothing_else_takes() -> None:
+    limits = replace(LIMITS, gpu=10_000, gpu_reserve=100, gpu_base_at=(300, 600, 900))
+    # 9900 + 2 * 600 (the two that each placement has room for) less the state, the base of each
+    # layer and waiting gradients; 2 bytes an element.
+    assert gradient_room(LAYERS, limits, 0) == [5400, 5250, 5100]
+    assert gradient_room(LAYERS, limits, 2) == [3300, 3250, 3300]
+    assert gradient_room(LAYERS, replace(limits, gpu_base_at=()), 0) is None
+    assert gradient_room(LAYERS, replace(limits, gpu=None), 0) is None
 
 
 def test_fp32_gradients_count_in_full() -> None:

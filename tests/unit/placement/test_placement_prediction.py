@@ -27,6 +27,30 @@ def with_commit(costs: StepCosts, seconds: float) -> StepCosts:
     return replace(costs, layers=tuple(replace(x, cpu_commit=seconds) for x in costs.layers))
 
 
+def test_backward_stands_still_for_room_for_gradients() -> None:
+    costs = equal_layers(4, forward=1, backward=1, cpu_update=3)
+    parameters = costs.layers[0].parameters
+
+    def step(room: float) -> Candidate:
+        elements = [round(room * parameters)] * 4
+        return predict(costs, gpu_layers=[0], room=lambda _: elements).candidates[0]
+
+    free = predict(costs, gpu_layers=[0]).candidates[0]
+    # g 1, 2, 3, 4; worker 1..4 (layer 3), 4..7 (0), 7..10 (1), 10..13 (2); forward 7..8, 10..11,
+    # 13..15.
+    assert free == step(4) == step(3) == Candidate(0, 15, 12, 7, 0)
+    # Room for two: g 1, 2, and 3, when three are there until 4; g 5, when three are there until 7.
+    # Worker 1..4 (3), 4..7 (1), 7..10 (0), 10..13 (2); forward 10..12, 13..15.
+    assert step(2) == Candidate(0, 15, 12, 3 + 4, 0)
+    # Room for one: g 1, and 2, when two are there until 4; g 5 and 8 likewise, until 10, when layer
+    # 0 is left, 10..13. Without any room each layer is updated before the next one's backward.
+    assert step(1) == Candidate(0, 17, 12, 6 + 3, 0)
+    assert step(0) == Candidate(0, 20, 12, 12, 0)
+    # What the host updates late is no different: its gradients leave at once.
+    late = predict(replace(costs, late=True), gpu_layers=[0], room=lambda _: [0] * 4)
+    assert late == predict(replace(costs, late=True), gpu_layers=[0])
+
+
 WORKED = {
     # Layer 1: g 1, worker 1..3. Layer 0: g 2, worker 3..5. Forward 0 waits 2..5, runs 5..6,
     # forward 1 runs 6..7.

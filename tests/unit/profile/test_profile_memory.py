@@ -221,6 +221,25 @@ def test_the_base_is_what_is_neither_state_nor_waiting_gradient(allocator: FakeA
     assert probe.base_at == (170, 270, 370, 570)
 
 
+def test_of_gradients_in_flight_the_base_has_those_that_every_placement_leaves_room(
+    allocator: FakeAllocator,
+) -> None:
+    """A worker that is slower than backward had left more of them there."""
+    probe = MemoryProbe(LAYERS, GPU, kept_in_flight=3_000)
+    activations, in_flight = [100, 200, 300, 600], [8_000, 6_000, 4_000, 2_000]
+    allocator.allocated = 1_000
+    probe.begin_backward()
+    for index in reversed(range(4)):
+        allocator.allocated = activations[index] + in_flight[index]
+        probe.gradient(index, in_flight[index])
+    allocator.peak = 8_100 + 70
+    probe.end_step(0, 0)
+    assert probe.transient == 70
+    assert probe.base_at == (3_170, 3_270, 3_370, 2_670)
+    # What the last layer's forward, with the loss, had left to its backward: 1000 - 600.
+    assert probe.growth == 400
+
+
 def test_state_on_its_way_out_is_no_base(allocator: FakeAllocator) -> None:
     probe = MemoryProbe(LAYERS, GPU)
     allocator.allocated = 24_000 + 7

@@ -304,13 +304,18 @@ def test_a_device_that_has_caught_up_while_the_host_waited_tells_nothing(
             device.has_come_to = device.now
             device.passes(BACKWARD[index])
             if waits and index == 0:
-                life.timer.host_waits()
+                with life.timer.host_waits():
+                    device.passes(7.0)
             life.timer.gradient(index)
         device.has_come_to = device.now
         life.step(tail=0.5)
     device.has_come_to = device.now
     life.timer.begin_forward()
-    assert [sample.launch_bound for sample in life.timer.take()] == [False, True]
+    samples = life.timer.take()
+    assert [sample.launch_bound for sample in samples] == [False, True]
+    # A wait for the worker is no part of a layer's backward.
+    assert samples[0].backward == samples[1].backward
+    assert samples[0].seconds == pytest.approx(samples[1].seconds + 7.0)
 
 
 def test_updates_in_one_launch_share_their_time_by_size(monkeypatch: pytest.MonkeyPatch) -> None:

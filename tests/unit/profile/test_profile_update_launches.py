@@ -136,6 +136,7 @@ POLLED = {
     "CostEstimator._close",
     "CpuUpdater.is_fetched",
     "CpuUpdater.release_fetched",
+    "GradientRoom.is_short",
     "LayerUpdate.release_gradient",
 }
 """Called as often as the worker, on its thread, is found to have come along."""
