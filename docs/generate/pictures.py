@@ -258,30 +258,32 @@ def life_of_a_gradient() -> None:
     picture.write("gradient.svg")
 
 
-def headline() -> list[tuple[str, float, str]]:
-    """The table of docs/benchmarks.md's Headline: name, seconds of a step, ratio to the first."""
+def headline() -> tuple[str, list[tuple[str, float, str]]]:
+    """Of docs/benchmarks.md's Headline: what was run, and name, seconds and ratio of each row."""
     page = (FOLDER.parent / "benchmarks.md").read_text(encoding="utf-8")
     section = page.split("\n## Headline\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| \**(.+?)\** \| \**([\d.]+) s\** \| ([\d.]+) \|", section, re.MULTILINE)
-    return [(name, float(seconds), ratio) for name, seconds, ratio in rows]
+    rows = re.findall(
+        r"^\| \**(.+?)\** \| \**([\d.]+) s\** \| ([\d.]+) \|", section, flags=re.MULTILINE
+    )
+    what = section.split("**")[1]
+    return " ".join(what.split()), [(name, float(seconds), ratio) for name, seconds, ratio in rows]
 
 
 def step_times(*, dark: bool) -> None:
     """The headline's table; README.md and docs/index.md have the same figures."""
     ink, pale, ground = ("#e6edf3", "#9198a1", "#0d1117") if dark else (INK, PALE, "#ffffff")
-    rows = headline()
+    what, rows = headline()
     longest = max(seconds for _, seconds, _ in rows)
     picture = Picture(860, 46 * len(rows) + 48, ground)
     for number, (name, seconds, ratio) in enumerate(rows):
         y = 16 + 46 * number
         fill = "#8c959f" if number == 0 else BACK if name.startswith("hytrain") else FORWARD
         note = "the limit" if number == 0 else f"{ratio} x"
+        right = 308 + 410 * seconds / longest
         picture.words(16, y + 21, name, ink=ink, size=14)
-        picture.box(270, y, 440 * seconds / longest, 32, fill, edge=ground)
-        right = 278 + 440 * seconds / longest
+        picture.box(300, y, right - 308, 32, fill, edge=ground)
         picture.words(right, y + 21, f"{seconds:.3f} s, {note}", ink=ink, size=14)
-    note = "a step of 2.9 B parameters, 8 x 1024 tokens, bf16, one H200"
-    picture.words(16, 46 * len(rows) + 34, note, ink=pale)
+    picture.words(16, 46 * len(rows) + 34, what, ink=pale)
     picture.write("step_times_dark.svg" if dark else "step_times_light.svg")
 
 
