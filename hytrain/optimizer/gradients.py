@@ -16,6 +16,8 @@ send nothing early then: they have not agreed on an order. Under ZeRO-3 they agr
 layer, and where the device does not hold all gradients to the end, a layer that backward goes on
 from is taken for complete (:mod:`hytrain.zero3.recorded_pass`).
 
+Gradients of a backward that runs within the model's forward are the first of the next backward.
+
 Layer by layer, all micro-batches of a step are one backward, and a parameter fires for each of
 them; how often is learned for this mode by itself, and what one micro-batch fired counts. The
 order and who may go early are the same in both modes: ranks may differ in theirs.
@@ -85,7 +87,7 @@ class GradientCollector:
     The reducer is called in one order on all ranks, each layer once a backward; without
     ``collectives`` there is one. Where ``direct``, updates are committed as gradients come, and
     cannot be withdrawn. ``begin_backward`` is called at the first gradient of a backward that was
-    not announced.
+    not announced; where it returns False, autograd keeps the gradient until the next backward.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class GradientCollector:
         device: torch.device,
         step: StepState,
         reducer: Reducer,
-        begin_backward: Callable[[], None],
+        begin_backward: Callable[[], bool],
         *,
         collectives: ShardCollectives | None,
         direct: bool,
@@ -129,6 +131,7 @@ class GradientCollector:
         self.reduce_schedule: GatherSchedule | None = None
         """Layers are consumed when it says so; else as soon as they are complete, in order."""
         self._now = _Arrivals()
+        self._has_kept = False  # a backward within a forward has left gradients with autograd
         self.num_firings = 0
         """Grows with every gradient that autograd has given to a hook."""
         self._hooks = [LayerHooks(layer, self._hook) for layer in self.layers]
@@ -239,8 +242,9 @@ class GradientCollector:
             gradient = parameter.grad
             if gradient is None:
                 return
-            if step.phase is not StepPhase.BACKWARD:
-                collector._begin_backward()
+            if step.phase is not StepPhase.BACKWARD and not collector._begin_backward():
+                collector._has_kept = True
+                return
             if layer.progress is not Progress.COMING:
                 collector._take_more(layer, index)
             waiting = layer.waiting
@@ -287,7 +291,9 @@ class GradientCollector:
                 return
             layer = hooks.layer
             if step.phase is not StepPhase.BACKWARD:
-                collector._begin_backward()
+                if not collector._begin_backward():
+                    collector._has_kept = True
+                    return
                 # The next backward is to be noticed at its first gradient.
                 collector._drop_single_hooks()
                 return
@@ -336,6 +342,13 @@ class GradientCollector:
             layer.remaining -= 1
             if layer.remaining == 0:
                 self._finish(layer)
+
+    def take_kept(self) -> None:
+        """A backward has begun: takes what one within its forward has left, as its first."""
+        if self._has_kept:
+            self._has_kept = False
+            for hooks in self._hooks:
+                self._take_some(hooks.layer, hooks.take())
 
     def take_left(self) -> None:
         """Autograd has finished: takes gradients that no hook has told of.

@@ -39,7 +39,10 @@ class PassGuide:
                 "torch.autograd.grad(..., create_graph=True) is supported; or use ZeRO-2"
             )
         passes.begin_forward()
-        if schedule is not None and not passes.open_step.layer_major and not passes.is_in_graph:
+        if passes.open_step.layer_major or passes.is_in_graph:
+            return
+        passes.enter_model()
+        if schedule is not None:
             # What is there still, of a backward or of a forward that raised, is no module's now.
             self.weights.forbid_reads()
             self.weights.settle()  # which may close layers that an unannounced backward left
@@ -135,6 +138,7 @@ class PassGuide:
         graph of its own (reentrant checkpointing) that graph's end would be taken for the end.
         """
         if not self.passes.is_in_graph:
+            self.passes.forward_task = None  # the forward has ended, or a later one has failed
             self.passes.begin_unannounced()
         if self.weights.active is not None:
             self.weights.active.reach(mark, keeps_graph=keeps_graph())

@@ -22,7 +22,6 @@ from hytrain.errors import (
     ConfigError,
     EngineClosedError,
     StatesOffloadedError,
-    UnsupportedError,
 )
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import ParameterSlot
@@ -79,6 +78,8 @@ class PassTracker:
         self._hyper = hyper
         self._engine = engine
         self._marks = marks
+        self.forward_task: int | None = None
+        """The graph task in which the model's forward runs, -1 for none; None outside of it."""
         self._has_warned_of_moves = False
         self._has_warned_of_writes = False
         self.away: frozenset[str] = frozenset()
@@ -142,31 +143,30 @@ class PassTracker:
         self.begin_backward()
         self.open_step.announce()
 
-    def begin_unannounced(self) -> None:
+    def begin_unannounced(self) -> bool:
         """A backward that went past the engine, seen in a hook. Its end must be seen too.
+
+        Returns:
+            Whether it is one of the engine's. One that runs within the model's forward is not, as
+            DeepSpeed's TiledFusedLogitsLoss has it: its uses of weights are the forward's, and what
+            it brings is kept in ``parameter.grad`` for the backward that follows.
 
         Raises:
             LossScaleError: its loss was not scaled, where losses must be.
-            UnsupportedError: it runs within a forward whose weights are gathered.
         """
-        is_within = self.timer.in_forward and self.weights.active is not None
-        if is_within and not self.open_step.for_inputs and not self._is_for_inputs:
-            raise UnsupportedError(
-                "a backward runs within the model's forward (as DeepSpeed's TiledFusedLogitsLoss "
-                "does), and under ZeRO-3 they need other gathers: use sequence_tiled_compute, or "
-                'set "zero_optimization.stage" to 2'
-            )
-        self._begin_unannounced()
-
-    def _begin_unannounced(self) -> None:
+        if self.forward_task not in (None, graph_task()):
+            if self.scaling.is_used and not self._is_for_inputs:
+                self.scaling.check_applied()
+            return False
         if self.open_step.for_inputs:
-            return
+            return True
         if self._is_for_inputs:
             self._begin_for_inputs()
         else:
             self.scaling.check_applied()
             self.begin_backward()
         call_at_end(self.backward_epilogue)
+        return True
 
     @property
     def _is_for_inputs(self) -> bool:
@@ -183,6 +183,7 @@ class PassTracker:
         if self.open_step.for_inputs:
             return  # told by several outputs
         self.check_open()
+        self.forward_task = None
         if self.collectives.world_size > 1:
             self.end_micro_batch()  # the other ranks have reduced what they left out
         # What an earlier backward has sent must not overwrite the weights that this one reads.
@@ -201,7 +202,7 @@ class PassTracker:
             LossScaleError: as in :meth:`begin_unannounced`.
         """
         if torch.is_grad_enabled() and not self.open_step.layer_major:
-            self._begin_unannounced()
+            self.begin_unannounced()
 
     def begin_backward(self, *, micro_batches: int | None = None, follows: bool = False) -> None:
         """A backward begins; nothing where one has begun already.
@@ -213,6 +214,7 @@ class PassTracker:
         self.check_open()
         if self.open_step.in_backward:
             return  # announced twice: by engine.backward and by the output's hook
+        self.forward_task = None
         with span("begin_backward"):
             self.end_micro_batch()
             self.reducer.withdraw_all()
@@ -236,6 +238,7 @@ class PassTracker:
                 self.trace.begin_backward(self.open_step.backward.micro_batches)
             if not follows and micro_batches is None:
                 self.weights.begin("backward")
+                self.collector.take_kept()
 
     def meet_in_backward(self) -> None:
         """The ranks say that they are about to reduce, where each backward does; a collective."""
@@ -331,6 +334,14 @@ class PassTracker:
         if self.trace is not None and not self.is_in_graph:
             self.trace.begin_forward()
 
+    def enter_model(self) -> None:
+        """The model's forward is about to enter its modules: the engine's own, no recomputation."""
+        if self.forward_task is not None and self.collector.has_left:
+            # The last one has failed behind a backward within it. If it is repeated, what that has
+            # brought comes again.
+            self._drop_aborted()
+        self.forward_task = graph_task()
+
     def _restore_views(self) -> None:
         """Parameters that were put elsewhere since the last step are the training copy again.
 
@@ -392,6 +403,8 @@ class PassTracker:
     def end_forward(self) -> None:
         """The model's forward is over."""
         if not self.open_step.layer_major:
+            if not self.is_in_graph:
+                self.forward_task = None
             self.timer.end_forward()
             if self.trace is not None and not self.is_in_graph:
                 self.trace.end_forward()

@@ -28,6 +28,7 @@ from support.sequences import (
     Tiles,
     make_model,
     make_sample,
+    part_of,
     sequence_ranks_of,
     training_shared,
 )
@@ -120,11 +121,13 @@ def tile(kind: str, stage: int, k: float, recompute: str, **more: Any) -> None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
 
     offload = torch.autograd.graph.save_on_cpu if "offload" in recompute else nullcontext
-    model, section = make_model("llama", dist.get_world_size()), {"gpu_fraction": k}
+    section: dict[str, Any] = {"gpu_fraction": k}
+    model = make_model("llama", dist.get_world_size())
     with training_shared(model, stage, section=section, prepare=prepare, **more) as on:
         on.beside.engine.train()
         if kind == "fused":
             on.loss, tiles.group = tiles.part_loss, on.ranks.group
+            tiles.steps = on.beside.engine.gradient_accumulation_steps()
         for number, tiles.count in enumerate(TILES):
             with offload():
                 on.step(number)
@@ -133,7 +136,7 @@ def tile(kind: str, stage: int, k: float, recompute: str, **more: Any) -> None:
 EVERYDAY_TILES = {
     (2, "mlp", 2, 0.5, "none"), (3, "mlp", 3, 0.0, "reentrant offload"),
     (2, "compute", 3, 1.0, "not"), (2, "loss", 2, 1.0, "deepspeed"),
-    (3, "fused", 2, 0.5, "none"),
+    (3, "fused", 2, 0.5, "none"), (2, "fused", 3, 0.5, "reentrant"), (3, "fused", 3, 0.0, "not"),
 }  # fmt: skip
 RECOMPUTE = ("none", "reentrant", "not", "reentrant offload", "not offload", "deepspeed")
 TILED = [
@@ -142,7 +145,7 @@ TILED = [
     for case in [
         (ranks_used, kind, stage, k, recompute)
         for ranks_used in (2, 3)
-        for stage in ((2,) if kind == "fused" else (2, 3))
+        for stage in ((1, 2, 3) if kind == "fused" else (2, 3))
         for number, recompute in enumerate(RECOMPUTE)
         for k in ((0.0, 0.5, 1.0) if number < 2 else (number % 3 / 2,))
     ]
@@ -160,14 +163,58 @@ def test_tiles(ranks_used: int, kind: str, stage: int, k: float, recompute: str)
 @pytest.mark.parametrize("kind", ["mlp", "fused"])
 def test_tiles_of_one_rank(kind: str) -> None:
     tile(kind, 2, 0.5, "none")
-    if kind == "mlp":
-        tile(kind, 3, 0.0, "reentrant", zero={"offload_param": {"device": "cpu"}})
+    tile(kind, 3, 0.0, "reentrant", zero={"offload_param": {"device": "cpu"}})
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("degree", [1, 2])
 @on_ranks(2)
-def test_a_backward_in_a_forward_of_zero_3() -> None:
-    with pytest.raises(UnsupportedError, match="a backward runs within the model's forward"):
-        tile("fused", 3, 0.5, "none")
+def test_a_fused_loss_of_several_micro_batches(stage: int, degree: int) -> None:
+    tile("fused", stage, 0.5, "not", degree=degree, top=TWO)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_forward_that_fails_behind_a_fused_loss(stage: int) -> None:
+    """It may be repeated: what it has left of the head's gradient is dropped."""
+    tiles = Tiles("fused")
+    tiles.count = 3
+    with training_shared(make_model("llama", 2), stage, prepare=tiles.prepare) as on:
+        on.loss, engine = tiles.part_loss, on.beside.engine
+        for number in range(STEPS):
+            failing = engine.module.lm_head.register_forward_hook(_fail_second())
+            with pytest.raises(KeyError, match="of the user's own"):
+                engine(**on.own_parts(number)[0])
+            failing.remove()
+            on.step(number)
+
+
+def _fail_second() -> Any:
+    calls = iter(range(9))
+
+    def hook(*_: object) -> None:
+        if next(calls) == 1:
+            raise KeyError("of the user's own")
+
+    return hook
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_a_fused_loss_without_clipping(stage: int) -> None:
+    """Updates are committed as gradients come: the same elements as where they wait."""
+    ends: list[Any] = []
+    for direct in (True, False):
+        tiles, model = Tiles("fused"), make_model("llama", 2)
+        tiles.prepare(model)
+        keywords = {"direct": True} if direct else {"clipping": 1e9}
+        with built(model.bfloat16(), make_config(stage=stage, **keywords)) as engine:
+            for number, tiles.count in enumerate(TILES):
+                engine.backward(engine(**part_of(make_sample(number), 0, 1)).loss)
+                engine.step()
+            ends.append(engine.fp32_state_dict())
+    if dist.get_rank() == 0:
+        assert_same_states(ends[0], ends[1])
 
 
 @pytest.mark.usefixtures("process_group")

@@ -183,14 +183,17 @@ class SharedTraining:
         engine, losses = self.beside.engine, []
         for part in self.own_parts(number):
             loss = self.loss(engine, part, self.ranks.group)
-            engine.backward(loss)
+            engine.backward(loss, scale_wrt_gas=self.loss is shared_loss)
             engine.step()
             losses.append(loss.detach())
         own, every = self._whole(number)
-        if self.loss is not shared_loss:  # each rank has its part of the whole
-            dist.all_reduce(losses[0], group=self.ranks.group)
-            losses[0] /= self.ranks.degree
-        self._follow(torch.stack(losses).mean(), own, every)
+        mine = torch.stack(losses).mean()
+        if self.loss is not shared_loss:  # each has its part of the step's, ready to be run back
+            mine = torch.stack(losses).sum()
+            if self.ranks.degree > 1:
+                dist.all_reduce(mine, group=self.ranks.group)
+                mine /= self.ranks.degree
+        self._follow(mine, own, every)
 
     def skip(self, number: int) -> None:
         """Torch's part alone of a step."""
@@ -285,7 +288,9 @@ class Tiles:
         self.count = 1
         """Pieces of a sequence."""
         self.group: Any = None
-        """Of "fused": whose ranks share a sequence."""
+        """Of "fused": whose ranks share a sequence, None where each has its own."""
+        self.steps = 1
+        """Likewise: micro-batches of a step."""
 
     def prepare(self, model: Any) -> None:
         """Of a Llama."""
@@ -329,8 +334,10 @@ class Tiles:
                 summed, hidden.shape[1], self.count, parts, {}, "hidden", weights, 0, "sum"
             )
             return SimpleNamespace(loss=total / count)
-        dist.all_reduce(count, group=self.group)
-        count /= dist.get_world_size(self.group)
+        count *= self.steps
+        if self.group is not None:
+            dist.all_reduce(count, group=self.group)
+            count /= dist.get_world_size(self.group)
         loss = TiledFusedLogitsLoss.apply(
             lambda _, hidden, labels: summed(hidden, labels) / count,
             model, hidden, shift_labels, None, self.count, weights, "sum",

@@ -50,10 +50,11 @@ class GradientSink:
         # Not a cycle: the copy of the model goes when its measurement ends.
         own = weakref.WeakMethod(self.begin_pass)
 
-        def begin_pass() -> None:
+        def begin_pass() -> bool:
             begin = own()
             assert begin is not None
             begin()
+            return True
 
         self._collector = GradientCollector(
             [
