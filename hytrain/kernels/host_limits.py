@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import resource
 from pathlib import Path
 from typing import NamedTuple
@@ -84,6 +85,11 @@ def free_beside_no_cores(root: Path = Path("/")) -> int:
     """
     lines = "\n".join(map(_text, _memory_without_cores(root))).splitlines()
     return sum(int(line.split()[-2]) * 1024 for line in lines if "MemFree:" in line)
+
+
+def has_coherent_gpu(root: Path = Path("/")) -> bool:
+    """Whether a Grace CPU and its GPU share addresses, and so NVLink-C2C in the place of PCIe."""
+    return platform.machine() == "aarch64" and bool(_memory_without_cores(root))
 
 
 @functools.cache

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal
 
 from hytrain import _C
 from hytrain.cost.step import LayerCosts, StepCosts
+from hytrain.kernels.host_limits import has_coherent_gpu
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.step_timer import StepSample
 
@@ -25,6 +26,8 @@ MANY_STEPS = 8
 a change, before what wins little is decided."""
 _RATES = 5
 """Of the worker and the copies, one a step, that medians are over: they follow within three."""
+_PCIE_RATE, _C2C_RATE = 20e9, 400e9
+"""Bytes/s each way of copies until they are measured; NVLink-C2C carries 450e9 (GH200, GB200)."""
 _LARGE_SHARE = 0.25
 """Of a layer's size. Smaller ones tell nothing of the others: launches take most of their time."""
 
@@ -46,7 +49,9 @@ class InitialRates:
 
     cpu_seconds_per_parameter: float
     gpu_seconds_per_parameter: float
-    copy_seconds_per_byte: float = 1.0 / 20e9
+    copy_seconds_per_byte: float = field(
+        default_factory=lambda: 1 / (_C2C_RATE if has_coherent_gpu() else _PCIE_RATE)
+    )
 
 
 @dataclass(slots=True)

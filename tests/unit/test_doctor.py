@@ -13,7 +13,10 @@ import pytest
 from hytrain.formats.text_table import WIDTH
 from hytrain.hardware.compile_locks import find_locks
 from hytrain.hardware.host_tree import HostTree, NumaNode, ProcessLimits, parse_list
-from hytrain.kernels.host_limits import free_beside_no_cores
+from hytrain.kernels import host_limits
+from hytrain.kernels.host_limits import free_beside_no_cores, has_coherent_gpu
+from hytrain.placement import measure
+from hytrain.placement.measure import InitialRates
 from hytrain.tools import cli
 from hytrain.tools.doctor.findings import (
     Finding,
@@ -77,6 +80,39 @@ def test_memory_of_a_gpu_that_is_a_node_is_not_the_hosts(tmp_path: Path) -> None
     (tmp_path / "hidden").rename(gpu / "meminfo")
     [memory] = [f for f in memory_findings(tree, FREE, 1) if f.name == "memory"]
     assert memory.seen == f"{576 * 9 // 10 - 95}.0 of 576.0 GiB free"
+
+
+def test_grace_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GB200: two Grace, four GPUs as nodes; a DGX Spark: one memory, no node without cores."""
+    monkeypatch.setattr(host_limits.platform, "machine", lambda: "aarch64")
+    spark = _machine(tmp_path / "spark", cores=20, gib=128)
+    assert not has_coherent_gpu(spark.root)
+    tree = _machine(tmp_path, nodes=2, cores=144, gib=960)
+    for number in range(2, 6):
+        folder = tmp_path / f"sys/devices/system/node/node{number}"
+        folder.mkdir()
+        (folder / "cpulist").write_text("\n")
+        (folder / "meminfo").write_text(f"Node {number} MemFree: {180 << 20} kB\n")
+    assert [node.number for node in tree.numa_nodes()] == [0, 1]
+    assert free_beside_no_cores(tmp_path) == 4 * 180 * GIB
+    assert has_coherent_gpu(tmp_path)
+    monkeypatch.setattr(host_limits.platform, "machine", lambda: "x86_64")
+    assert not has_coherent_gpu(tmp_path)  # an extension of memory
+
+
+def test_where_a_gpu_shares_the_hosts_memory_a_note_says_what_to_do() -> None:
+    found = _by_name(list(rate_findings(replace(RATES, shares_memory=True))))["GPU memory"]
+    assert found.verdict == "note"
+    assert "gpu_fraction" in found.advice
+    assert "GPU memory" not in _by_name(list(rate_findings(RATES)))
+
+
+@pytest.mark.parametrize(("coherent", "rate"), [(False, 20e9), (True, 400e9)])
+def test_copies_begin_at_the_rate_of_the_link(
+    coherent: bool, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "has_coherent_gpu", lambda: coherent)
+    assert InitialRates(1e-9, 1e-11).copy_seconds_per_byte == 1 / rate
 
 
 def test_lists_of_the_kernel() -> None:

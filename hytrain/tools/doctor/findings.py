@@ -224,6 +224,7 @@ class Rates:
         folder: that was written in.
         free_bytes: of its disk.
         unpin_seconds: to give 64 MiB of pinned memory back, with the GPU idle.
+        shares_memory: the GPU has no memory of its own.
     """
 
     threads: int
@@ -237,6 +238,7 @@ class Rates:
     folder: str
     free_bytes: int
     unpin_seconds: float | None = None
+    shares_memory: bool = False
 
 
 def rate_findings(rates: Rates) -> Iterator[Finding]:
@@ -260,6 +262,9 @@ def rate_findings(rates: Rates) -> Iterator[Finding]:
         yield Finding("Adam", seen, "good", f"{each:.2f} s for each billion parameters on the CPU")
     if rates.pinned is None and rates.to_host is None:
         yield Finding("GPU", "none", "note", "training runs on the CPU alone, which is for tests")
+    if rates.shares_memory:
+        advice = "state on the host saves no memory: set gpu_fraction to 1.0; training runs anyway"
+        yield Finding("GPU memory", "the host's (integrated GPU)", "note", advice)
     if rates.pinned is not None:
         advice = "copies are staged, and several times slower: ulimit -l unlimited, more memory"
         yield Finding("pinned memory", rates.pinned, "bad", advice)

@@ -48,9 +48,11 @@ def measure_rates(folder: Path, cores: int, elements: int | None) -> Rates:
     rates = cpu_rates(cpu, [threads], 1, alone, seconds=_SECONDS, elements=elements)
     to_host = to_device = unpin = None
     pinned: str | None = None
+    shares_memory = False
     if torch.cuda.is_available():
         try:
             device = torch.device("cuda", torch.cuda.current_device())
+            shares_memory = bool(torch.cuda.get_device_properties(device).is_integrated)
             copies = copy_rates(device, alone, seconds=_SECONDS)
             to_host, to_device = copies.to_host, copies.from_host
             unpin = _unpin_seconds(device)
@@ -69,6 +71,7 @@ def measure_rates(folder: Path, cores: int, elements: int | None) -> Rates:
         folder=str(folder),
         free_bytes=shutil.disk_usage(folder).free,
         unpin_seconds=unpin,
+        shares_memory=shares_memory,
     )
 
 
