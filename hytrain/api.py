@@ -30,7 +30,6 @@ from hytrain.engine.config_checks import (
 from hytrain.engine.deepspeed_internals import (
     ForcedOptimizerError,
     avoid_cpu_communication_build,
-    check_version,
     engine_class,
     join_ranks,
     load_config,
@@ -120,7 +119,6 @@ def initialize(
         tell_of_plain_engine('the configuration has no section "hytrain"')
         return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
     check_sections(loaded)
-    check_version()
     for key, meant in misspelt_keys(loaded):
         logger.warning('"%s" is no key of DeepSpeed, and is ignored: "%s"?', key, meant)
     offer_conversions()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -38,7 +37,7 @@ from deepspeed.utils import groups, zero_to_fp32
 from deepspeed.utils.logging import print_dist as print_dist
 from pydantic import BaseModel
 
-from hytrain.errors import ConfigError, UnsupportedError
+from hytrain.errors import ConfigError
 
 _clone_world_group: Callable[[], torch.distributed.ProcessGroup] = vars(groups)[
     "_clone_world_group"
@@ -50,19 +49,6 @@ class ForcedOptimizerError(ConfigError, ZeRORuntimeException):
 
     A ZeRORuntimeException as well: DeepSpeed raises one there.
     """
-
-
-SUPPORTED = "0.19"
-
-
-def check_version() -> None:
-    """An UnsupportedError of a DeepSpeed whose internals this release was not written against."""
-    version = deepspeed_version()
-    if not re.match(rf"{re.escape(SUPPORTED)}\.\d", version):
-        raise UnsupportedError(
-            f"DeepSpeed {version} is installed, but this release of hytrain works with "
-            f"{SUPPORTED}.x: pip install 'deepspeed>={SUPPORTED},<0.20'"
-        )
 
 
 def deepspeed_version() -> str:
