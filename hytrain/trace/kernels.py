@@ -23,6 +23,8 @@ CUDA_CALLS = f"{names.PYTHON}: CUDA calls"
 ARG_STREAM = "stream"
 """What has another one than its neighbours has a line of its own in its lane."""
 _LAUNCHING = ("cuda_runtime", "cuda_driver")
+_EXCHANGES = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
+"""In names of NCCL's kernels -> what collective that is, of those that exchange activations."""
 _KEPT = (ARG_STREAM, "correlation", names.ARG_BYTES)
 
 
@@ -126,9 +128,10 @@ def with_kernels(
             spans.append(span if layer is None else span._replace(args={**layer.args, **span.args}))
             continue
         # What the recorder has itself, with more than Kineto knows of it. A kernel of another
-        # stream than compute's may be an update's.
+        # stream than compute's may be an update's. Activations that ranks exchange are not its.
         lane = names.GPU_UPDATE if span.lane == names.GPU_COMPUTE else span.lane
-        if lane not in covered or covered[lane].at(span) is None:
+        is_exchange = names.ARG_COLLECTIVE in span.args
+        if is_exchange or lane not in covered or covered[lane].at(span) is None:
             spans.append(span)
     return spans
 
@@ -154,6 +157,11 @@ def _span(event: dict[str, Any], base_ns: float, launches: Mapping[Any, float]) 
     if is_of_device(event) and args.get("correlation") in launches:
         # A call may still be on its way back when the kernel begins.
         args[names.ARG_LAUNCHED] = min(launches[args["correlation"]], begin_ns / 1e3)
+    if lane == names.GPU_COMMUNICATION:
+        plain = str(event["name"]).lower().replace("_", "")
+        for part, kind in _EXCHANGES.items():
+            if part in plain:
+                args[names.ARG_COLLECTIVE] = kind
     if lane == CUDA_CALLS:
         args[ARG_STREAM] = event.get("tid")  # calls of several threads may overlap
     return Span(lane, str(event["name"]), begin_ns, end_ns, args)

@@ -88,6 +88,8 @@ def _keys(node: Node) -> list[tuple[str, int]]:
         if node.detail == kinds.BACKWARD:
             return [(kinds.BACKWARD, node.layer), ("any backward", NONE)]
         return []
+    if node.resource == kinds.COMMUNICATION and node.detail in kinds.EXCHANGES:
+        return []
     if node.resource == kinds.COMMUNICATION:
         if node.layer == NONE and node.detail == "all_reduce":
             return [("norm", NONE)]

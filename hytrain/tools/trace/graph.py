@@ -201,6 +201,8 @@ def _gpu_update(graph: Graph, node: Node) -> list[Edge]:
 
 
 def _communication(graph: Graph, node: Node) -> list[Edge]:
+    if node.detail in kinds.EXCHANGES:
+        return []
     if node.layer == NONE:
         return graph.barrier(node) if node.detail == "all_reduce" else []
     if "gather" in node.detail:

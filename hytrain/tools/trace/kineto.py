@@ -104,7 +104,8 @@ class KinetoEvents:
                 resource = kinds.H2D
         elif name.startswith(("nccl", "rccl")):
             resource, size = kinds.COMMUNICATION, _collective_bytes(args)
-            plain = name.replace("_", "")
+            # NCCL sends and receives for all_to_all: the kernel's name does not say it.
+            plain = f"{args.get('Collective name', '')}{name}".replace("_", "")
             detail = next((ours for theirs, ours in _COLLECTIVES if theirs in plain), "collective")
         span = replace(span, size=size, detail=detail)
         self.gpu.append((resource, span, whole_of(args.get("correlation"))))

@@ -19,6 +19,8 @@ COMPUTE: Final = "compute"
 """Kernels, or a layer's forward or backward where only CUDA events were recorded."""
 GPU_UPDATE: Final = "gpu_update"
 COMMUNICATION: Final = "communication"
+EXCHANGES: Final = frozenset(("all_to_all", "send_recv"))
+"""Communication of activations (Ulysses' attention): no gather of weights, no reduction."""
 D2H: Final = "d2h"
 H2D: Final = "h2d"
 CPU_UPDATE: Final = "cpu_update"

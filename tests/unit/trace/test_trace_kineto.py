@@ -12,7 +12,9 @@ from hytrain.errors import TraceError
 from hytrain.tools import cli
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import fixes
+from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.analysis import Analysis, analyse
+from hytrain.tools.trace.graph import Graph
 from hytrain.tools.trace.load import load
 from hytrain.tools.trace.report_text import report
 
@@ -111,6 +113,28 @@ def test_a_kernel_that_waited_for_a_collective_on_another_stream(tmp_path: Path)
     assert hand_over.length == 2_000
     overlap = one.activities["communication"]
     assert (overlap.total, overlap.hidden, overlap.blocking) == (300_000, 0, 300_000)
+
+
+def test_ulysses_exchanges_activations(tmp_path: Path) -> None:
+    """An all_to_all of a block, and a copy of its gradient that does not come of it."""
+    kineto = steps(Kineto())
+    args: dict[str, Any] = {"Collective name": "all_to_allv"}
+    kineto.span("python_function", "nn.Module: LlamaDecoderLayer_1", 1500, 1530, MAIN)
+    kineto.launch("ncclDevKernel_SendRecv", 1505, 1700, 1900, stream=NCCL, **args)
+    kineto.launch("gemm", 1515, 1902, 2000)
+    memcpy: dict[str, Any] = {"cat": "gpu_memcpy", "stream": COPIES, "bytes": 900_000}
+    kineto.launch("Memcpy DtoH (Device -> Pinned)", 1520, 2010, 2050, **memcpy)
+    analysis = run(tmp_path, kineto)
+    (blame,) = [b for b in analysis.steps[0][0].idle if b.cause == causes.COMMUNICATION]
+    assert (blame.length, blame.detail) == (200_000, "all_to_all")
+    assert analysis.steps[0][0].activities["communication"].blocking == 200_000
+    nodes = Graph(analysis.ranks).nodes
+    (exchange,) = [node for node in nodes if node.resource == kinds.COMMUNICATION]
+    (copy,) = [node for node in nodes if node.resource == kinds.D2H]
+    before = [edge.before for edge in copy.edges]
+    assert exchange.layer == copy.layer == 1
+    assert exchange.number not in before
+    assert not exchange.edges
 
 
 def test_a_copy_that_ends_between_two_kernels_is_not_on_the_critical_path(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_kernels_take_the_place_of_layers() -> None:
         kineto("kernel", "adam", 125, 10, stream=20),  # the recorder has the update
         kineto("kernel", "other", 400, 5, stream=20),
         kineto("kernel", "ncclDevKernel_AllGather", 251, 8, stream=30),
+        kineto("kernel", "ncclDevKernel_SendRecv", 252, 6, stream=30),  # a user's all_to_all
         kineto("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 151, 8, stream=16, bytes=10),
         kineto("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 170, 8, stream=18, bytes=64),
         kineto("cpu_op", "aten::mm", 80, 5),
@@ -141,6 +142,9 @@ def test_kernels_take_the_place_of_layers() -> None:
         ("other", None, None),
     ]
     assert compute[0].args["launched"] == 94.0  # when the call had returned
+    (exchange,) = [s for s in spans if s.name == "ncclDevKernel_SendRecv"]
+    assert (exchange.lane, exchange.args["collective"]) == (names.GPU_COMMUNICATION, "send_recv")
+    spans.remove(exchange)
     for lane in (names.D2H, names.GPU_UPDATE, names.GPU_COMMUNICATION):
         assert [s for s in spans if s.lane == lane] == [s for s in recorded if s.lane == lane]
     assert [s.args["bytes"] for s in spans if s.lane == names.H2D] == [64]
