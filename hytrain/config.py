@@ -159,6 +159,10 @@ class SolverConfig(_Section):
     host_memory_reserve_bytes: Count | None = Field(default=None, ge=0)
     """Host memory that the placement leaves free; null: 3 % of it, at least 1 GiB."""
 
+    host_activation_bytes: Count = Field(default=0, ge=0)
+    """Host memory that offloaded activations of a rank will take (torch's ``save_on_cpu``,
+    DeepSpeed's ``checkpoint_in_cpu``), beside the reserve."""
+
     start: tuple[Count, ...] | None = None
     """Layers on the GPU in the first steps, before anything is measured, one number a rank; null:
     the fewest that fit."""
@@ -289,7 +293,9 @@ class HyTrainConfig(_Section):
         if self.activations == "offload" and self.accumulation != "layer_major":
             raise ValueError(
                 f'"{SECTION}.activations" is "offload", which needs "{SECTION}.accumulation": '
-                '"layer_major": elsewhere nothing knows which activations lie between layers'
+                '"layer_major". Elsewhere activation checkpointing within `with '
+                "torch.autograd.graph.save_on_cpu(pin_memory=True):` around the forward does it, "
+                f'and "{SECTION}.solver.host_activation_bytes" leaves room for them'
             )
         return self
 

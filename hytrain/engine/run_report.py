@@ -81,6 +81,8 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
         kind = f"split master weights, {kind}"
     peak = optimizer.placement.memory_peaks()["step"]
     planned = f"{size_text(peak.resident)} of host memory"
+    if first.limits.host_base:
+        planned += f", {size_text(first.limits.host_base)} of offloaded activations beside it"
     where = f"{size_text(on_host)} in host memory, {size_text(on_gpu)} on the GPU"
     if peak.gpu is None:
         where = f"{size_text(sum(state))}; no accelerator: everything is on the CPU"

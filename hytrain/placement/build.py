@@ -169,7 +169,7 @@ def _refusal(
             check_fits(layers, limits, staging, num_ranks=peak_inputs(0).num_ranks)
             return None
         peaks = predict_peaks(peak_inputs(round(config.gpu_fraction * len(layers))))
-        limit = hard_limit(_shares(host))
+        limit = hard_limit({name: left - limits.host_base for name, left in _shares(host).items()})
         refuse_what_cannot_fit(peaks, limit, limits.gpu, config.gpu_fraction)
     except MemoryBudgetError as error:
         return error
@@ -189,7 +189,7 @@ def _warn_of_host(
     slow, but there; no reserve is kept of what the user has decided.
     """
     number = len(layers)
-    room = limits.host + int(psutil.swap_memory().free)
+    room = limits.host - limits.host_base + int(psutil.swap_memory().free)
     needed = [host_bytes(layers, k, staging) for k in range(number + 1)]
     if needed[chosen] <= room:
         return
@@ -203,7 +203,7 @@ def _warn_of_host(
         number - chosen,
         number,
         needed[chosen] / 2**30,
-        limits.host / 2**30,
+        (limits.host - limits.host_base) / 2**30,
         math.ceil(100 * enough / number) / 100,
     )
 

@@ -69,6 +69,7 @@ class MemoryLimits:
             layer's backward runs; empty where it has not been measured. The gradients of
             GPU-placed layers pile up as backward goes down while activations are released, so
             that the two do not add up at one moment.
+        host_base: of ``host``, what offloaded activations will take still.
     """
 
     gpu: int | None
@@ -77,6 +78,7 @@ class MemoryLimits:
     host: int
     host_reserve: int
     gpu_base_at: tuple[int, ...] = field(default=())
+    host_base: int = 0
 
     @property
     def device(self) -> str:

@@ -191,8 +191,10 @@ class PlacementManager:
     def _current_limits(self) -> MemoryLimits:
         if self._limits is None or self._steps - self._limits_at >= LOOK_EVERY:
             self._limits_at = self._steps
-            base = self._first.limits.gpu_base
-            self._limits = self._probe.limits(self._solver, base, self.host_bytes, self.host)
+            first = self._first.limits
+            self._limits = self._probe.limits(
+                self._solver, first.gpu_base, self.host_bytes, self.host, first.host
+            )
         return self._limits
 
     @property

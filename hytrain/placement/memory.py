@@ -198,7 +198,7 @@ def bounds(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: in
     num_layers = len(layers)
     _check(layers, limits, 0)
     moved = [state_bytes([layer]) + pending_bytes([layer]) for layer in layers]
-    on_host = sum(moved) + staging_bytes
+    on_host = sum(moved) + staging_bytes + limits.host_base
     host_limit = limits.host - limits.host_reserve
     needed = [on_host - gone for gone in accumulate(moved, initial=0)]
     fewest = next((k for k, need in enumerate(needed) if need <= host_limit), num_layers + 1)
@@ -372,7 +372,8 @@ def _split(
 ) -> dict[str, int]:
     """Bytes with the first ``k`` layers on the GPU, by the names of the table's rows."""
     state, peak = state_bytes(layers[:k]), gpu_peak_bytes(layers, limits, k)
-    host, gpu = host_bytes(layers, k, staging_bytes), limits.gpu
+    host, gpu = host_bytes(layers, k, staging_bytes) + limits.host_base, limits.gpu
+    activations = {"host: offloaded activations": limits.host_base} if limits.host_base else {}
     return {
         "GPU: optimizer state": state,
         "GPU: model, activations, waiting gradients": peak - state,
@@ -383,6 +384,7 @@ def _split(
         "host: optimizer state": state_bytes(layers[k:]),
         "host: waiting gradients, pinned": pending_bytes(layers[k:]),
         "host: staging, pinned": staging_bytes,
+        **activations,
         "host: needed": host,
         "host: there is": limits.host,
         "host: kept in reserve": limits.host_reserve,

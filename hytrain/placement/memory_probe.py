@@ -115,7 +115,12 @@ class MemoryProbe:
         return self.transient or 0
 
     def limits(
-        self, solver: SolverConfig, gpu_base: int, host_held: int, share: HostShare
+        self,
+        solver: SolverConfig,
+        gpu_base: int,
+        host_held: int,
+        share: HostShare,
+        first_host: int | None = None,
     ) -> MemoryLimits:
         """What there is now.
 
@@ -124,15 +129,19 @@ class MemoryProbe:
             gpu_base: what is known to be needed on the GPU before anything has been measured.
             host_held: host bytes that this rank's layers hold already.
             share: this rank's part of what the host has left.
+            first_host: what there was before the first step; None: it has not begun. What is
+                missing of it since counts as activations that have been offloaded.
         """
         gpu = usable_gpu_bytes(self._device)
         host = share.memory(host_memory_pools()) + host_held
+        gone = 0 if first_host is None else max(0, first_host - host)
         limits = MemoryLimits(
             gpu=gpu,
             gpu_reserve=gpu_reserve(solver.gpu_memory_reserve_bytes, gpu or 0),
             gpu_base=gpu_base,
             host=host,
             host_reserve=host_reserve(solver.host_memory_reserve_bytes, host),
+            host_base=max(0, solver.host_activation_bytes - gone),
         )
         return self.with_base(limits)
 

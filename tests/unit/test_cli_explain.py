@@ -283,6 +283,11 @@ def test_inputs_of_blocks(config: Path, model: Path, capsys: Capture) -> None:
         assert cli.main(["explain", str(config), *arguments]) == 0
         text = capsys.readouterr().out
         assert f"{tokens:,} tokens of it on this rank" in " ".join(text.split())
+    told = json.loads(config.read_text())
+    told["hytrain"]["solver"] = {"host_activation_bytes": 2**30}
+    config.write_text(json.dumps(told))
+    assert cli.main(["explain", str(config), *arguments]) == 0
+    assert "host: offloaded activations" in capsys.readouterr().out
     assert "--seq: needs --model" in _error(capsys, config, "--seq", 5)
 
 

@@ -181,8 +181,10 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
         words += (
             f"\nActivations: where all blocks are computed again in backward, their inputs take "
             f"{size_text(found)} for each sample of a micro-batch, {tokens:,} tokens of it on this "
-            "rank: on the GPU, or in host memory where they are offloaded. What one block and the "
-            "loss take while they are computed comes on top. None of it is in the tables."
+            "rank: on the GPU, or in host memory where they are offloaded. The tables have of it "
+            "what hytrain.solver.host_activation_bytes says: "
+            f"{size_text(section.solver.host_activation_bytes)} on the host. What one block and "
+            "the loss take while they are computed comes on top, on the GPU."
         )
     _print(
         arguments,

@@ -156,6 +156,7 @@ def first_decision(
         gpu_base=base,
         host=host_bytes,
         host_reserve=host_reserve(solver.host_memory_reserve_bytes, host_bytes),
+        host_base=solver.host_activation_bytes,
     )
     fitting = bounds(sizes.layers, limits, sizes.staging_bytes)
     target, reason = 0, "no number fits"

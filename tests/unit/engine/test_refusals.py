@@ -77,6 +77,7 @@ SECTIONS: list[tuple[Any, str]] = [
     ({"gpu_fraction": 0, "layers": {"class": "Blok"}}, r'"Blok".*did you mean "Block"'),
     ({"gpu_fraction": 10**400}, r"hytrain\.gpu_fraction = \d+: must be a number"),
     ({"gpu_fraction": 0, "offload": {"cpu_threads": 1025}}, r"cpu_threads = 1025"),
+    ({"activations": "offload"}, r"save_on_cpu\(pin_memory=True\)"),
     ({"gpu_fraction": 0, "offload": 5}, r"hytrain\.offload = 5: must be a JSON object"),
     ({"gpu_fraction": 0, "shard_fractions": 1.0}, r"must be a JSON list"),
     ({"checkpoint": {"async": "yes"}}, r"checkpoint\.async = 'yes': must be true or false"),

@@ -68,7 +68,8 @@ def test_lines_at_the_start_when_k_has_settled_and_at_the_end(
 
 def test_the_start_says_how_state_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(32, 32).bfloat16()
-    section = {"master": "split", "moments": "bf16"}
+    solver = {"host_activation_bytes": 2**20}
+    section = {"master": "split", "moments": "bf16", "solver": solver}
     with (
         caplog.at_level(logging.INFO, logger="hytrain.run"),
         built(model, make_config(bf16=True, hytrain=section)),
@@ -77,6 +78,7 @@ def test_the_start_says_how_state_is_kept(caplog: pytest.LogCaptureFixture) -> N
     start = next(record.getMessage() for record in caplog.records)
     assert "1,056 trained parameters in 1 layer, ZeRO-2; k = 0.00 (0 of 1 layer)" in start
     assert "Adam state (split master weights, bf16 moments) " in start
+    assert " of host memory, 1.0 MiB of offloaded activations beside it" in start
 
 
 class _Run:

@@ -114,6 +114,7 @@ def budgets(draw: st.DrawFn) -> tuple[list[LayerBytes], MemoryLimits, int]:
         host=draw(amounts),
         host_reserve=draw(st.integers(0, 2000)),
         gpu_base_at=tuple(at or ()),
+        host_base=draw(st.integers(0, 2000)),
     )
     return layers, limits, draw(st.integers(0, 2000))
 
@@ -128,7 +129,8 @@ def test_bounds_are_what_fits_one_by_one(
         on_gpu = limits.gpu is None or (
             gpu_peak_bytes(layers, limits, k) <= limits.gpu - limits.gpu_reserve
         )
-        return on_gpu and host_bytes(layers, k, staging) <= limits.host - limits.host_reserve
+        on_host = host_bytes(layers, k, staging) + limits.host_base
+        return on_gpu and on_host <= limits.host - limits.host_reserve
 
     found = bounds(layers, limits, staging)
     every = range(len(layers) + 1)
@@ -190,6 +192,16 @@ def test_the_refusal_has_the_table_and_what_is_missing() -> None:
     assert "nearest: 2 of 4 layers on the GPU; missing: 10.00 GiB" in text
     assert f"({10 * GIB} bytes) of GPU memory" in text
     assert "of host memory" not in text.split("nearest")[1]
+
+
+def test_the_refusal_has_offloaded_activations() -> None:
+    assert "offloaded activations" not in refusal(SMALL_MACHINE)
+    # Two layers on each side fit the host with 1 GiB to spare, and the GPU.
+    limits = replace(SMALL_MACHINE, gpu=40 * GIB, host=31 * GIB)
+    assert bounds(LARGE, limits, GIB) == Bounds(4, 2, 2)
+    text = refusal(replace(limits, host_base=2 * GIB))
+    assert "host: offloaded activations" in text
+    assert f"({GIB} bytes) of host memory" in text
 
 
 def test_the_refusal_says_what_would_do() -> None:

@@ -129,6 +129,20 @@ def test_ranks_share_the_host_and_each_keeps_what_it_holds(monkeypatch: pytest.M
     assert limits.gpu_base_at == ()
 
 
+def test_room_for_activations_is_left_until_they_have_taken_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = {"machine": 80 * GIB}
+    monkeypatch.setattr(memory_probe, "host_memory_pools", lambda: left)
+    probe, solver = MemoryProbe(LAYERS, CPU), SolverConfig(host_activation_bytes=30 * GIB)
+    first = probe.limits(solver, 0, 0, ALONE)
+    assert (first.host, first.host_base) == (80 * GIB, 30 * GIB)
+    for taken, coming in ((0, 30), (20, 10), (50, 0)):
+        left["machine"] = (40 - taken) * GIB  # and 40 of state
+        now = probe.limits(solver, 0, 40 * GIB, ALONE, first.host)
+        assert (now.host, now.host_base) == ((80 - taken) * GIB, coming * GIB)
+
+
 @pytest.mark.parametrize(("host", "reserve"), [(10 * GIB, GIB), (1000 * GIB, 30 * GIB)])
 def test_the_reserve_is_a_share_and_a_gib_at_least(
     monkeypatch: pytest.MonkeyPatch, host: int, reserve: int
