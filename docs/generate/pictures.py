@@ -263,7 +263,7 @@ def headline() -> tuple[str, list[tuple[str, float, str]]]:
     page = (FOLDER.parent / "benchmarks.md").read_text(encoding="utf-8")
     section = page.split("\n## Headline\n")[1].split("\n## ")[0]
     rows = re.findall(
-        r"^\| \**(.+?)\** \| \**([\d.]+) s\** \| ([\d.]+) \|", section, flags=re.MULTILINE
+        r"^\| \**([^|]+?)\** \| \**([\d.]+) s\** \| ([\d.]+) \|", section, flags=re.MULTILINE
     )
     what = section.split("**")[1]
     return " ".join(what.split()), [(name, float(seconds), ratio) for name, seconds, ratio in rows]
