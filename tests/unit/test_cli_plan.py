@@ -369,6 +369,10 @@ def test_layers_that_are_gathered_are_those_of_the_configuration(
         assert f'"zero_optimization.stage3_{key}" is -5: it must be 0 or more' in text
     bad.write_text("[]")
     arguments = ("--profile", profile, "--batch", 16, "--stage", 3, "--deepspeed-config")
+    shared = tmp_path / "shared.json"
+    shared.write_text(json.dumps({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}))
+    text = _error(capsys, *arguments, shared)
+    assert '"sequence_parallel_size" is 2: a plan deals samples to single ranks' in text
     assert "must hold a JSON object" in _error(capsys, *arguments, bad)
     bad.write_text("{")
     assert "is not JSON" in _error(capsys, *arguments, bad)

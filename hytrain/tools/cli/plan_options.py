@@ -36,6 +36,13 @@ def read_deepspeed(arguments: argparse.Namespace) -> Mapping[str, Any]:
     zero: Any = config.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigError(f'{path}: "zero_optimization" must be a JSON object')
+    if config.get("sequence_parallel_size", 1) not in (1, None):
+        raise ConfigError(
+            f'{path}: "sequence_parallel_size" is {config["sequence_parallel_size"]!r}: a plan '
+            "deals samples to single ranks, but ranks that share a sequence have equal parts of "
+            "it. `hytrain explain` with this file, --model, --ranks and --seq says what fits; for "
+            "a plan remove the key"
+        )
     return config
 
 
