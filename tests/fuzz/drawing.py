@@ -353,7 +353,9 @@ def _optimizer(rng: random.Random) -> OptimizerSpec:
 def _step(
     rng: random.Random, case: Case, is_fresh: bool, *, is_last: bool, before: list[Step]
 ) -> Step:
-    skip = _skips(rng, case, is_fresh)
+    # Documented: losses of one forward are another kind than those of two, with a first one too.
+    is_first = is_fresh or all(each.style == "sum" for each in before)
+    skip = _skips(rng, case, is_first)
     style, idle, fault = "plain", (), None
     by_hand = case.mode == "hand"
     stage = case.build.stage

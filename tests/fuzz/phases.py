@@ -64,7 +64,12 @@ def _with_changes(rng: random.Random, case: Case) -> Case:
     if not case.follows:
         case = replace(case, model=_model(rng, case.model))
     if rng.random() < 0.3:
-        return case
+        before, steps = list[Step](), list[Step]()
+        for step in case.steps:
+            is_sum = step.style == "sum" and not _may_sum(case, before)
+            steps.append(replace(step, style="two") if is_sum else step)
+            before.append(step)
+        return replace(case, steps=tuple(steps))
     if case.batch_keys == "deepspeed" and rng.random() < 0.6:
         case = replace(case, accumulation=rng.randint(1, case.num_micro_batches))
     build, is_fresh = case.build, True
