@@ -217,6 +217,17 @@ def test_a_fused_loss_without_clipping(stage: int) -> None:
         assert_same_states(ends[0], ends[1])
 
 
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=full), 3])
+@on_ranks(2)
+def test_a_fused_loss_around_the_forward(stage: int) -> None:
+    """Of what a part of the model returns, each rank with samples of its own."""
+    tiles = Tiles("fused")
+    with training_shared(make_model("llama", 2), stage, degree=1) as on:
+        on.loss = lambda engine, part, _group: tiles.loss_of(engine.module, **part)
+        for number, tiles.count in enumerate(TILES[:STEPS]):
+            on.step(number)
+
+
 @pytest.mark.usefixtures("process_group")
 def test_a_factor_behind_the_fused_loss(caplog: pytest.LogCaptureFixture) -> None:
     """Its weights' gradients would not have it."""

@@ -316,6 +316,10 @@ class Tiles:
         """Of "fused", whose weights' gradients are made in forward: nothing may come behind it."""
         return model(**part).loss
 
+    def loss_of(self, model: Any, **part: torch.Tensor) -> torch.Tensor:
+        """Of a model that has not been prepared: its own forward is not called."""
+        return self._loss(model, **part).loss
+
     def _loss(
         self, model: Any, labels: torch.Tensor, shift_labels: torch.Tensor, **inputs: Any
     ) -> Any:
