@@ -37,7 +37,7 @@ PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
 
 .PHONY: all install demo check docs keys lint format bench bench-plan test-hybrid-plans test-uneven-plans clean
 .PHONY: test test-parity test-experiments test-stress test-gpu test-fuzz test-configs
-.PHONY: test-ecosystem test-dropin test-architectures test-aarch64
+.PHONY: test-ecosystem test-dropin test-architectures test-aarch64 wheels
 .PHONY: sanitize sanitize-memory sanitize-threads
 
 all: install sanitize
@@ -93,6 +93,11 @@ test-uneven-plans: install
 # the cross compiler and qemu where they are missing).
 test-aarch64: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" TEST_ARGS="$(TEST_ARGS)" tests/aarch64/run.sh $(CURDIR)/$(BIN)/python
+
+# manylinux_2_28 wheels for x86-64 and 64-bit Arm in dist/, each tried (as root, on Debian 12: it installs
+# the cross compiler and qemu where they are missing). VERSIONS: some Pythons only, "3.11 3.13".
+wheels: install
+	packaging/build_wheels.sh $(CURDIR)/$(BIN)/python
 
 # For machines with GPUs: parity on one, training and checkpoints on two.
 test-gpu: install

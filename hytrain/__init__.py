@@ -6,7 +6,10 @@ which neither ``import hytrain`` nor the command line should.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hytrain.version import __version__
@@ -35,7 +38,24 @@ _HOMES = {
 }
 
 
+def _find_openmp() -> None:
+    """Makes the OpenMP runtime that torch has loaded the one that the extension calls.
+
+    The extension is linked to none, since a second one would have threads of its own.
+    """
+    import torch  # noqa: F401
+
+    if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        return
+    # Some of torch's wheels load a renamed copy that other libraries do not see.
+    loaded = re.search(r"/.*/lib(gomp|i?omp)[^/\n]*", Path("/proc/self/maps").read_text())
+    ctypes.CDLL(loaded[0] if loaded else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+
+
 def __getattr__(name: str) -> object:
+    if name == "_C":  # `from hytrain import _C`, before the extension is loaded
+        _find_openmp()
+        return importlib.import_module("hytrain._C")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_HOMES[name]), name)

@@ -3,7 +3,8 @@
 # this machine's; the Python kernel tests in an Arm CPython with torch. `make test-aarch64` calls it.
 #
 # Usage: run.sh PYTHON, the environment's interpreter. Keeps what it downloads and builds in
-# build/aarch64. TEST_ARGS goes to pytest; AARCH64_ONLY=cpp ends after the C++ tests.
+# build/aarch64. TEST_ARGS goes to pytest; AARCH64_ONLY=cpp ends after the C++ tests, AARCH64_ONLY=threads
+# runs the worker's under ThreadSanitizer instead of all this.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=$PWD
@@ -30,6 +31,16 @@ configure() {
     cmake -S . -B "$work/$1" -G Ninja -DCMAKE_TOOLCHAIN_FILE="$work/toolchain.cmake" \
         -DHYTRAIN_STRICT=ON -DCMAKE_BUILD_TYPE=Release "${@:2}" > /dev/null
 }
+
+if [ "${AARCH64_ONLY:-}" = threads ]; then
+    # ThreadSanitizer starts itself again where addresses are random, which qemu does not survive.
+    configure threads -DHYTRAIN_PYTHON=OFF -DHYTRAIN_TESTS=ON -DHYTRAIN_SANITIZE=threads \
+        -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
+    cmake --build "$work/threads"
+    HYTRAIN_STRESS_RUNS=${HYTRAIN_STRESS_RUNS:-2} setarch -R \
+        ctest --test-dir "$work/threads" --timeout 900 --output-on-failure
+    exit
+fi
 
 configure cpp -DHYTRAIN_PYTHON=OFF -DHYTRAIN_TESTS=ON
 cmake --build "$work/cpp"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +235,26 @@ print(_C.openmp_library() in before or not before)
         pytest.skip("reads /proc")
     done = in_fresh_python(code)
     assert last_line(done.stdout) == "True", done.stdout + done.stderr
+
+
+def test_a_renamed_openmp_runtime_is_the_one_that_is_called(tmp_path: Path) -> None:
+    """As torch's wheels for Arm bring it: under a name of its own, loaded for torch alone."""
+    code = """
+import ctypes, re, sys, types
+sys.modules["torch"] = types.ModuleType("torch")
+ctypes.CDLL(sys.argv[1])
+from hytrain import _C
+loaded = set(re.findall(r"/.*/libgomp[^/\\n]*", open("/proc/self/maps").read()))
+print({_C.openmp_library()} == loaded == {sys.argv[1]}, loaded)
+"""
+    known = set(re.findall(r"/.*/libgomp[^/\n]*", Path("/proc/self/maps").read_text()))
+    if not known:
+        pytest.skip("torch has no libgomp here")
+    renamed = tmp_path / "libgomp-1a2b3c.so.1.0.0"
+    renamed.write_bytes(
+        Path(known.pop()).read_bytes().replace(b"libgomp.so.1\0", b"libgomp.so.9\0")
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(renamed)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("True"), done.stdout + done.stderr
