@@ -43,7 +43,7 @@ def _find_openmp() -> None:
 
     The extension is linked to none, since a second one would have threads of its own.
     """
-    import torch  # noqa: F401
+    importlib.import_module("torch")
 
     if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return
