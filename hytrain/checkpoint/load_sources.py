@@ -55,7 +55,7 @@ def check_begun(places: Iterable[ParameterPlace], origins: Iterable[Origin]) -> 
     begun = [
         place.name
         for place, origin in zip(places, origins, strict=True)
-        if origin is Origin.ENGINE and place.layer.update.sent and place.layer.placement == "cpu"
+        if origin is Origin.ENGINE and place.layer.update.sent
     ]
     if begun:
         yield (

@@ -53,6 +53,10 @@ class LayerUpdate:
         self.sent = True
         self.is_measured = is_measured
 
+    def measure(self) -> None:
+        """The sum of the gradient's squares is on its way."""
+        self.is_measured = True
+
     def release_gradient(self) -> None:
         """The gradient has left the device, has been applied, or its ownership has passed on."""
         self.gradient = None

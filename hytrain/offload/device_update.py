@@ -17,7 +17,7 @@ from hytrain.kernels.grouped_adam import GroupedAdam, Segment
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
 from hytrain.offload.streams import Streams
-from hytrain.offload.update_groups import LIMITS, GroupLimits, group_begins
+from hytrain.offload.update_groups import LIMITS, ONE_GROUP, GroupLimits, group_begins
 
 
 class UpdateObserver(Protocol):
@@ -122,7 +122,11 @@ def _launches(
 
 
 class DeviceUpdate:
-    """Makes a step of every layer on the device."""
+    """Makes a step of every layer on the device: of all at once, or of each group as it is whole.
+
+    Where nothing of a step is open (direct commit), a group is updated when its last gradient has
+    come, and its gradients are let go.
+    """
 
     def __init__(
         self,
@@ -135,8 +139,67 @@ class DeviceUpdate:
         self._limits = limits
         self._streams = streams
         self._mover = mover
-        self._plan_of: tuple[object, ...] = ()
-        self._plan: _Plan | None = None
+        self._plans: dict[int, tuple[tuple[object, ...], _Plan]] = {}
+        self._group_of: dict[int, list[LayerState]] = {}
+        self._read: list[torch.Tensor] = []
+        """Gradients of the last group that was updated in this step's backward."""
+        self._computing: torch.cuda.Stream | None = None
+        """Who made them, and has their memory."""
+        self._updated: torch.cuda.Event | None = None
+        """Behind the update that reads them."""
+
+    @property
+    def layers(self) -> list[LayerState]:
+        """Those on the device."""
+        return [layer for layer in self._layers if layer.placement == "gpu"]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of gradients that wait for their update, or that an update reads."""
+        waiting = [layer.update.gradient for layer in self.layers]
+        waiting += self._read
+        return sum(gradient.nbytes for gradient in waiting if gradient is not None)
+
+    def whole_group(self, layer: LayerState) -> list[LayerState]:
+        """The layers that are updated with this one, if the gradients of all of them have come."""
+        if layer.index not in self._group_of:
+            found = batches(self.layers, self._limits)
+            self._group_of = {one.index: group for group in found for one in group}
+        group = self._group_of[layer.index]
+        return group if all(one.update.gradient is not None for one in group) else []
+
+    def run_group(
+        self,
+        group: Sequence[LayerState],
+        hyper: tuple[AdamHyper, ...],
+        outcome: torch.Tensor,
+        observers: Sequence[UpdateObserver],
+        *,
+        leaves_room: bool = False,
+    ) -> None:
+        """As :meth:`run`, of one group in backward."""
+        # Of the group before: its update has had the time of this one's backward, so that compute
+        # hardly ever stands still for it.
+        self.let_go()
+        gradients = [one.update.gradient for one in group if one.update.gradient is not None]
+        self._run(
+            group, hyper, outcome, observers, ONE_GROUP, leaves_room=leaves_room, lets_go=False
+        )
+        self._read, self._updated = gradients, group[-1].update.updated
+        self._computing = self._streams.now_computing()
+
+    def let_go(self) -> None:
+        """The memory of gradients that updates were given is compute's again."""
+        if self._computing is not None and self._updated is not None:
+            # Without this wait compute could write to it while the update still reads.
+            # (``record_stream`` would keep it for as long as the host is ahead of the device.)
+            self._computing.wait_event(self._updated)
+        self._read, self._updated = [], None
+
+    def end_step(self) -> None:
+        """The step is final: layers may move."""
+        self.let_go()
+        self._group_of = {}
 
     def run(
         self,
@@ -154,13 +217,26 @@ class DeviceUpdate:
             observers: called at each update.
             leaves_room: forward's kernels need not wait for those of updates to have begun.
         """
-        layers = [layer for layer in self._layers if layer.placement == "gpu"]
+        limits = self._limits.leaving_room() if leaves_room else self._limits
+        self._run(self.layers, hyper, outcome, observers, limits, leaves_room=leaves_room)
+
+    def _run(
+        self,
+        layers: Sequence[LayerState],
+        hyper: tuple[AdamHyper, ...],
+        outcome: torch.Tensor,
+        observers: Sequence[UpdateObserver],
+        limits: GroupLimits,
+        *,
+        leaves_room: bool,
+        lets_go: bool = True,
+    ) -> None:
         gradients: list[torch.Tensor] = []
         for layer in layers:
             assert layer.update.gradient is not None
             gradients.append(layer.update.gradient)
         with self._streams.on_update():
-            plan = self._current_plan(layers, gradients, len(hyper), leaves_room=leaves_room)
+            plan = self._current_plan(layers, gradients, len(hyper), limits)
             plan.grouped.begin_step(gradients, hyper)
             for observer in observers:
                 observer.updates_begin()
@@ -176,7 +252,7 @@ class DeviceUpdate:
                 else:
                     for number in batch.launches:
                         plan.grouped.launch(number, outcome, leaves_room=leaves_room)
-                self._queued(batch, observers)
+                self._queued(batch, observers, lets_go=lets_go)
             # The next decision drops it: compute could write there before the update has read it.
             self._streams.used_on_update(outcome)
 
@@ -185,23 +261,22 @@ class DeviceUpdate:
         layers: Sequence[LayerState],
         gradients: Sequence[torch.Tensor],
         num_groups: int,
-        *,
-        leaves_room: bool,
+        limits: GroupLimits,
     ) -> _Plan:
         """The plan of these layers' memory; within ``on_update``."""
         key = (
             num_groups,
-            leaves_room,
+            limits,
             *[
                 (layer.index, layer.state_moves, layer.storage.moves, gradient.dtype)
                 for layer, gradient in zip(layers, gradients, strict=True)
             ],
         )
-        if self._plan is None or key != self._plan_of:
-            limits = self._limits.leaving_room() if leaves_room else self._limits
-            self._plan = _Plan(layers, num_groups, self._streams, limits)
-            self._plan_of = key
-        return self._plan
+        first = layers[0].index if layers else -1
+        known = self._plans.get(first)
+        if known is None or known[0] != key:
+            known = self._plans[first] = key, _Plan(layers, num_groups, self._streams, limits)
+        return known[1]
 
     def _update_alone(
         self, layer: LayerState, hyper: tuple[AdamHyper, ...], outcome: torch.Tensor
@@ -222,7 +297,7 @@ class DeviceUpdate:
                     launch.rounding,
                 )
 
-    def _queued(self, batch: Batch, observers: Sequence[UpdateObserver]) -> None:
+    def _queued(self, batch: Batch, observers: Sequence[UpdateObserver], *, lets_go: bool) -> None:
         if batch.updated is not None:
             # Behind each launch: the first layers' forward need not wait for the last's update.
             # Without it forward would read weights that are being written.
@@ -230,8 +305,9 @@ class DeviceUpdate:
         for layer in batch.layers:
             update = layer.update
             assert update.gradient is not None
-            # It is dropped here, with the launch that reads it still to run.
-            self._streams.used_on_update(update.gradient)
+            if lets_go:
+                # It is dropped below, with the launch that reads it still to run.
+                self._streams.used_on_update(update.gradient)
             update.apply(batch.updated)
         for observer in observers:
             observer.layers_updated(batch.sizes)

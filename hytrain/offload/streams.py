@@ -142,6 +142,13 @@ class Streams:
         """A new event behind all communication so far; None on a CPU, where it is done."""
         return _behind(self.communication) if self.is_cuda else None
 
+    def now_computing(self) -> torch.cuda.Stream | None:
+        """The compute stream, also within :meth:`on_communication`; None on a CPU."""
+        if not self.is_cuda:
+            return None
+        current = current_stream(self.device)
+        return self._compute if current == self.communication else current
+
     def update_waits(self, event: torch.cuda.Event | None) -> None:
         """What the GPU update's stream runs from now on comes after the event."""
         if self.is_cuda and event is not None:

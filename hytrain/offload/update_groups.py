@@ -41,6 +41,8 @@ class GroupLimits:
 
 
 LIMITS = GroupLimits()
+ONE_GROUP = GroupLimits(_NO_LIMIT, _NO_LIMIT, _NO_LIMIT, _NO_LIMIT)
+"""Of neighbours that may share a launch."""
 
 
 def group_begins(

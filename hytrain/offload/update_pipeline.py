@@ -67,6 +67,9 @@ class UpdatePipeline:
         for layer in self.layers:
             layer.update.gradient_ready = streams.new_event()
         self._unscale = 1.0
+        self._scale = torch.zeros(2, dtype=torch.float32, device=streams.device)
+        """(scale, skip flag) of updates on the device that no decision precedes."""
+        self._scale_of: float | None = None
         self._forecast = ClipForecast()
         self._hyper: tuple[AdamHyper, ...] = ()
         self._record = native_record(1.0, ())
@@ -77,6 +80,11 @@ class UpdatePipeline:
     def num_gpu_layers(self) -> int:
         """How many layers' state is on the device, or on its way there."""
         return [layer.placement for layer in self.layers].count("gpu")
+
+    @property
+    def waiting_on_device(self) -> int:
+        """Bytes of gradients that are there for updates on the device."""
+        return self._device_update.waiting_bytes
 
     def begin_step(
         self, unscale: float, hyper: tuple[AdamHyper, ...], *, hold: bool = False
@@ -92,6 +100,11 @@ class UpdatePipeline:
         self._unscale = unscale
         self._hyper = hyper
         self._record = native_record(unscale, hyper)
+        if self._direct and self._scale_of != unscale:
+            # A new one: updates of the last step may still read the old one. By a kernel: a copy
+            # from the host would wait for compute.
+            self._scale, self._scale_of = torch.zeros_like(self._scale), unscale
+            self._scale[:1].fill_(unscale)
         hold = hold or self._forecast.is_clipped
         self.cpu.begin_step(-1.0 if hold else self.norm.settings.sum_limit(unscale))
 
@@ -152,6 +165,11 @@ class UpdatePipeline:
             self.cpu.send(layer, self.norm.address(layer.index), self._record, direct=self._direct)
             # From here the worker may write new weights at any time: reads must wait first.
             layer.update.overwrite()
+        elif self._direct:
+            group = self._device_update.whole_group(layer)
+            if group:
+                self._measure(group)
+                self._update_on_device(self._hyper, group)
         if self.cpu.unfetched:
             self.cpu.release_fetched()
 
@@ -172,18 +190,19 @@ class UpdatePipeline:
             # could miss the last layers. It is also what orders updates on the device after the
             # reductions, since the update stream waits for compute only.
             self.streams.compute_waits_for_communication()
-        self._measure_left()
+        self._measure(self.layers)
         self.norm.launch_decision(self._unscale)
 
-    def _measure_left(self) -> None:
+    def _measure(self, layers: Sequence[LayerState]) -> None:
         """Sums of squares that are still missing, in few launches."""
         numbers: list[int] = []
         gradients: list[torch.Tensor] = []
-        for layer in self.layers:
+        for layer in layers:
             if not layer.update.is_measured:
                 assert layer.update.gradient is not None
                 numbers.append(layer.index)
                 gradients.append(layer.update.gradient)
+                layer.update.measure()
         if numbers:
             self.norm.measure(numbers, gradients)
 
@@ -207,7 +226,6 @@ class UpdatePipeline:
                     "clipping and overflow check updates are committed during backward: change "
                     'them before backward, or set "gradient_clipping" or "check_grad_overflow"'
                 )
-            self._update_on_device(hyper)
             self._after_step(skipped=False)
             return None
         self._update_on_device(hyper)
@@ -221,12 +239,18 @@ class UpdatePipeline:
         self._after_step(skipped=outcome.skip)
         return outcome
 
-    def _update_on_device(self, hyper: tuple[AdamHyper, ...]) -> None:
+    def _update_on_device(
+        self, hyper: tuple[AdamHyper, ...], group: Sequence[LayerState] | None = None
+    ) -> None:
+        """Of all layers there, at the end of a step that is final; or of a group in backward."""
         self.is_torn = True  # until the last layer has made the step
         observers = [told for told in (self.observer, self.trace) if told is not None]
-        self._device_update.run(
-            hyper, self.norm.outcome, observers, leaves_room=self.updates_leave_room
-        )
+        update, leaves_room = self._device_update, self.updates_leave_room
+        if group is None:
+            update.run(hyper, self.norm.outcome, observers, leaves_room=leaves_room)
+            return
+        update.run_group(group, hyper, self._scale, observers, leaves_room=leaves_room)
+        self.is_torn = False  # what is left has yet to come: see is_partly_committed
 
     def _drop_all(self) -> None:
         """Forgets the step: a layer that the worker has not begun is as if it never was sent."""
@@ -242,6 +266,7 @@ class UpdatePipeline:
             if not skipped:
                 self.weights_changed(layer)
         self.is_torn = False
+        self._device_update.end_step()
         self.cpu.end_step()
 
     def weights_changed(self, layer: LayerState) -> None:
@@ -305,13 +330,13 @@ class UpdatePipeline:
         """As :meth:`withdraw` for a gradient that is not needed any more: it takes no memory.
 
         Raises:
-            ConfigError: as there, but of a layer on the device.
+            ConfigError: as there.
         """
+        self._refuse_direct()
         if layer.placement == "gpu":
             layer.update.release_gradient()
             layer.update.withdraw()
             return
-        self._refuse_direct()
         if not self.cpu.cancel(layer):
             self.cpu.submit(layer, _C.Pass.drop)
         self._end_taking_back(layer)
@@ -319,7 +344,7 @@ class UpdatePipeline:
     @property
     def is_partly_committed(self) -> bool:
         """Layers may have made a step already that is not final: direct commit has begun it."""
-        return self._direct and any(layer.update.sent for layer in self.cpu.layers)
+        return self._direct and any(layer.update.sent for layer in self.layers)
 
     # -- forward -------------------------------------------------------------------------------
 
@@ -395,6 +420,7 @@ class UpdatePipeline:
         """
         # In this order: until the worker has ended, it and its copies use what is freed below.
         self.cpu.close()
+        self._device_update.end_step()
         self.mover.close()
         for layer in self.layers:
             layer.release()

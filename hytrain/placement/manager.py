@@ -95,7 +95,10 @@ class PlacementManager:
         if not self._probe.wanted:
             return
         probe, room, limits = self._probe, self._pipeline.room, self._current_limits()
-        if limits.gpu is None or self.controller.num_gpu_layers == len(self._bytes):
+        all_there = self.controller.num_gpu_layers == len(self._bytes)
+        # Where updates are committed directly no gradient is planned to stay until the step, as all
+        # of them do in the first backward if there is room: the collector asks for that.
+        if limits.gpu is None or (all_there and self._bytes[0].keeps_pending):
             room.stop()
         else:
             room.begin_step(limits.gpu, limits.gpu_reserve, probe.transient, probe.growth)
@@ -109,7 +112,7 @@ class PlacementManager:
         if self.timer.measures:
             self.timer.gradient(index)
         if self._probing:
-            self._probe.gradient(index, room.in_flight)
+            self._probe.gradient(index, self._pipeline.waiting_on_device, room.in_flight)
 
     def end_backward(self, num_firings: int) -> None:
         """Every layer's has; the outcome is being computed.

@@ -238,7 +238,7 @@ class CostEstimator:
         if not samples:
             return None
         forward = _medians([self._forward(s) for s in samples])
-        backward = _medians([s.backward for s in samples])
+        backward = _medians([self._backward(s) for s in samples])
         passes = {kind: self.cpu_seconds_per_parameter(kind) for kind in _TRAFFIC}
         gpu = self.gpu_seconds_per_parameter
         to_host = median(self._to_host or [self._rates.copy_seconds_per_byte])
@@ -274,14 +274,26 @@ class CostEstimator:
         An update takes the GPU's bandwidth from the forward beside it, so that what forward did
         not wait of it, it was slowed down by.
         """
-        total = sum(sample.forward)
-        rate = self.gpu_seconds_per_parameter
-        updates = rate * sum(self._layers[index].parameters for index in sample.gpu_update)
-        beside = max(0.0, updates - sample.gpu_wait)
-        if not self._updates_overlap or total <= 0.0 or beside <= 0.0:
+        if sample.updates_in_backward:
             return sample.forward
+        return self._without(self._update_seconds(sample) - sample.gpu_wait, sample.forward)
+
+    def _backward(self, sample: StepSample) -> list[float]:
+        """Likewise, where updates on the GPU run beside backward."""
+        if not sample.updates_in_backward:
+            return sample.backward
+        return self._without(self._update_seconds(sample), sample.backward)
+
+    def _update_seconds(self, sample: StepSample) -> float:
+        rate = self.gpu_seconds_per_parameter
+        return rate * sum(self._layers[index].parameters for index in sample.gpu_update)
+
+    def _without(self, beside: float, each: list[float]) -> list[float]:
+        total = sum(each)
+        if not self._updates_overlap or total <= 0.0 or beside <= 0.0:
+            return each
         share = max(0.5, 1.0 - beside / total)
-        return [seconds * share for seconds in sample.forward]
+        return [seconds * share for seconds in each]
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:

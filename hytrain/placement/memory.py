@@ -3,7 +3,8 @@
 A layer's optimizer state (fp32 master weights and two moments: 12 bytes a parameter, 8 or 6 where
 moments are kept in fewer, 2 less where master weights are split) is on the GPU or on the host. On
 either side its gradient waits for the step's outcome as well: on the GPU for the update, on the
-host, pinned, for the commit.
+host, pinned, for the commit. Where updates are committed directly it waits for neither: on the GPU
+those of two launches are there at one time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from hytrain.errors import MemoryBudgetError, PlacementError, size_text
-from hytrain.formats.moment_kinds import MOMENTS, SPLIT, MasterName
+from hytrain.formats.moment_kinds import FP32, MOMENTS, SPLIT, MasterName
+from hytrain.offload.update_groups import LIMITS
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 
 GPU_RESERVE_KEY = "hytrain.solver.gpu_memory_reserve_bytes"
@@ -109,12 +111,28 @@ def gradient_bytes(layers: Sequence[LayerBytes]) -> int:
     return sum(layer.parameters * layer.gradient_itemsize for layer in layers)
 
 
+def waiting_bytes(layers: Sequence[LayerBytes]) -> int:
+    """The most bytes of gradients of these layers, which are on the GPU, at one time."""
+    return min(gradient_bytes(layers), most_waiting(layers))
+
+
+def most_waiting(layers: Sequence[LayerBytes]) -> int:
+    """What bounds them, however many layers there are."""
+    if not layers or layers[0].keeps_pending:
+        return gradient_bytes(layers)
+    # Small layers share a launch; gradients of one more are there until it has read them.
+    largest = max(layers, key=lambda layer: layer.parameters)
+    is_grouped = largest.moments == FP32 and largest.master == FP32
+    together = LIMITS.most_elements if is_grouped else 0
+    return 2 * max(largest.parameters, together) * largest.gradient_itemsize
+
+
 def gpu_peak_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> int:
     """The GPU's peak with the first ``k`` layers there.
 
     The state, plus the largest sum, over the layers from the last to the first, of what that
     layer's backward uses and of the GPU-placed gradients that are there by its end. Where that use
-    has not been measured: plus ``gpu_base`` and all those gradients, which do not coincide.
+    has not been measured: plus ``gpu_base`` and the most of those gradients, which do not coincide.
 
     Raises:
         PlacementError: ``k`` is not in 0..L, or ``gpu_base_at`` is not one number a layer.
@@ -126,15 +144,20 @@ def gpu_peak_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -
 def _gpu_rest_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> int:
     """The GPU's peak less the state."""
     if not limits.gpu_base_at:
-        return limits.gpu_base + gradient_bytes(layers[:k])
+        return limits.gpu_base + waiting_bytes(layers[:k])
     # The peak of all may be no layer's backward (the loss): no gradient waits there yet.
-    peak = limits.gpu_base
-    waiting = 0
-    for index in reversed(range(len(layers))):
-        if index < k:
-            waiting += layers[index].parameters * layers[index].gradient_itemsize
-        peak = max(peak, limits.gpu_base_at[index] + waiting)
-    return peak
+    waiting = _waiting_at(layers, k)
+    at = (base + more for base, more in zip(limits.gpu_base_at, waiting, strict=True))
+    return max(limits.gpu_base, *at)
+
+
+def _waiting_at(layers: Sequence[LayerBytes], k: int) -> list[int]:
+    """Bytes of GPU-placed gradients that may be there by the end of each layer's backward."""
+    most, come, found = most_waiting(layers[:k]), 0, [0] * len(layers)
+    for index in reversed(range(k)):
+        come += gradient_bytes(layers[index : index + 1])
+        found[index] = min(come, most)
+    return found
 
 
 def gradient_room(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> list[int] | None:
@@ -148,12 +171,8 @@ def gradient_room(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) ->
     # Two have been left room to in any case: see GradientRoom.
     free = limits.gpu - limits.gpu_reserve - state_bytes(layers[:k])
     free += 2 * max(gradient_bytes([layer]) for layer in layers)
-    room, waiting = [0] * len(layers), 0
-    for index in reversed(range(len(layers))):
-        waiting += gradient_bytes(layers[index : index + 1]) if index < k else 0
-        left = free - limits.gpu_base_at[index] - waiting
-        room[index] = left // layers[index].gradient_itemsize
-    return room
+    each = zip(layers, limits.gpu_base_at, _waiting_at(layers, k), strict=True)
+    return [(free - base - waiting) // layer.gradient_itemsize for layer, base, waiting in each]
 
 
 def host_bytes(layers: Sequence[LayerBytes], k: int, staging_bytes: int) -> int:

@@ -41,7 +41,7 @@ class MemoryProbe:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._at: dict[int, int] = {}
-        self._in_flight: dict[int, int] = {}
+        self._gradients: dict[int, tuple[int, int]] = {}
         self._begin = 0
         self._peak = allocated_bytes(device)[1] if self._is_cuda else 0
         self.transient: int | None = None
@@ -64,15 +64,16 @@ class MemoryProbe:
         self._at.clear()
         self._begin, _ = allocated_bytes(self._device)
 
-    def gradient(self, index: int, in_flight: int = 0) -> None:
+    def gradient(self, index: int, waiting: int, in_flight: int) -> None:
         """A layer's gradient has been handed over.
 
         Args:
             index: number of the layer.
-            in_flight: bytes of gradients that are on their way to the host.
+            waiting: bytes of gradients that are there for updates on the GPU.
+            in_flight: bytes of those that are on their way to the host.
         """
         self._at[index], _ = allocated_bytes(self._device)
-        self._in_flight[index] = in_flight
+        self._gradients[index] = waiting, in_flight
 
     def end_step(self, gpu_layers: int, moving_bytes: int) -> None:
         """All gradients of the step are there.
@@ -85,14 +86,10 @@ class MemoryProbe:
             return
         state = state_bytes(self._layers[:gpu_layers]) + moving_bytes
         transient = self._transient_bytes()
-        waiting = 0
         base = [0] * len(self._layers)
         left, growth = self._begin - state, 0
         for index in reversed(range(len(self._layers))):
-            if index < gpu_layers:
-                layer = self._layers[index]
-                waiting += layer.parameters * layer.gradient_itemsize
-            in_flight = self._in_flight[index]
+            waiting, in_flight = self._gradients[index]
             used = self._at[index] - state - waiting
             base[index] = max(0, used + transient - max(0, in_flight - self._kept_in_flight))
             growth = max(growth, left - (used - in_flight))

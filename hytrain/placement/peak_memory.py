@@ -14,7 +14,7 @@ from hytrain.errors import MemoryBudgetError, size_text
 from hytrain.formats.moment_kinds import FP32, MASTER_BYTES, SPLIT
 from hytrain.formats.text_table import align
 from hytrain.placement.costs import LayerBytes
-from hytrain.placement.memory import gradient_bytes, state_bytes
+from hytrain.placement.memory import gradient_bytes, state_bytes, waiting_bytes
 
 _MIB = 1024**2
 _GIB = 1024**3
@@ -100,7 +100,7 @@ def predict_peaks(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
         "build": PhasePeak(max(on_host, CALIBRATION_BYTES), pinned, base),
         # Where gradients are kept from one micro-batch to the next, those in flight are among them.
         "step": PhasePeak(
-            on_host, pinned, base + max(gradient_bytes(away), kept), 0 if kept else ahead
+            on_host, pinned, base + max(waiting_bytes(away), kept), 0 if kept else ahead
         ),
         # Frozen weights are written when all else is.
         "save": PhasePeak(

@@ -34,6 +34,7 @@ class StepSample:
         gpu_update: of each layer whose update ran on the GPU; what several took together is
             shared out by their elements.
         seconds: the whole step.
+        updates_in_backward: these updates ran beside backward, not beside the next forward.
         launch_bound: when the host had launched the last of backward, the device had nearly
             ended it: it had waited for the host.
     """
@@ -46,6 +47,7 @@ class StepSample:
     tail: float
     gpu_update: dict[int, float]
     seconds: float
+    updates_in_backward: bool = False
     launch_bound: bool = False
 
 
@@ -95,7 +97,9 @@ class _Recording:
     """Of backward, each before the gradient of that place."""
     backward_end: _Mark | None = None
     updates_begin: _Mark | None = None
-    updates: list[tuple[Mapping[int, int], _Mark]] = field(default_factory=list)
+    updates: list[tuple[Mapping[int, int], _Mark, _Mark]] = field(default_factory=list)
+    updated_at: list[int] = field(default_factory=list)
+    """For each of them: how many gradients had been handed over."""
     next_begin: _Mark | None = None
     launch_bound: bool = False
     host_waited: bool = False
@@ -230,7 +234,11 @@ class StepTimer:
     def layers_updated(self, sizes: Mapping[int, int]) -> None:
         """One of them is queued: of these layers at once, with so many elements each."""
         if self.measures:
-            self._current.updates.append((sizes, self._clock.mark()))
+            begin, mark = self._current.updates_begin, self._clock.mark()
+            assert begin is not None
+            self._current.updates.append((sizes, begin, mark))
+            self._current.updated_at.append(len(self._current.gradients))
+            self._current.updates_begin = mark
 
     def invalidate(self) -> None:
         """The current step is no ordinary one."""
@@ -259,7 +267,7 @@ class StepTimer:
             recording = self._done[0]
             if recording.next_begin is None or not self._clock.is_past(recording.next_begin):
                 break
-            if recording.updates and not self._clock.is_past(recording.updates[-1][1]):
+            if recording.updates and not self._clock.is_past(recording.updates[-1][2]):
                 break
             sample = self._sample(recording)
             if sample is not None:
@@ -288,8 +296,13 @@ class StepTimer:
             backward[r.gradients[place][0]] -= seconds(begin, end)
         gpu_update = self._updates(r)
         tail = seconds(r.backward_end, r.next_begin)
-        if not isinstance(r.backward_end, torch.cuda.Event):
-            tail -= sum(gpu_update.values())  # a CPU's one thread does these in between
+        in_backward = any(place < self._num_layers for place in r.updated_at)
+        if not isinstance(r.backward_end, torch.cuda.Event):  # a CPU's one thread does these itself
+            for place, (_, begin, end) in zip(r.updated_at, r.updates, strict=True):
+                if place < self._num_layers:
+                    backward[r.gradients[place][0]] -= seconds(begin, end)
+                else:
+                    tail -= seconds(begin, end)
         return StepSample(
             forward=forward,
             cpu_wait=cpu_wait,
@@ -299,6 +312,7 @@ class StepTimer:
             tail=max(0.0, tail),
             gpu_update=gpu_update,
             seconds=seconds(r.forward[0][2], r.next_begin),
+            updates_in_backward=in_backward,
             launch_bound=r.launch_bound,
         )
 
@@ -321,12 +335,8 @@ class StepTimer:
     def _updates(self, r: _Recording) -> dict[int, float]:
         """Seconds of each layer's update on the device."""
         result: dict[int, float] = {}
-        begin = r.updates_begin
-        if begin is None:
-            return result
-        for sizes, mark in r.updates:
+        for sizes, begin, mark in r.updates:
             # An update is bound by memory bandwidth: each element takes the same time.
             each = self._clock.seconds(begin, mark) / sum(sizes.values())
             result.update((index, each * size) for index, size in sizes.items())
-            begin = mark
         return result

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from support.covering import everyday
 from support.engines import built, environment, make_config
 from support.models import Recomputed, make_model
 from support.shadow import Shadow
@@ -16,6 +20,10 @@ from support.short_memory import short_of_memory
 from training import ALL_FRACTIONS, FRACTIONS, Faulty, backward, inputs, make_steps
 
 from hytrain.errors import AbortedBackwardError, ConfigError, GradientOrderError
+from hytrain.model.layer_state import LayerState
+from hytrain.offload import device_update
+from hytrain.offload.update_groups import GroupLimits, group_begins
+from hytrain.offload.update_pipeline import UpdatePipeline
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -66,6 +74,59 @@ def test_a_layer_that_proves_incomplete_in_such_a_first_backward_is_an_error() -
         pytest.raises(GradientOrderError, match=says),
     ):
         backward(engine, 0)
+
+
+@everyday({"moments": ("fp32", "8bit"), "stage": (2, 3), "accumulation": (1, 2)})
+def test_the_device_keeps_gradients_of_two_launches_at_most(
+    monkeypatch: pytest.MonkeyPatch, moments: str, stage: int, accumulation: int
+) -> None:
+    """A layer is updated there as its gradient comes; small ones are with their neighbours."""
+    monkeypatch.setattr(
+        device_update,
+        "group_begins",
+        partial(limited_begins, most_layers=2 if moments == "fp32" else 1),
+    )
+    config = make_config(
+        gpu_fraction=1.0, direct=True, stage=stage, accumulation=accumulation,
+        hytrain={"moments": moments},
+    )  # fmt: skip
+    updated: list[list[int]] = []
+    observer: Any = SimpleNamespace(
+        updates_begin=lambda: None, layers_updated=lambda sizes: updated.append(list(sizes))
+    )
+    most: list[int] = []
+    send = UpdatePipeline.send
+
+    def sent(pipeline: UpdatePipeline, layer: LayerState, *arguments: Any) -> None:
+        send(pipeline, layer, *arguments)
+        at_once = 2 if moments == "fp32" else 1
+        kept = [each.shard_size * each.gradient_dtype.itemsize for each in pipeline.layers]
+        assert pipeline.waiting_on_device <= 2 * at_once * max(kept)
+        most.append(sum(each.update.gradient is not None for each in pipeline.layers))
+
+    monkeypatch.setattr(UpdatePipeline, "send", sent)
+    with built(make_model("mlp"), config) as engine:
+        engine.optimizer.pipeline.observer = observer
+        shadow = Shadow(engine)
+        for number in range(4 * accumulation):
+            updated.clear()
+            backward(engine, number)
+            if not engine.is_gradient_accumulation_boundary():
+                engine.step()
+                assert not updated
+                continue
+            if number >= accumulation:  # the first backward learns the order
+                pairs = [[4, 5], [2, 3], [0, 1]]
+                assert updated == (pairs if moments == "fp32" else [[i] for i in range(5, -1, -1)])
+            shadow.step()
+        shadow.check()
+    assert max(most) == (1 if moments == "fp32" else 0)
+
+
+def limited_begins(
+    sizes: Sequence[int], groupable: Sequence[bool], limits: GroupLimits, *, most_layers: int
+) -> list[int]:
+    return group_begins(sizes, groupable, replace(limits, most_layers=most_layers))
 
 
 def test_nothing_stays_pending() -> None:
@@ -127,11 +188,13 @@ def test_changing_hyper_parameters_before_backward_is_fine(gpu_fraction: float) 
         shadow.check()
 
 
-@pytest.mark.parametrize("what", ["forward", "step", "synchronize", "state_dict", "save"])
-def test_an_exception_in_backward_leaves_a_part_of_a_step(what: str, tmp_path: Path) -> None:
+@everyday({"what": ("forward", "step", "synchronize", "state_dict", "save"), "k": (0.5, 1.0)})
+def test_an_exception_in_backward_leaves_a_part_of_a_step(
+    what: str, k: float, tmp_path: Path
+) -> None:
     """Every use says so, until a checkpoint is loaded; then training goes on as from there."""
     model = Faulty()
-    with built(model, make_config(gpu_fraction=0.5, direct=True)) as engine:
+    with built(model, make_config(gpu_fraction=k, direct=True)) as engine:
         make_steps(engine, range(2))
         engine.save_checkpoint(tmp_path)
         with model.failing(block=0):
@@ -153,17 +216,12 @@ def test_an_exception_in_backward_leaves_a_part_of_a_step(what: str, tmp_path: P
         shadow.check()
 
 
-@pytest.mark.parametrize("fault", ["first", "gpu"])
-def test_an_exception_before_anything_was_committed(fault: str) -> None:
-    """In the first backward, and where all layers are on the GPU, no update has begun."""
+@pytest.mark.parametrize("gpu_fraction", [0.0, 1.0])
+def test_an_exception_before_anything_was_committed(gpu_fraction: float) -> None:
+    """In the first backward no update has begun."""
     model = Faulty()
-    with built(
-        model, make_config(gpu_fraction=1.0 if fault == "gpu" else 0.0, direct=True)
-    ) as engine:
+    with built(model, make_config(gpu_fraction=gpu_fraction, direct=True)) as engine:
         shadow = Shadow(engine)
-        if fault == "gpu":
-            backward(engine, 0)
-            shadow.step()
         with model.failing(block=0):
             backward(engine, 50)
         shadow.gradients.clear()

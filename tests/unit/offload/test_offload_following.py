@@ -124,6 +124,7 @@ class Simulation:
                 is_short=False, in_flight=0, kept=0, stop=lambda: None, end_backward=lambda: None
             ),
             mover=self.mover,
+            waiting_on_device=0,
             cpu=SimpleNamespace(
                 worker=SimpleNamespace(take_spans=self._take_spans),
                 pinned=SimpleNamespace(num_bytes=0),
@@ -389,7 +390,7 @@ class CountingProbe:
     def begin_backward(self) -> None:
         self.begun += 1
 
-    def gradient(self, index: int, in_flight: int) -> None:
+    def gradient(self, index: int, waiting: int, in_flight: int) -> None:
         pass
 
     def end_step(self, gpu_layers: int, moving_bytes: int) -> None:
@@ -419,6 +420,11 @@ def test_backward_is_held_to_what_the_plan_leaves_free(
         layer.placement = "gpu"
     simulation.manager.begin_backward()
     assert len(told) == 1
+    # Where no gradient is planned to stay, the first backward asks whether all of them may.
+    each = [replace(one, keeps_pending=False) for one in simulation.manager._bytes]
+    simulation.manager._bytes = tuple(each)
+    simulation.manager.begin_backward()
+    assert len(told) == 2
 
 
 def test_memory_is_followed_now_and_then_and_after_a_change(simulation: Simulation) -> None:

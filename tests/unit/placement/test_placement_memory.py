@@ -10,16 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain.errors import MemoryBudgetError, PlacementError
+from hytrain.offload.update_groups import LIMITS as GROUPS
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import (
     Bounds,
     bounds,
     check_fits,
     gpu_peak_bytes,
+    gradient_bytes,
     gradient_room,
     host_bytes,
     state_bytes,
     table,
+    waiting_bytes,
 )
 
 # State 12 B and gradient 2 B a parameter: 1200 and 200, 2400 and 400, 3600 and 600.
@@ -65,13 +68,27 @@ def test_fp32_gradients_count_in_full() -> None:
 def test_where_updates_commit_directly_no_gradient_waits_on_the_host() -> None:
     direct = [replace(layer, keeps_pending=False) for layer in LAYERS]
     assert [host_bytes(direct, k, 50) for k in range(4)] == [7250, 6050, 3650, 50]
-    # On the GPU a gradient waits for its update either way.
-    assert gpu_peak_bytes(direct, LIMITS, 2) == gpu_peak_bytes(LAYERS, LIMITS, 2)
     limits = replace(LIMITS, host=7250)
     assert (bounds(LAYERS, limits, 50), bounds(direct, limits, 50)) == (
         Bounds(3, 1, 3),
         Bounds(3, 0, 3),
     )
+
+
+def test_where_updates_commit_directly_the_gpu_has_gradients_of_two_launches() -> None:
+    """A layer's own, or of small ones that share a launch."""
+    alone = [replace(layer, keeps_pending=False, moments="8bit") for layer in LAYERS]
+    assert waiting_bytes(alone[:1]) == 200
+    assert waiting_bytes(alone * 9) == 2 * max(gradient_bytes([layer]) for layer in alone)
+    shared = [replace(layer, keeps_pending=False, parameters=1 << 20) for layer in LAYERS]
+    assert waiting_bytes(shared * 9) == 27 << 21
+    assert waiting_bytes(shared * 99) == 2 * 2 * GROUPS.most_elements
+    # Of the layers that backward has been through, with what it used there.
+    limits = replace(LIMITS, gpu_base_at=(0,) * 8 + (900,), gpu_base=900)
+    nine = [replace(layer, parameters=100) for layer in alone * 3]
+    assert gpu_peak_bytes(nine, limits, 8) == state_bytes(nine[:8]) + 900
+    limits = replace(limits, gpu_base_at=(700,) * 8 + (900,))
+    assert gpu_peak_bytes(nine, limits, 8) == state_bytes(nine[:8]) + 700 + 2 * 200
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def probe_step(
     probe.begin_backward()
     for index in reversed(range(len(at))):
         allocator.allocated = at[index]
-        probe.gradient(index)
+        probe.gradient(index, 2_000 * max(0, k - index), 0)
     allocator.peak = max(allocator.peak, peak)
     probe.end_step(k, 0)
 
@@ -230,7 +230,7 @@ def test_the_base_is_what_is_neither_state_nor_waiting_gradient(allocator: FakeA
     assert probe.transient == 70
     # A step without every gradient tells nothing.
     probe.begin_backward()
-    probe.gradient(3)
+    probe.gradient(3, 0, 0)
     probe.end_step(2, 0)
     assert probe.base_at == (170, 270, 370, 570)
 
@@ -245,7 +245,7 @@ def test_of_gradients_in_flight_the_base_has_those_that_every_placement_leaves_r
     probe.begin_backward()
     for index in reversed(range(4)):
         allocator.allocated = activations[index] + in_flight[index]
-        probe.gradient(index, in_flight[index])
+        probe.gradient(index, 0, in_flight[index])
     allocator.peak = 8_100 + 70
     probe.end_step(0, 0)
     assert probe.transient == 70
@@ -259,7 +259,7 @@ def test_state_on_its_way_out_is_no_base(allocator: FakeAllocator) -> None:
     allocator.allocated = 24_000 + 7
     probe.begin_backward()
     for index in reversed(range(4)):
-        probe.gradient(index)
+        probe.gradient(index, 2_000 * (index == 0), 0)
     probe.end_step(1, 12_000)
     assert probe.base_at == (0, 7, 7, 7)  # the first layer's is less than its own gradient
 
