@@ -49,10 +49,7 @@ class LayerMover:
         # this wait the device would have to hold two.
         self._cpu.wait_moved(layer)
         layer.before_update()  # what is pending is committed
-        size = layer.state_bytes
-        give_back_cached(self._streams.device, size)
-        with taking_host_memory(_state_of(layer), size):  # where the device is the CPU
-            memory = torch.empty(size, dtype=torch.uint8, device=self._streams.device)
+        memory = self._device_memory(layer)
         # The allocator gives memory in compute's order: without the event the copy could overwrite
         # what a kernel that is queued still reads there.
         free = self._streams.new_event()
@@ -63,6 +60,21 @@ class LayerMover:
         layer.set_state(memory)
         self._cpu.submit_leave(layer, native_state(layer), free)
         layer.moving = True
+
+    def _device_memory(self, layer: LayerState) -> torch.Tensor:
+        size = layer.state_bytes
+        while True:
+            give_back_cached(self._streams.device, size)
+            try:
+                with taking_host_memory(_state_of(layer), size):  # where the device is the CPU
+                    return torch.empty(size, dtype=torch.uint8, device=self._streams.device)
+            except torch.OutOfMemoryError:
+                if not self._cpu.unfetched:
+                    raise
+                # A placement leaves room to few gradients in flight, and more may be there. Without
+                # this wait a layer that fits would be taken for one that does not.
+                self._cpu.wait_fetched()
+                self._cpu.release_fetched()
 
     def to_cpu(self, layer: LayerState) -> None:
         """A GPU-placed layer is updated on the host from the next step on.

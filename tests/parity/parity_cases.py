@@ -47,6 +47,14 @@ SPLIT = [
     Case("vit", 0.3, "off", 1, "bf16", 3, **STEPS, master="split", moments="bf16"),
     Case("gpt2", 0.3, "off", 4, "bf16", 2, **STEPS, master="split", moments="8bit"),
 ]
+DIRECT = [  # committed as gradients come, on both sides
+    Case("llama", 0.3, "off", 1, "bf16", 2, **STEPS),
+    Case("gpt2", 1.0, "off", 1, "bf16", 1, **STEPS),
+    Case("vit", 0.3, "off", 4, "fp32", 2, **STEPS),
+    Case("llama", 1.0, "off", 1, "bf16", 2, **STEPS, moments="8bit"),
+    Case("gpt2", 1.0, "off", 1, "bf16", 2, **STEPS, master="split"),
+    Case("llama", 0.3, "off", 1, "bf16", 3, **STEPS),
+]
 SPLIT_ON_TWO_RANKS = [
     Case("llama", 0.3, "sometimes", 1, "bf16", 2, UNEQUAL, **STEPS, master="split",
          moments="8bit"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_cases import ONE_RANK, ROUNDED, SPLIT
+from parity_cases import DIRECT, ONE_RANK, ROUNDED, SPLIT
 from support.comparisons import assert_bitwise_serial, assert_clipping, assert_close_to_torch
 from support.engines import device, environment
 from support.parity import Case, expected_outcomes, torch_states, train
@@ -41,13 +41,13 @@ def check_on_gpu(case: Case, disturb: Callable[[Any], None] | None) -> None:
     assert_close_to_torch(run, torch_states(run))
 
 
-@pytest.mark.parametrize("case", [*ONE_RANK, *ROUNDED, *SPLIT], ids=str)
+@pytest.mark.parametrize("case", [*ONE_RANK, *ROUNDED, *SPLIT, *DIRECT], ids=str)
 def test_covering_selection(case: Case) -> None:
     check_on_gpu(case, None)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("case", ONE_RANK[:6], ids=str)
+@pytest.mark.parametrize("case", [*ONE_RANK[:6], *DIRECT], ids=str)
 def test_with_delays_on_every_stream_and_at_every_hand_off(case: Case, seed: int) -> None:
     with environment("HYTRAIN_DELAYS", f"{seed}:300"):
         check_on_gpu(case, stream_delays(seed))

@@ -179,12 +179,14 @@ def test_no_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, where: str, de
     free_solver(monkeypatch, 4)
     monkeypatch.setattr(backoff, "FIRST_PAUSE", 3)
     monkeypatch.setattr(backoff, "_LONGEST_PAUSE", 3)
-    rng, refused = random.Random(6), [0]
+    refused: set[int] = set()  # steps
+    number = 0
 
     def scarce(take: Callable[..., torch.Tensor], error: Exception) -> Callable[..., torch.Tensor]:
         def take_or_not(*arguments: Any, **keywords: Any) -> torch.Tensor:
-            if rng.random() < 0.3:
-                refused[0] += 1
+            # Of a whole step: where gradients are in flight it is tried again without them.
+            if random.Random(number).random() < 0.3:
+                refused.add(number)
                 raise error
             return take(*arguments, **keywords)
 
@@ -203,11 +205,38 @@ def test_no_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, where: str, de
             backward(engine, number)
             shadow.step()
             gpu_layers(engine)
-        assert refused[0] >= 5
+        assert len(refused) >= 5
         assert moves() > 20
         shadow.check()
         reasons = [decision.reason for decision in engine.placement_decisions()]
-        assert sum(f"the {where} had no memory" in reason for reason in reasons) == refused[0]
+        assert sum(f"the {where} had no memory" in reason for reason in reasons) == len(refused)
+
+
+def test_gradients_in_flight_make_room_for_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_solver(monkeypatch, 4)
+    refused: list[int] = []
+    with environment("HYTRAIN_DELAYS", "3:3000"):  # the worker is behind
+        config = make_config(gpu_fraction=SOLVE, clipping=0.02)
+        with built(make_model("mlp"), config) as engine:
+            cpu = engine.optimizer.pipeline.cpu
+
+            def empty(*arguments: Any, **keywords: Any) -> torch.Tensor:
+                if cpu.unfetched:
+                    refused.append(len(cpu.unfetched))
+                    raise torch.OutOfMemoryError("Tried to allocate 1.00 GiB")
+                return torch.empty(*arguments, **keywords)
+
+            monkeypatch.setattr(mover_module, "torch", ScarceTorch(empty))
+            shadow, moves = Shadow(engine), number_of_moves(engine)
+            for number in range(40):
+                backward(engine, number)
+                shadow.step()
+                gpu_layers(engine)
+            assert refused
+            assert moves() > 10
+            shadow.check()
+            reasons = [decision.reason for decision in engine.placement_decisions()]
+            assert not any("had no memory" in reason for reason in reasons)
 
 
 # -- nothing is left ---------------------------------------------------------------------------
