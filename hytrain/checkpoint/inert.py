@@ -60,8 +60,9 @@ class Unknown:
 
     def __getattr__(self, key: str) -> object:
         # Called for what the object itself has not; copies ask for it before there are fields.
+        # By names such as __array_interface__ others would read memory that a pickle names.
         fields: dict[str, object] = self.__dict__.get("fields", {})
-        if key in fields:
+        if key in fields and not key.startswith("__"):
             return fields[key]
         raise AttributeError(f"nothing was made of a pickled {self.name}: it has no '{key}'")
 

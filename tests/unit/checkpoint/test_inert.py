@@ -268,6 +268,16 @@ def test_a_small_file_takes_little(name: str, tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
+def test_an_unknown_object_does_not_say_where_memory_is(tmp_path: Path) -> None:
+    """numpy asks instances for it where they are to become a number of an array."""
+    memory = np.arange(3.0)
+    stranger = argparse.Namespace()
+    vars(stranger)["__array_interface__"] = memory.__array_interface__ | {"shape": ()}
+    torch.save({"stranger": stranger}, tmp_path / "t.pt")
+    with pytest.raises(TypeError):
+        np.zeros(2)[0] = inert.load(tmp_path / "t.pt")["stranger"]
+
+
 def test_records_are_no_larger_than_the_file(tmp_path: Path) -> None:
     bomb = {"0": bytes(2**26)}
     path = _file(tmp_path, _storage(2**24), bomb, zipfile.ZIP_DEFLATED)
