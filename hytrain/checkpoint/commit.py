@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from hytrain.checkpoint import export_script
 from hytrain.checkpoint.files import sync_folder
 from hytrain.checkpoint.tag_lock import PREFIX, TagLock
-from hytrain.checkpoint.universal import LATEST, LATEST_SUM
+from hytrain.checkpoint.universal import LATEST
 from hytrain.errors import CheckpointError
 from hytrain.testing import faults
 
@@ -50,7 +50,7 @@ def unusable_tag(tag: str) -> str | None:
             f"the tag {tag!r} begins or ends with a space, or has characters that cannot be "
             "printed: it could not be read back from 'latest'; pass another"
         )
-    if path.name in (*LATEST, LATEST_SUM, *export_script.NAMES):
+    if path.name in (*LATEST, *export_script.NAMES):
         return f"the tag '{tag}' is the name of a file in save_dir: pass another"
     if not path.name or path.is_absolute() or ".." in path.parts:
         return f"the tag '{tag}' names no folder in save_dir: pass a name such as global_step100"

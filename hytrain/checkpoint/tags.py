@@ -14,12 +14,7 @@ from hytrain.checkpoint.commit import (
     unusable_tag,
 )
 from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
-from hytrain.checkpoint.universal import (
-    LATEST,
-    LATEST_SUM,
-    CheckpointPaths,
-    unpack_latest_sum,
-)
+from hytrain.checkpoint.universal import LATEST, CheckpointPaths
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -124,32 +119,12 @@ def _read_tag(path: Path) -> str:
     except UnicodeDecodeError:
         tag = ""
     if unusable_tag(tag) is not None or not tag.isprintable():
+        tags = ", ".join(saved_tags(path.parent)) or "those there are"
         raise DamagedCheckpointError(
-            f"{path} is damaged: it holds {content[:80]!r}, which is no tag; {_advice(path.parent)}"
+            f"{path} is damaged: it holds {content[:80]!r}, which is no tag; write the tag to load "
+            f"into it, or pass one of {tags}"
         )
-    _check_sum(path, content.strip())
     return tag
-
-
-def _check_sum(path: Path, content: bytes) -> None:
-    """Raises where a file is not what a save wrote, and nobody has written it since."""
-    sums = path.with_name(LATEST_SUM)
-    if not sums.is_file():
-        return  # of plain DeepSpeed, or of an older version
-    saved = unpack_latest_sum(sums.read_bytes()[:10000])
-    # A save writes the sum last; who writes a tag into the file later (by hand, or plain
-    # DeepSpeed) means it.
-    if saved in (None, content) or path.stat().st_mtime_ns > sums.stat().st_mtime_ns:
-        return
-    raise DamagedCheckpointError(
-        f"{path} is damaged: it holds {content[:80]!r} where {saved[:80]!r} was written; "
-        f"{_advice(path.parent)}"
-    )
-
-
-def _advice(folder: Path) -> str:
-    tags = ", ".join(saved_tags(folder)) or "those there are"
-    return f"write the tag to load into it, or pass one of {tags}"
 
 
 def _is_foreign(folder: Path) -> bool:

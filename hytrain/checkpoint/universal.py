@@ -1,7 +1,6 @@
 """The format: DeepSpeed's universal checkpoints. What is where, under which keys.
 
 <save_dir>/latest, latest_universal           the tag
-<save_dir>/hytrain_latest                     its checksum; DeepSpeed does not look at it
 <save_dir>/<tag>/mp_rank_00_model_states.pt   module weights, buffers, schedule, counters
 <save_dir>/<tag>/zero_pp_rank_0_mp_rank_00_model_states.pt    that without weights, for plain ZeRO-3
 <save_dir>/<tag>/zero/optimizer_state.pt      parameter groups and hytrain's own record
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,9 +34,6 @@ MODEL_STATES_OF_ZERO3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 LATEST = ("latest", "latest_universal")
 """Files that name the newest tag; plain DeepSpeed reads the second for universal checkpoints."""
-
-LATEST_SUM = "hytrain_latest"
-"""What a save has written into these: the tag's CRC-32 and the tag; DeepSpeed does not look."""
 
 PARAM = "param"
 CAT_DIM = "cat_dim"
@@ -114,17 +109,6 @@ def no_parameters(paths: CheckpointPaths) -> str:
         f"{paths.folder}_universal --inject_missing_state`, or pass load_optimizer_states=False to "
         "load its weights"
     )
-
-
-def pack_latest_sum(tag: str) -> bytes:
-    """What :data:`LATEST_SUM` holds."""
-    return b"%08x %s" % (zlib.crc32(tag.encode()), tag.encode())
-
-
-def unpack_latest_sum(content: bytes) -> bytes | None:
-    """The tag that was written; None where the file is damaged itself."""
-    head, _, tag = content.partition(b" ")
-    return tag if head == b"%08x" % zlib.crc32(tag) else None
 
 
 def pack_tensor(tensor: torch.Tensor) -> dict[str, Any]:

@@ -33,11 +33,9 @@ from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
 from hytrain.checkpoint.target import SaveTarget, room_text, writing
 from hytrain.checkpoint.universal import (
     LATEST,
-    LATEST_SUM,
     MODEL_STATES_OF_ZERO3,
     STEP,
     CheckpointPaths,
-    pack_latest_sum,
     pack_tensor,
 )
 from hytrain.comm.collectives import ShardCollectives
@@ -296,13 +294,11 @@ def _commit(files: FileWriters, saving: Path, target: SaveTarget) -> None:
         return
     put_beside(target.save_dir)
     tag = target.tag
-    # The first of them is the one that is read first: it changes last, and the sum after it.
-    contents = {target.save_dir / name: tag.encode() for name in reversed(LATEST)}
-    contents[target.save_dir / LATEST_SUM] = pack_latest_sum(tag)
-    for path, content in contents.items():
+    # The first of them is the one that is read first: it changes last.
+    for path in (target.save_dir / name for name in reversed(LATEST)):
         faults.point(f"save.{path.name}")
         files.try_to(
-            lambda path=path, content=content: _write_latest(path, content),
+            lambda path=path: _write_latest(path, tag.encode()),
             f"{path} could not be written",
             f"the checkpoint is whole all the same: pass the tag '{tag}' to load it",
         )

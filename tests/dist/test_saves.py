@@ -25,7 +25,7 @@ full = pytest.mark.parity_full
 RUN = Run(fractions=(0.6, 0.4), gpu_fraction=0.3)
 BESIDE = replace(RUN, asynchronous=True)
 TAG = "last"
-LEFT = {TAG, "latest", "latest_universal", "hytrain_latest", "zero_to_fp32.py", NOTE}
+LEFT = {TAG, "latest", "latest_universal", "zero_to_fp32.py", NOTE}
 MOST_STEPS = 2000
 """Until a save that goes on beside them has come to where it fails, on a busy machine too."""
 
@@ -102,7 +102,6 @@ POINTS = [
     ("save.renamed", 1, 0, "new"),
     ("save.latest_universal", 1, 0, "new"),
     ("save.latest", 1, 0, "new"),
-    ("save.hytrain_latest", 1, 0, "new"),
 ]
 DAILY = {(RUN, "save.file", 1), (RUN, "save.latest", 0), (BESIDE, "save.renaming", 0)}
 

@@ -278,7 +278,7 @@ def test_manifests(checkpoint: Path) -> None:
     _hold(Subject(file, commands, unpack, pack))
 
 
-@pytest.mark.parametrize("name", ["latest", "hytrain_latest", "config.json"])
+@pytest.mark.parametrize("name", ["latest", "config.json"])
 def test_files_beside(name: str, checkpoint: Path) -> None:
     file = checkpoint / name
     commands = [[*command] for command in _commands(checkpoint)]

@@ -14,7 +14,7 @@ import pytest
 from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import file_writers
-from hytrain.checkpoint.commit import begin_save, saved_tags
+from hytrain.checkpoint.commit import saved_tags
 from hytrain.checkpoint.export_script import NOTE
 from hytrain.checkpoint.files import SummingFile
 from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
@@ -107,7 +107,7 @@ def test_killed_while_replacing(
     # A load tidies nothing up: others may be loading, too. The next save does.
     assert_same(_loaded(reader, tmp_path), new if has_new else old)
     engine.save_checkpoint(tmp_path, tag=TAG)
-    assert _entries(tmp_path) == {TAG, "latest", "latest_universal", "hytrain_latest"}
+    assert _entries(tmp_path) == {TAG, "latest", "latest_universal"}
     assert_same(_loaded(reader, tmp_path), new)
 
 
@@ -125,7 +125,7 @@ def test_failed_while_replacing(point: str, engine: Any, reader: Any, tmp_path: 
         words = "pass the tag 'last' to load it" if point == "latest" else "so is what was saved"
         with pytest.raises(CheckpointError, match=f"No space left.*{words}"):
             engine.save_checkpoint(tmp_path, tag=TAG)
-    assert _entries(tmp_path) == {TAG, "latest", "latest_universal", "hytrain_latest"}
+    assert _entries(tmp_path) == {TAG, "latest", "latest_universal"}
     assert_same(_loaded(reader, tmp_path), new if point == "latest" else old)
     assert_same(snapshot(engine), new)
 
@@ -140,11 +140,11 @@ def test_what_cannot_be_removed_is_told(
             _break(point, OSError(16, "Device or resource busy"), patch)
             engine.save_checkpoint(tmp_path, tag=TAG)
         assert "cannot be removed" in caplog.text
-        assert len(_entries(tmp_path)) == 5
+        assert len(_entries(tmp_path)) == 4
         assert_same(_loaded(reader, tmp_path), snapshot(engine))
         caplog.clear()
     engine.save_checkpoint(tmp_path, tag=TAG)
-    assert len(_entries(tmp_path)) == 4
+    assert len(_entries(tmp_path)) == 3
 
 
 def test_a_broken_off_replacement_is_told(
@@ -178,7 +178,7 @@ def test_left_over_folders(engine: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the folder has none at all"):
         engine.load_checkpoint(tmp_path, tag=TAG)
     engine.save_checkpoint(tmp_path, tag=TAG)
-    own = {TAG, "latest", "latest_universal", "hytrain_latest"}
+    own = {TAG, "latest", "latest_universal"}
     assert _entries(tmp_path) == own | {"hytrain-saving-other-12345678"}
 
 
@@ -208,31 +208,12 @@ def test_a_tag_that_is_a_link(engine: Any, reader: Any, tmp_path: Path) -> None:
     assert_same(_loaded(reader, saves), snapshot(engine))
 
 
-def test_a_tag_in_a_folder(engine: Any, reader: Any, tmp_path: Path) -> None:
-    for _ in range(2):
-        engine.save_checkpoint(tmp_path, tag="run/5")
-    assert _entries(tmp_path / "run") == {"5"}
-    assert_same(_loaded(reader, tmp_path), snapshot(engine))
-    (tmp_path / "run/5").rename(tmp_path / "run/hytrain-replaced-5")
-    assert_same(_loaded(reader, tmp_path), snapshot(engine))
-
-
 def test_where_nothing_can_be_made(engine: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for folder, tag in ((tmp_path, "file"), (tmp_path / "file", TAG)):
         with pytest.raises(CheckpointError, match="nothing can be saved in"):
             engine.save_checkpoint(folder, tag=tag)
     assert _entries(tmp_path) == {"file"}
-
-
-def test_names_of_folders_do_not_recur(tmp_path: Path) -> None:
-    folders: set[Path] = set()
-    for _ in range(5):
-        saving, lock = begin_save(tmp_path / TAG)
-        folders.add(saving)
-        lock.release()
-    assert len(folders) == 5
-    assert len(_entries(tmp_path)) == 1
 
 
 def test_room_is_asked_for_before_anything_is_written(
