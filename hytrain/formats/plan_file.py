@@ -9,10 +9,9 @@
                 "gpu_bytes", "host_bytes", "limit"}, ...]}
 
 Ranks are in the order of the job's. A step takes ``unclipped_seconds`` or ``clipped_seconds``;
-``step_seconds`` is their mean at the share of clipped steps that was planned for (files of the
-first days have only that, of unclipped steps). ``lower_bound`` is of unclipped steps, and
-``gap`` by what share ``step_seconds`` is above it. Training
-compares the file with what it finds (:func:`difference`) and refuses a plan for something else.
+``step_seconds`` is their mean at the share of clipped steps that was planned for. ``lower_bound``
+is of unclipped steps, and ``gap`` by what share ``step_seconds`` is above it. Training compares the
+file with what it finds (:func:`difference`) and refuses a plan for something else.
 """
 
 from __future__ import annotations
@@ -58,21 +57,13 @@ class Predicted(Record):
     """The step that a plan promises, in seconds, and how much longer than the best it may be."""
 
     step_seconds: float = Field(ge=0.0)
-    unclipped_seconds: float | None = Field(default=None, ge=0.0)
-    clipped_seconds: float | None = Field(default=None, ge=0.0)
+    unclipped_seconds: float = Field(ge=0.0)
+    clipped_seconds: float = Field(ge=0.0)
     lower_bound: float = Field(ge=0.0)
     gap: float | None = Field(ge=0.0)
 
-    @model_validator(mode="after")
-    def _both(self) -> Predicted:
-        if (self.unclipped_seconds is None) != (self.clipped_seconds is None):
-            raise ValueError("unclipped_seconds and clipped_seconds go together")
-        return self
-
     def at(self, clipped_share: float) -> float:
-        """Seconds of a mean step with this share of clipped ones; the plan's, where it has one."""
-        if self.unclipped_seconds is None or self.clipped_seconds is None:
-            return self.step_seconds
+        """Seconds of a mean step with this share of clipped ones."""
         longer = self.clipped_seconds - self.unclipped_seconds
         return self.unclipped_seconds + clipped_share * longer
 

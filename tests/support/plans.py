@@ -56,7 +56,13 @@ def a_plan(
         ),
         global_batch=sum(batches),
         stage=2,
-        predicted=Predicted(step_seconds=0.25, lower_bound=0.25, gap=0.0),
+        predicted=Predicted(
+            step_seconds=0.25,
+            unclipped_seconds=0.25,
+            clipped_seconds=0.25,
+            lower_bound=0.25,
+            gap=0.0,
+        ),
         ranks=tuple(ranks),
     )
     return plan.model_copy(update=changes)

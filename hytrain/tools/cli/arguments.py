@@ -14,7 +14,6 @@ from hytrain.formats.dtypes import Dtype
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 """Of the training copy, the default first."""
 
-_DEFAULT_LIBRARY = ""
 _MOST_WORDS = 4000
 
 
@@ -72,25 +71,6 @@ def positive_ints(text: str) -> tuple[int, ...]:
 def positive_floats(text: str) -> tuple[float, ...]:
     """Finite positive numbers with commas between them."""
     return tuple(positive_float(part) for part in text.split(","))
-
-
-def add_library(group: Any, words: str) -> None:
-    """``--library``, with or without a folder, for a parser or a group of its arguments."""
-    group.add_argument(
-        "--library",
-        nargs="?",
-        const=_DEFAULT_LIBRARY,
-        metavar="DIR",
-        help=f"{words} (without DIR: $HYTRAIN_PROFILES, else ~/.local/share/hytrain/profiles)",
-    )
-
-
-def library_folder(given: str) -> Path:
-    """The folder that ``--library`` names."""
-    # Imported here: `hytrain --help` should not wait for pydantic.
-    from hytrain.tools.planner.library import default_folder
-
-    return default_folder() if given == _DEFAULT_LIBRARY else Path(given)
 
 
 def check_outputs(

@@ -12,16 +12,13 @@ from typing import Any
 
 from hytrain.errors import ConfigError
 from hytrain.formats.moment_kinds import MOMENTS
-from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS
+from hytrain.formats.policies import ACCUMULATION_MODES
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli import plan_hybrid
 from hytrain.tools.cli.arguments import (
     DTYPES,
-    add_library,
     check_outputs,
-    flag,
     given_flags,
-    library_folder,
     positive_float,
     positive_int,
     refuse_flags_of_plan,
@@ -32,13 +29,18 @@ from hytrain.tools.cli.plan_options import STAGES, moments_of, plan_options, rea
 _DESCRIPTION = (
     "Divides the samples of a batch and the optimizer state over GPUs of unlike speed and memory, "
     "on hosts that differ in cores and memory: from profiles of `hytrain profile`, or, for GPUs "
-    "that are only named, from a library of profiles or from data sheets."
+    "that are only named, from data sheets."
 )
 _GIB = 1024**3
 _SHEET_SEQ_LEN = 1024
 # 65,536 samples of a model of 7 B took less than 10 s on 8 ranks, in stage 3, too (one core), and
 # 42 and 90 s on 4 ranks whose host had hardly enough memory. More were not tried.
 _MOST_SAMPLES = 2**16
+# Destinations of the options that only data sheets take.
+_FOR_SHEETS = (
+    *("gpus", "hosts", "model", "seq_len", "dtype", "moments"),
+    *("cores", "host_memory", "host_bandwidth"),
+)
 
 
 def add(plan: argparse.ArgumentParser) -> None:
@@ -46,7 +48,7 @@ def add(plan: argparse.ArgumentParser) -> None:
     plan.description = _DESCRIPTION
     _add_subject(plan.add_argument_group("GPUs, model and batch"))
     _add_choices(plan.add_argument_group("what the plan may use"))
-    _add_hosts(plan.add_argument_group("hosts of --gpus (default: as measured, or usual values)"))
+    _add_hosts(plan.add_argument_group("hosts of --gpus"))
     output = plan.add_argument_group("output")
     output.add_argument(
         "--out", type=Path, metavar="PLAN", help='write the plan, for "hytrain": {"plan": PLAN}'
@@ -72,9 +74,8 @@ def _add_subject(group: Any) -> None:
         "--gpus",
         nargs="+",
         metavar="NAME",
-        help="GPUs by name instead of the profile's ranks, as in: l4 l4 a6000, or 2xl4 a6000",
+        help="instead, GPUs of data sheets, as in: l4 l4 a6000, or 2xl4 a6000",
     )
-    add_library(group, "look --gpus up in a library of profiles")
     group.add_argument(
         "--hosts",
         type=positive_int,
@@ -87,8 +88,7 @@ def _add_subject(group: Any) -> None:
         "--model",
         type=Path,
         metavar="PATH",
-        help="a transformers config.json or its folder: needed where --gpus come from data sheets; "
-        "with profiles, it must be the profiled one",
+        help="a transformers config.json or its folder, for data sheets",
     )
     group.add_argument(
         "--seq-len",
@@ -100,7 +100,7 @@ def _add_subject(group: Any) -> None:
     group.add_argument(
         "--moments",
         choices=MOMENTS,
-        help="how Adam's moments are kept (default: as in --deepspeed-config, else fp32)",
+        help="Adam's moments, for data sheets (default: as in --deepspeed-config, else fp32)",
     )
 
 
@@ -125,19 +125,11 @@ def _add_choices(group: Any) -> None:
         "how many layers are gathered at once (default: DeepSpeed's defaults)",
     )
     group.add_argument(
-        "--activations",
-        nargs="+",
-        choices=ACTIVATIONS,
-        default=ACTIVATIONS,
-        help="what may be done with activations: store or recompute them, with one micro-batch "
-        "after another; or go layer by layer and keep the layers' inputs on the GPU or offload "
-        "them to the host (default: any)",
-    )
-    group.add_argument(
         "--accumulation",
         choices=tuple(ACCUMULATION_MODES),
-        help="micro-batches one after another (store, recompute; the only way for some models) or "
-        "layer by layer (keep, offload); default: the faster, in stages 1 and 2 chosen per rank",
+        help="micro-batches one after another (activations are stored or recomputed; the only way "
+        "for some models) or layer by layer (inputs are kept on the GPU or offloaded to the host); "
+        "default: the faster, in stages 1 and 2 chosen per rank",
     )
     group.add_argument(
         "--no-idle", action="store_true", help="every rank computes at least one sample"
@@ -172,15 +164,20 @@ def _add_choices(group: Any) -> None:
 
 
 def _add_hosts(group: Any) -> None:
-    group.add_argument("--cores", type=positive_int, metavar="N", help="cores of each host")
     group.add_argument(
-        "--host-memory", type=positive_float, metavar="GIB", help="memory of each host"
+        "--cores", type=positive_int, metavar="N", help="cores of each host (default: 16)"
+    )
+    group.add_argument(
+        "--host-memory",
+        type=positive_float,
+        metavar="GIB",
+        help="memory of each host (default: 64)",
     )
     group.add_argument(
         "--host-bandwidth",
         type=positive_float,
         metavar="GB/S",
-        help="memory bandwidth of each host",
+        help="memory bandwidth of each host (default: 100)",
     )
     group.add_argument(
         "--interconnect",
@@ -196,14 +193,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     from hytrain.formats.plan_file import write_plan
     from hytrain.tools.infeasible import Infeasible
     from hytrain.tools.planner import plan_report
-    from hytrain.tools.planner.baselines import baselines
     from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
     from hytrain.tools.planner.profile_problem import problem_from
     from hytrain.tools.planner.result import plan_file
 
     if arguments.batch is None:
         message = "plan needs --batch: the samples of a step, all ranks together"
-        if arguments.gpus and not arguments.model and not arguments.profile:
+        if arguments.gpus and not arguments.model:
             message += "; and --model, a transformers config.json, to plan from data sheets"
         raise ConfigError(message)
     if arguments.batch > _MOST_SAMPLES:
@@ -218,7 +214,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     problem, plan = make_plan_without_spare(problem_from(profile, options))
     if isinstance(plan, Infeasible):
         raise PlanError(f"nothing fits: {plan.reason}{_would_fit(arguments, profile, options)}")
-    others = baselines(problem)
     without: Any = None
     if problem.offload_param:
         found = make_plan(problem_from(profile, replace(options, offload_param=False)))
@@ -227,12 +222,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         write_plan(arguments.out, plan_file(problem, plan))
     if arguments.json:
-        record = plan_report.plan_json(problem, plan, others, without)
+        record = plan_report.plan_json(problem, plan, without)
         print(json.dumps({"estimated": is_estimated, **record}, indent=2))
     else:
         if is_estimated:
             print("estimated from data sheets: measure with `hytrain profile` before training\n")
-        print(fold(plan_report.plan_text(problem, plan, others, without)))
+        print(fold(plan_report.plan_text(problem, plan, without)))
     return 0
 
 
@@ -290,28 +285,20 @@ def _profile(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[
     from hytrain.formats.profile_file import merge_profiles, read_profile
     from hytrain.tools.planner import named_gpus
 
-    given = [read_profile(path) for path in arguments.profile or ()]
+    if arguments.profile is not None:
+        given = given_flags(arguments, _FOR_SHEETS)
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)}: for data sheets, --profile has its own: leave it out"
+            )
+        return merge_profiles([read_profile(path) for path in arguments.profile]), False
     if arguments.gpus is None:
-        _refuse_beside_profile(arguments)
-        if not given:
-            raise ConfigError("hytrain plan needs --profile FILE..., or --gpus NAME...")
-        return _checked(arguments, merge_profiles(given)), False
+        raise ConfigError("hytrain plan needs --profile FILE..., or --gpus NAME...")
     groups = named_gpus.hosts_of(named_gpus.expand(arguments.gpus), arguments.hosts)
-    memory, bandwidth = arguments.host_memory, arguments.host_bandwidth
-    wishes = named_gpus.HostWishes(
-        cores=arguments.cores,
-        memory_bytes=None if memory is None else int(memory * _GIB),
-        bandwidth=None if bandwidth is None else bandwidth * 1e9,
-    )
-    if arguments.library is not None:
-        given += _library(arguments)
-    if given:
-        merged = _checked(arguments, merge_profiles(given))
-        return named_gpus.measured_cluster(merged, groups, wishes), False
     if arguments.model is None:
         raise ConfigError(
-            "--gpus without --profile or --library are planned from data sheets, which need a "
-            "--model: give it, or profiles"
+            "--gpus are planned from data sheets, which need a --model: give it, or --profile "
+            "instead"
         )
     from hytrain.tools.profiler.language_model import check_length, read_config
     from hytrain.tools.profiler.model_shape import read_model_shape
@@ -322,70 +309,13 @@ def _profile(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[
     shape = read_model_shape(
         arguments.model, seq_len=seq_len, dtype=arguments.dtype or DTYPES[0], moments=moments
     )
-    return named_gpus.estimated_cluster(groups, shape, wishes), True
-
-
-def _refuse_beside_profile(arguments: argparse.Namespace) -> None:
-    names = ("hosts", "library", "cores", "host_memory", "host_bandwidth")
-    for name in given_flags(arguments, names):
-        raise ConfigError(
-            f"{name} is for --gpus: without them the ranks, hosts and memory are the profile's"
-        )
-
-
-def _library(arguments: argparse.Namespace) -> list[Any]:
-    """The profiles of a folder, of one model: the one that is asked for, or the only one."""
-    from hytrain.tools.planner.library import read_library
-
-    folder = library_folder(arguments.library)
-    found = read_library(folder)
-    found = [one for one in found if not _model_difference(arguments, one)]
-    models = {one.model.model_dump_json() for one in found}
-    if len(models) == 1:
-        return found
-    known = sorted(
-        {
-            f"{one.model.name} ({one.model.seq_len} tokens, moments {one.model.moments})"
-            for one in found
-        }
-    )
-    raise ConfigError(
-        f"--library {folder} holds profiles of several models ({', '.join(known)}): say which with "
-        "--model, --seq-len, --dtype and --moments"
-        if models
-        else f"--library {folder} holds no profile of such a model: `hytrain profile` makes some"
-    )
-
-
-def _checked(arguments: argparse.Namespace, profile: Any) -> Any:
-    """With profiles, --model and the like only make sure that they are of it."""
-    difference = _model_difference(arguments, profile)
-    if difference:
-        raise ConfigError(f"{difference}: plan with a profile of the model to be trained")
-    return profile
-
-
-def _model_difference(arguments: argparse.Namespace, profile: Any) -> str:
-    """In words, what of the model asked for is not as profiled; empty where nothing."""
-    for name in ("seq_len", "dtype", "moments"):
-        value, measured = getattr(arguments, name), getattr(profile.model, name)
-        if value is not None and value != measured:
-            return f"{flag(name)} is {value}, the profile has {measured}"
-    if arguments.model is None:
-        return ""
-    from hytrain.tools.profiler.model_shape import read_model_shape
-
-    found = read_model_shape(
-        arguments.model, seq_len=profile.model.seq_len, dtype=profile.model.dtype
-    ).model
-    for name in ("num_layers", "parameters"):
-        asked, measured = getattr(found, name), getattr(profile.model, name)
-        if asked != measured:
-            return (
-                f"--model {arguments.model} has {name} {asked}, the profile is of "
-                f"{profile.model.name} with {measured}"
-            )
-    return ""
+    given_hosts = {
+        "cores": arguments.cores,
+        "memory_bytes": arguments.host_memory and int(arguments.host_memory * _GIB),
+        "bandwidth": arguments.host_bandwidth and arguments.host_bandwidth * 1e9,
+    }
+    known = {name: value for name, value in given_hosts.items() if value is not None}
+    return named_gpus.estimated_cluster(groups, shape, **known), True
 
 
 # -- published cases ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 from hytrain.errors import ConfigError
 from hytrain.formats.moment_kinds import FP32, MOMENTS, MomentsName
-from hytrain.formats.policies import ACCUMULATION_MODES
+from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS
 
 _GIB = 1024**3
 STAGES = (1, 2, 3)
@@ -81,7 +81,7 @@ def plan_options(
         stage=stage,
         offload_param=offload_param,
         live_parameters=_live_parameters(config),
-        activations=_policies(arguments),
+        activations=ACCUMULATION_MODES.get(arguments.accumulation, ACTIVATIONS),
         memory_fraction=arguments.device_memory_fraction,
         allow_idle=not arguments.no_idle,
         interconnect=interconnect,
@@ -177,19 +177,3 @@ def _live_parameters(config: Mapping[str, Any]) -> Any:
         return most_live(sizes, sharded, settings) + sum(sizes[index] for index in whole)
 
     return live
-
-
-def _policies(arguments: argparse.Namespace) -> Any:
-    """Of the activations those of the accumulation mode that is asked for."""
-    asked = tuple(dict.fromkeys(arguments.activations))
-    if arguments.accumulation is None:
-        return asked
-    policies = ACCUMULATION_MODES[arguments.accumulation]
-    allowed = tuple(one for one in asked if one in policies)
-    if not allowed:
-        raise ConfigError(
-            f"--accumulation {arguments.accumulation} goes with --activations "
-            f"{' or '.join(policies)}, not with {' '.join(asked)}: leave "
-            "one of both options out"
-        )
-    return allowed

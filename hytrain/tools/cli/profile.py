@@ -13,10 +13,8 @@ from hytrain.formats.moment_kinds import FP32, MOMENTS
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     DTYPES,
-    add_library,
     check_outputs,
     given_flags,
-    library_folder,
     positive_float,
     positive_floats,
     positive_int,
@@ -40,8 +38,9 @@ _MEASURED = (
 def add(profile: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     profile.description = _PROFILE
-    profile.add_argument("--out", type=Path, metavar="FILE", help="the profile, a JSON file")
-    add_library(profile, "add it to a library of profiles")
+    profile.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the profile, a JSON file"
+    )
     profile.add_argument(
         "--merge",
         type=Path,
@@ -91,8 +90,6 @@ def add(profile: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.out is None and arguments.library is None:
-        raise ConfigError("nowhere to write the profile: give --out FILE or --library [DIR]")
     check_outputs({"--out": arguments.out}, [("--merge", path) for path in arguments.merge or ()])
     if arguments.merge is not None:
         return _merge(arguments)
@@ -157,13 +154,6 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 def _write(arguments: argparse.Namespace, profile: Any) -> None:
     from hytrain.formats.profile_file import write_profile
-    from hytrain.tools.planner.library import add_to_library
 
-    written: list[Path] = []
-    if arguments.out is not None:
-        write_profile(arguments.out, profile)
-        written.append(arguments.out)
-    if arguments.library is not None:
-        written.append(add_to_library(library_folder(arguments.library), profile))
-    for path in written:
-        print(f"profile: {path}", file=sys.stderr)
+    write_profile(arguments.out, profile)
+    print(f"profile: {arguments.out}", file=sys.stderr)

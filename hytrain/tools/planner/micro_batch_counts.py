@@ -18,7 +18,6 @@ from hytrain.formats.policies import Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.accumulation_modes import Solver, some_rounds
 from hytrain.tools.planner.arrays import Floats
-from hytrain.tools.planner.baselines import allowed_by_speed
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import Collectives, sizes_to_choose, workload
 from hytrain.tools.planner.problem import PlanProblem
@@ -37,8 +36,7 @@ def best_rounds(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
         problem: what is to be dealt to whom.
         solve: for one number of them; asked only where nothing fits, for the reason.
     """
-    by_speed = allowed_by_speed(problem)
-    plans = [by_speed] if by_speed is not None else list[Plan]()
+    plans: list[Plan] = []
     bounds: list[float] = []
 
     def goal() -> float:

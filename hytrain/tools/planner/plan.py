@@ -16,12 +16,11 @@ from dataclasses import replace
 from hytrain.formats.policies import ACCUMULATION_MODES, LAYER_MAJOR, Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.accumulation_modes import best_mode
-from hytrain.tools.planner.baselines import allowed_by_speed
 from hytrain.tools.planner.infeasibility import missing
 from hytrain.tools.planner.local_search import local_search, unevenly
 from hytrain.tools.planner.micro_batch_counts import best_rounds
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.result import TOLERANCE, Found, Plan, to_plan
+from hytrain.tools.planner.result import Found, Plan, to_plan
 from hytrain.tools.planner.search import CLOSE, Search, longer, search
 
 # A plan that is not that close is compared with plans of a step up to so many times as long by the
@@ -77,12 +76,8 @@ def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeas
             f"a batch of {problem.batch} is less than {cluster.num_ranks} ranks, each of which "
             "must compute a sample: raise the batch, or let ranks be idle"
         )
-    simple = allowed_by_speed(problem)
-    # Rounded up: it may be the best plan there is.
-    worst = math.inf if simple is None else simple.step_seconds * (1.0 + TOLERANCE)
-    found = search(problem, worst)
-    plans = [] if simple is None else [simple]
-    plans += [to_plan(problem, one, one.step) for one in found.shortest]
+    found = search(problem)
+    plans = [to_plan(problem, one, one.step) for one in found.shortest]
     if not plans:
         return missing(problem, is_bounded=math.isfinite(found.bound))
     best = min(plans, key=lambda plan: plan.predicted_seconds)

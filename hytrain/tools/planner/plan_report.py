@@ -1,16 +1,15 @@
-"""A plan and what it is compared with, for people and for machines."""
+"""A plan, for people and for machines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from hytrain.formats.plan_file import PlannedRank
 from hytrain.formats.policies import Accumulation
 from hytrain.formats.text_table import align
 from hytrain.tools.infeasible import Infeasible
-from hytrain.tools.planner.baselines import Baseline, own_speeds
 from hytrain.tools.planner.cluster import GpuProfile
+from hytrain.tools.planner.cost_model import Collectives, WorkloadMaker
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Plan, plan_file
 
@@ -34,23 +33,16 @@ _HEADING = (
 )
 
 
-def plan_text(
-    problem: PlanProblem,
-    plan: Plan,
-    others: Sequence[Baseline],
-    without_offload: Plan | None = None,
-) -> str:
-    """What each GPU does in the plan and in what it is compared with, and what is gained.
+def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = None) -> str:
+    """What each GPU does in the plan, and how good it is.
 
     Args:
         problem: what was planned.
         plan: the plan.
-        others: what it is compared with.
         without_offload: the plan for weights that stay on the GPU, where they are planned to be in
             host memory and that fits all the same.
     """
-    own = sum(own_speeds(problem))
-    parts = [_devices(problem), "", "plan", _ranks(problem, plan), _summary(problem, plan, own)]
+    parts = [_devices(problem), "", _ranks(problem, plan), _summary(problem, plan)]
     if plan.gap > 1e-3:
         parts[-1] += f"; at most {plan.gap:.1%} longer than the best that these measurements allow"
         if plan.gap > plan.limits_gap + 1e-3:
@@ -67,19 +59,6 @@ def plan_text(
             "the model fits without --offload-param, too: a step would take "
             f"{1e3 * without_offload.predicted_seconds:.1f} ms"
         )
-    if len(problem.cluster.ranks) == 1:
-        return "\n".join(parts)  # there is nothing to deal out otherwise
-    for other in others:
-        parts += ["", other.name]
-        if isinstance(other.result, Infeasible):
-            parts.append(other.result.reason)
-            continue
-        gain = other.result.predicted_seconds / plan.predicted_seconds
-        if other.result.ranks == plan.ranks:
-            parts.append("the same as the plan")
-            continue
-        parts += [_ranks(problem, other.result), _summary(problem, other.result, own)]
-        parts.append(f"the plan is {gain:.2f} x as fast")
     return "\n".join(parts)
 
 
@@ -122,8 +101,26 @@ def device_words(gpu: GpuProfile) -> str:
     return f"{gpu.name}, {gpu.multiprocessors} {units}" if gpu.multiprocessors else gpu.name
 
 
-def _summary(problem: PlanProblem, plan: Plan, own: float) -> str:
-    speed = problem.batch / plan.predicted_seconds
+def own_speeds(problem: PlanProblem) -> list[float]:
+    """Samples/s that each rank computes for itself at its best micro-batch, updates left out.
+
+    0 where it has no room for a sample.
+    """
+    alone = WorkloadMaker(problem, Collectives(0.0, 0.0))
+
+    def speed(gpu: GpuProfile) -> float:
+        works = (
+            alone.of(gpu, size, size, policy)
+            for policy in problem.activations
+            for size in gpu.micro_batches(problem.batch)
+        )
+        return max((one.batch / one.compute for one in works if one.room >= 0.0), default=0.0)
+
+    return [speed(gpu) for _, gpu in problem.cluster.ranks]
+
+
+def _summary(problem: PlanProblem, plan: Plan) -> str:
+    own, speed = sum(own_speeds(problem)), problem.batch / plan.predicted_seconds
     words = f"predicted step {1e3 * plan.predicted_seconds:.1f} ms, {speed:.1f} samples/s"
     if own > 0.0:
         words += f", {speed / own:.0%} of the GPUs' own speeds added up"
@@ -181,15 +178,9 @@ def _mode_words(plan: Plan) -> list[str]:
 
 
 def plan_json(
-    problem: PlanProblem,
-    plan: Plan,
-    others: Sequence[Baseline],
-    without_offload: Plan | None = None,
+    problem: PlanProblem, plan: Plan, without_offload: Plan | None = None
 ) -> dict[str, Any]:
-    """The plan as its file has it, and the others' steps; null and why where one does not fit.
-
-    The arguments are those of :func:`plan_text`.
-    """
+    """The plan as its file has it; the arguments are those of :func:`plan_text`."""
     record = plan_file(problem, plan).model_dump(mode="json")
     record["samples_per_second"] = problem.batch / plan.predicted_seconds
     record["own_samples_per_second"] = own_speeds(problem)
@@ -199,7 +190,6 @@ def plan_json(
         seconds = None if without_offload is None else without_offload.predicted_seconds
         record["without_offload_param"] = {"step_seconds": seconds}
     record["keeps_gradients"] = problem.keeps_gradients
-    record["compared_with"] = [_other_json(other) for other in others]
     return record
 
 
@@ -212,18 +202,3 @@ def _other_mode_json(plan: Plan) -> dict[str, Any] | None:
     else:
         why = {"step_seconds": other.result}
     return {"accumulation": other.accumulation, **why}
-
-
-def _other_json(other: Baseline) -> dict[str, Any]:
-    if isinstance(other.result, Infeasible):
-        missing = {"reason": other.result.reason, "missing_gib": other.result.missing}
-        return {"name": other.name, "step_seconds": None, **missing}
-    plan = other.result
-    return {
-        "name": other.name,
-        "step_seconds": plan.predicted_seconds,
-        "batch_sizes": [rank.batch_size for rank in plan.ranks],
-        "microbatch_sizes": [rank.microbatch_size for rank in plan.ranks],
-        "gpu_layers": [rank.gpu_layers for rank in plan.ranks],
-        "gpu_bytes": [rank.gpu_bytes for rank in plan.ranks],
-    }

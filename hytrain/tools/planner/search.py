@@ -54,7 +54,7 @@ class Search:
         return sorted(best, key=lambda one: one.step)
 
 
-def search(problem: PlanProblem, worst: float) -> Search:
+def search(problem: PlanProblem, worst: float = math.inf) -> Search:
     """Searches with even and with unequal shards.
 
     Args:

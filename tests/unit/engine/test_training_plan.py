@@ -351,7 +351,6 @@ def test_without_a_plan_there_is_no_report() -> None:
 BOTH = Predicted(
     step_seconds=0.5, unclipped_seconds=0.25, clipped_seconds=0.5, lower_bound=0.25, gap=0.0
 )
-OLD = Predicted(step_seconds=0.5, lower_bound=0.25, gap=0.0)
 
 
 def watch(predicted: Predicted) -> PlanWatch:
@@ -408,13 +407,6 @@ def test_the_prediction_is_that_of_as_many_clipped_steps(clipped: str, share: fl
     words = found.table().splitlines()[0]
     assert f"step {1e3 * found.predicted_seconds:.1f} -> 400.0 ms" in words
     assert f"{share:.0%} of the steps clipped" in words
-
-
-@pytest.mark.parametrize("clipped", ["-----", "ccccc"])
-def test_an_old_plan_has_one_prediction(clipped: str) -> None:
-    found = report(OLD, clipped)
-    assert found.predicted_seconds == 0.5
-    assert found.error == pytest.approx(-0.2)
 
 
 def test_the_steps_of_warming_up_are_not_measured() -> None:

@@ -195,7 +195,7 @@ def test_a_plan_puts_all_on_the_gpu_where_steps_are_launch_bound(name: str) -> N
     found = planned(problem)
     (rank,) = found.ranks
     assert rank.gpu_layers == problem.model.num_updates
-    assert "launches by the host" in plan_text(problem, found, ())
+    assert "launches by the host" in plan_text(problem, found)
     gpu = problem.cluster.ranks[0][1]
     assert not replace(gpu, launches=None).is_launch_bound(1)
 
@@ -208,13 +208,13 @@ def test_warns_of_a_host_that_drifts(spread: float, is_warned: bool) -> None:
     gpu = replace(gpu, launches=replace(gpu.launches, spread=spread))
     problem = with_hosts(problem, replace(host, gpus=(gpu,)))
     found = planned(problem)
-    told = "launching took 40% longer than in others" in plan_text(problem, found, ())
+    told = "launching took 40% longer than in others" in plan_text(problem, found)
     assert told == is_warned
     # Where the GPU has more to do than the host, it makes no difference.
     layer = Table(((1.0, 0.1),))
     gpu = replace(gpu, launches=replace(gpu.launches, layer_ms=layer))
     problem = with_hosts(problem, replace(host, gpus=(gpu,)))
-    assert "longer than in others" not in plan_text(problem, found, ())
+    assert "longer than in others" not in plan_text(problem, found)
 
 
 def test_launches_count_as_far_as_the_gpu_waits_for_them() -> None:

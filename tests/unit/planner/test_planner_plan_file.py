@@ -71,33 +71,6 @@ def test_it_is_read_as_it_was_written(plan: PlanFile, tmp_path: Path) -> None:
     assert predicted["unclipped_seconds"] > 0.0
 
 
-def test_a_file_that_knows_no_frozen_parameters_is_of_a_model_without_any(
-    plan: PlanFile, tmp_path: Path
-) -> None:
-    record = plan.model_dump(mode="json")
-    del record["model"]["frozen"]
-    old = _read(tmp_path, record)
-    assert old == plan
-    (word,) = difference(old, replace(_actual(old), frozen=7))
-    assert word == "parameters that are not trained: planned for 0, found 7"
-
-
-def test_a_file_that_knows_no_clipped_steps_is_read(plan: PlanFile, tmp_path: Path) -> None:
-    record = plan.model_dump(mode="json")
-    for key in ("unclipped_seconds", "clipped_seconds"):
-        del record["predicted"][key]
-    old = _read(tmp_path, record)
-    assert old.predicted.clipped_seconds is None
-    for share in (0.0, 0.5, 1.0):
-        assert old.predicted.at(share) == plan.predicted.step_seconds
-    write_plan(tmp_path / "again.json", old)
-    assert read_plan(tmp_path / "again.json") == old
-    # Half of it is a mistake.
-    record["predicted"]["clipped_seconds"] = 1.0
-    with pytest.raises(PlanError, match=r"predicted: .*go together"):
-        _read(tmp_path, record)
-
-
 def test_a_prediction_for_a_share_of_clipped_steps(plan: PlanFile) -> None:
     both = plan.predicted.model_copy(update={"unclipped_seconds": 1.0, "clipped_seconds": 3.0})
     assert [both.at(share) for share in (0.0, 0.25, 1.0)] == [1.0, 1.5, 3.0]

@@ -14,7 +14,7 @@ from hytrain.formats.moment_kinds import MomentsName, state_bytes_each
 from hytrain.formats.profile_file import ProfiledModel
 from hytrain.tools.planner.curves import Table
 from hytrain.tools.planner.device_sheets import ModelShape
-from hytrain.tools.planner.named_gpus import HostWishes, estimated_cluster
+from hytrain.tools.planner.named_gpus import estimated_cluster
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.shards import water_fill
 
@@ -65,9 +65,8 @@ def shape(moments: MomentsName) -> ModelShape:
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 def test_state_has_as_many_bytes_as_the_moments_take(moments: MomentsName) -> None:
-    wishes = HostWishes(memory_bytes=256 << 30)
-    profile = estimated_cluster([["l4", "l4"]], shape(moments), wishes)
-    base = estimated_cluster([["l4", "l4"]], shape("fp32"), wishes)
+    profile = estimated_cluster([["l4", "l4"]], shape(moments), memory_bytes=256 << 30)
+    base = estimated_cluster([["l4", "l4"]], shape("fp32"), memory_bytes=256 << 30)
     options = PlanOptions(
         batch=8,
         gpu_reserve=lambda total: 0,

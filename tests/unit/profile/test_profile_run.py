@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from support.configs import write_llama
 
-from hytrain.errors import PlanError
 from hytrain.formats.profile_file import (
     CopyRates,
     DeviceProfile,
@@ -21,7 +20,6 @@ from hytrain.formats.profile_file import (
 )
 from hytrain.hardware.host_share import RankHost
 from hytrain.tools import cli
-from hytrain.tools.planner.library import add_to_library, default_folder, file_name, read_library
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.result import Plan
@@ -186,10 +184,8 @@ def test_launches_are_spread_over_the_profile(
     ]
 
 
-def test_a_profile_is_written_merged_and_gathered(
-    tmp_path: Path, llama: Path, capsys: Capture
-) -> None:
-    one, two, both, library = (tmp_path / name for name in ("1.json", "2.json", "b.json", "lib"))
+def test_a_profile_is_written_and_merged(tmp_path: Path, llama: Path, capsys: Capture) -> None:
+    one, two, both = (tmp_path / name for name in ("1.json", "2.json", "b.json"))
     assert cli.main(arguments(llama, "--out", one)) == 0
     captured = capsys.readouterr()
     assert captured.out == profile_table(read_profile(one)) + "\n"
@@ -201,12 +197,10 @@ def test_a_profile_is_written_merged_and_gathered(
     assert [row.samples for row in found.devices[0].layer] == [1, 2]
     assert found.hosts[0].ranks == (found.devices[0].label,)
 
-    assert cli.main(arguments(llama, "--out", two, "--library", library)) == 0
+    assert cli.main(arguments(llama, "--out", two)) == 0
     assert cli.main(["profile", "--merge", str(one), str(two), "--out", str(both)]) == 0
-    newer = read_profile(two)
-    assert read_profile(both).devices == newer.devices
-    assert read_library(library) == [newer]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "2.json", "b.json", "lib"]
+    assert read_profile(both).devices == read_profile(two).devices
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "2.json", "b.json"]
 
 
 def refusal(capsys: Capture, *given: object) -> str:
@@ -222,7 +216,6 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(
 ) -> None:
     out = tmp_path / "out.json"
     model = ["--model", llama, "--seq-len", "16"]
-    assert "nowhere to write" in refusal(capsys, *model)
     assert "there is no folder" in refusal(capsys, *model, "--out", tmp_path / "no" / "p.json")
     assert "give both" in refusal(capsys, "--model", llama, "--out", out)
     assert "max_position_embeddings" in refusal(
@@ -269,40 +262,6 @@ def test_a_plan_can_be_made_from_what_was_measured(tmp_path: Path, llama: Path) 
     layers = 4 * (row.forward_ms + row.backward_ms) * (4 / planned.microbatch_size)
     assert plan.step_seconds >= layers / 1e3
     assert 0 < planned.gpu_bytes < profile.devices[0].memory_bytes
-
-
-# ---- the library ----
-
-
-def test_a_library_has_a_file_a_model(
-    tmp_path: Path, llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HYTRAIN_PROFILES", str(tmp_path / "mine"))
-    assert default_folder() == tmp_path / "mine"
-    assert cli.main(arguments(llama, "--library")) == 0
-    assert cli.main(arguments(llama, "--library", seq_len=32)) == 0
-    short, long = read_library(default_folder())
-    assert {short.model.seq_len, long.model.seq_len} == {16, 32}
-    # The same device of another host comes beside the first.
-    device = short.devices[0].model_copy(update={"host": "elsewhere"})
-    host = short.hosts[0].model_copy(update={"host": "elsewhere"})
-    other = short.model_copy(update={"devices": (device,), "hosts": (host,)})
-    path = add_to_library(default_folder(), other)
-    assert path.name == file_name(short.model)
-    assert [found.host for found in read_profile(path).hosts] == [
-        short.hosts[0].host,
-        "elsewhere",
-    ]
-    with pytest.raises(PlanError, match="there is no library"):
-        read_library(tmp_path / "nowhere")
-
-
-def test_a_name_of_any_letters_makes_a_file_name(llama: Path, tmp_path: Path) -> None:
-    assert cli.main(arguments(llama, "--out", tmp_path / "p.json")) == 0
-    model = read_profile(tmp_path / "p.json").model
-    strange = model.model_copy(update={"name": "../Some One's: 70B"})
-    assert file_name(strange).startswith("some-one-s-70b-16-fp32-")
-    assert file_name(model) != file_name(model.model_copy(update={"num_layers": 5}))
 
 
 # ---- progress ----
