@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from hytrain.formats.text_table import WIDTH
 from hytrain.hardware.compile_locks import find_locks
 from hytrain.hardware.host_tree import HostTree, NumaNode, ProcessLimits, parse_list
 from hytrain.kernels import host_limits
@@ -29,7 +28,6 @@ from hytrain.tools.doctor.findings import (
     rate_findings,
     version_findings,
 )
-from hytrain.tools.doctor.report import report_text
 
 GIB = 2**30
 FREE = ProcessLimits(frozenset(range(64)), None, None, None)
@@ -226,25 +224,6 @@ def test_versions() -> None:
     assert findings["deepspeed"].verdict == "bad"
     assert findings["instruction set"].verdict == "note"
     assert _by_name(list(version_findings({}, "avx2")))["torch"].verdict == "bad"
-
-
-def test_the_table_fits(tmp_path: Path) -> None:
-    tree = _machine(tmp_path, nodes=2, cores=4, gib=4096)
-    limits = ProcessLimits(frozenset(range(3)), 10**15, 10**12, "1")
-    bad = replace(
-        RATES, memory=1e6, adam=1e3, to_host=1.0, to_device=1.0, fsync_seconds=99.0, write=1e3,
-        pinned="CUDA error: invalid argument",
-    )  # fmt: skip
-    text = report_text(
-        [
-            *version_findings({}, "scalar"),
-            *core_findings(tree, limits, 8),
-            *numa_findings(tree, limits, NumaFacts((0,) * 8, {0: 0.1})),
-            *memory_findings(tree, limits, 8),
-            *rate_findings(bad),
-        ]
-    )
-    assert [line for line in text.splitlines() if len(line) > WIDTH] == []
 
 
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +16,6 @@ import torch.distributed as dist
 
 from hytrain.comm import failure_watch as watch
 from hytrain.comm import process_exit
-from hytrain.comm.daemon_executor import DaemonExecutor
 from hytrain.comm.failure_messages import Word
 from hytrain.comm.failure_watch import RankWatch
 from hytrain.comm.rank_status import History, StatusStore
@@ -438,18 +435,6 @@ def test_the_end_of_the_data_is_no_failure(job: Job) -> None:
     assert job.finds_nothing(0)
 
 
-def test_what_was_found_is_said_although_the_rank_closes_at_once(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The watching thread is held in its report while the other one has found the failure already.
-    monkeypatch.setattr(watch.logger, "error", lambda *_: time.sleep(0.3))
-    job.ranks[1].tell(ValueError("the cause"), final=True)
-    assert within(lambda: job.ranks[2]._failure is not None)
-    job.ranks[2].close()
-    news = StatusStore(0, 3, lambda: job.store, "a job").look((), History(), lambda: "")
-    assert ("found", 1) in [(word.kind, word.about) for word in news.words if word.rank == 2]
-
-
 def test_a_forked_childs_failure_is_its_own(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(watch.os, "getpid", lambda: -1)
@@ -486,36 +471,3 @@ def test_a_failed_collective_is_explained_where_somebody_knows(job: Job) -> None
     with pytest.raises(RankFailedError, match="the cause") as raised:
         job.ranks[2].run(broken)
     assert isinstance(raised.value.__cause__, RuntimeError)
-
-
-def test_an_error_of_a_lane_is_freed_with_all_frames_at_once() -> None:
-    class Mine(Exception): ...
-
-    def fail() -> None:
-        raise Mine
-
-    lane = DaemonExecutor("a lane")
-    gc.disable()
-    try:
-        ended = lane.submit(fail)
-        assert ended.wait(LONGEST_WAIT)
-        try:
-            ended.result()
-        except Mine as error:
-            gone = weakref.ref(error)
-        assert lane.submit(lambda: None).wait(LONGEST_WAIT)
-        assert gone() is None
-    finally:
-        gc.enable()
-        lane.close()
-
-
-def test_a_lane_keeps_the_order_and_nothing_else() -> None:
-    lane = DaemonExecutor("a lane")
-    order: list[int] = []
-    ended = [lane.submit(lambda n=n: order.append(n)) for n in range(100)]
-    assert ended[-1].wait(LONGEST_WAIT)
-    assert order == list(range(100))
-    lane.close(LONGEST_WAIT)
-    assert lane._thread is not None
-    assert not lane._thread.is_alive()

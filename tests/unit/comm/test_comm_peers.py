@@ -133,31 +133,6 @@ def test_a_connection_is_asked_for_whether_its_host_is_there(pair: tuple[Rank, R
     assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 5
 
 
-@pytest.mark.parametrize("how", ["refuses", "is another service", "does not answer"])
-def test_a_rank_that_has_never_answered_is_not_gone(
-    monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """A firewall may be in between."""
-    monkeypatch.setattr(peers, "REDIAL_SECONDS", 0.0)
-    own, other = Listener(HERE), Listener(HERE)
-    address = other.address
-    if how == "refuses":
-        other.close()
-    if how == "is another service":
-        address = replace(address, secret="an old one", answer="an old one")
-    ring = Peers(0, own, [own.address, address])
-    for _ in range(20):
-        ring.turn()
-        if how != "does not answer":
-            other.turn()
-        time.sleep(0.01)
-    assert ring.unheard() == {1}
-    assert ring.refused() == []
-    assert ring.unreachable() == {}
-    ring.close()
-    other.close()
-
-
 def test_the_ranks_at_an_address_that_gloo_writes() -> None:
     listener = Listener(HERE)
     address = listener.address
@@ -246,20 +221,6 @@ def test_answers_nothing_without_the_secret(rank: Rank, shown: bytes) -> None:
             return  # closed already
         assert is_closed(caller)
     a_rank_is_welcome(rank)
-
-
-def test_a_half_secret_and_more_than_it_are_none(rank: Rank) -> None:
-    secret = rank.listener.address.secret.encode()
-    for shown in (secret[:20], secret + b"\n", secret.upper()):
-        with stranger(rank, shown) as caller:
-            assert is_closed(caller)
-
-
-def test_a_rank_says_nothing_more(rank: Rank) -> None:
-    with stranger(rank, rank.listener.address.secret.encode()) as caller:
-        assert caller.recv(100) == rank.listener.address.answer.encode()
-        caller.sendall(b"x")
-        assert is_closed(caller)
 
 
 def test_a_caller_has_its_time(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

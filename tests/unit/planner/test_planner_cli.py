@@ -66,7 +66,7 @@ def test_json_of_each_case(folder: Path, capsys: Capture) -> None:
     assert second["time"] is None
     assert second["batch_sizes"] is None
     assert second["microbatch_sizes"] is None
-    assert "less than 9 GPUs" in second["missing"]
+    assert "too small for 9 GPUs" in second["missing"]
 
 
 def test_a_table_for_people(folder: Path, capsys: Capture) -> None:
@@ -76,7 +76,7 @@ def test_a_table_for_people(folder: Path, capsys: Capture) -> None:
     assert "2 x slow: 2 samples, 1 x 2, 33.3% of the state each" in text
     assert "none fits" in text
     assert "12.500 *" in text
-    assert "* a plan that does not fit" in text
+    assert "* does not fit in memory" in text
 
 
 def test_the_published_cases(capsys: Capture) -> None:
@@ -95,7 +95,7 @@ def test_the_published_cases(capsys: Capture) -> None:
         ("expected", [CASE | {"gpus": ["half"]}], "no backward time of m on half in float16"),
         ("expected", [CASE | {"gpus": []}], "at least one GPU"),
         ("expected", [3], "case 0 of expected.json"),
-        ("memory", {}, "memory.json has no m in float16"),
+        ("memory", {}, "memory.json has no entry for m in float16"),
     ],
 )
 def test_what_cannot_be_used_is_said_on_one_line(

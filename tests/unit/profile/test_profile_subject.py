@@ -60,23 +60,6 @@ def test_kinds_of_layers_go_round(tmp_path: Path) -> None:
     assert len(copy.blocks) == 3
 
 
-def test_the_dtype_and_device_are_defaults_only_while_building(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    def build(num_layers: int | None, seq_len: int) -> Any:
-        made = torch.zeros(1)
-        seen.append((num_layers, seq_len, made.dtype, made.device.type))
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers or 6)))
-        return model, lambda size: {"input": torch.ones(size, 4)}
-
-    subject = MeasuredModel("given", build, seq_len=7, dtype=torch.bfloat16)
-    assert subject.sizes().num_layers == 6
-    copy = subject.copy(3, CPU)
-    assert seen == [(None, 7, torch.bfloat16, "meta"), (3, 7, torch.bfloat16, "cpu")]
-    assert torch.get_default_dtype() == torch.float32
-    assert next(copy.model.parameters()).dtype == torch.bfloat16
-
-
 FUNCTION = """
 import torch
 from torch import nn

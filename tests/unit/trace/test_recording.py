@@ -7,7 +7,7 @@ import logging
 import sys
 from collections import defaultdict
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ from torch.utils.data import dataloader
 from hytrain.engine import trace_session
 from hytrain.errors import ConfigError
 from hytrain.formats import trace_file as names
-from hytrain.formats.trace_file import Peaks
 from hytrain.hardware.energy import EnergyReading
 from hytrain.tools import cli
 
@@ -122,15 +121,6 @@ def test_every_layer_is_updated_in_every_step(trace: Trace) -> None:
         assert all(begin <= e["ts"] and e["ts"] + e["dur"] <= next_end for e in on_cpu)
         tasks = {"preview", "commit", "commit_then_preview", "publish"}
         assert {e["args"]["task"] for e in on_cpu} <= tasks
-
-
-def test_updates_without_overlap_lie_within_their_step(tmp_path: Path) -> None:
-    config = traced_config(tmp_path, (3, 5), hytrain={"offload": {"overlap_forward": False}})
-    trace = traced(config, 5, tmp_path)
-    for step, (begin, end) in trace.steps().items():
-        spans = [*trace.spans(names.CPU_ADAM, step=step), *trace.spans(names.H2D, step=step)]
-        assert {e["args"]["layer"] for e in spans} == set(range(LAYERS))
-        assert all(begin <= e["ts"] and e["ts"] + e["dur"] <= end for e in spans)
 
 
 def test_each_chunk_is_copied_then_updated_then_sent(trace: Trace) -> None:
@@ -399,20 +389,3 @@ def _calls_of_a_step(num_blocks: int) -> list[str]:
             engine.step()
         sys.setprofile(None)
     return calls
-
-
-@pytest.mark.parametrize(("cores", "expected"), [(8, 8), (2, 3), (None, 3)])
-def test_memory_is_swept_by_all_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: int | None, expected: int
-) -> None:
-    """The peak of 3 update threads on 8 cores would say that more cores win nothing."""
-    asked: list[int] = []
-    monkeypatch.setattr(
-        trace_session, "_memory_rate", lambda _pipeline, threads: asked.append(threads) or 1e9
-    )
-    pipeline: Any = SimpleNamespace(
-        cpu=SimpleNamespace(wait_all=lambda: None), streams=SimpleNamespace(is_cuda=False)
-    )
-    peaks = trace_session.measure_peaks(pipeline, Peaks(cores=cores), 3)
-    assert asked == [expected]
-    assert peaks == Peaks(cores=cores, dram_bytes_per_s=1e9)

@@ -15,7 +15,6 @@ from support.trace_schedule import Schedule
 from support.trace_schedule import write as write_schedule
 
 from hytrain.errors import TraceError
-from hytrain.formats import trace_file
 from hytrain.formats.trace_file import Peaks, read_trace
 from hytrain.tools import cli
 
@@ -130,10 +129,6 @@ def test_a_broken_event_is_named(event: Any, message: str, tmp_path: Path) -> No
 def test_a_header_that_is_refused(header: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=message):
         read_trace(write(tmp_path, {"traceEvents": [], "hytrain": header}))
-
-
-def test_every_lane_has_a_category_of_its_own() -> None:
-    assert len(set(trace_file.CATEGORY.values())) == len(trace_file.LANES)
 
 
 @pytest.mark.parametrize(

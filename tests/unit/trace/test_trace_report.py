@@ -7,28 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.trace_schedule import (
     CPU,
     D2H,
     DATA,
     FORWARD,
-    H2D,
-    LAUNCH,
-    USER,
     Schedule,
     rewrite,
-    simulate,
     write,
 )
 
 from hytrain.tools import cli
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace.analysis import Analysis, analyse
-from hytrain.tools.trace.intervals import Intervals, of_pairs
 from hytrain.tools.trace.load import load
 from hytrain.tools.trace.report_text import sentences
 from hytrain.tools.trace.step_times import PARTS
@@ -177,105 +169,7 @@ def test_kernels_in_place_of_layers(tmp_path: Path) -> None:
         assert kernels.parts[cause] == layers.parts[cause] > 0
 
 
-@pytest.mark.parametrize("chunks", [2, 7, 19])
-def test_layers_of_many_chunks_have_the_same_causes(chunks: int, tmp_path: Path) -> None:
-    """A worker pauses 5 us between chunks: each waited for its own gradient, however many more of
-    the layer's had been copied by then, and for the chunk before it."""
-    schedule = Schedule(layers=6, steps=5, gpu_layers=(0,)).taking(**{CPU: 5000})
-    (path,) = write(tmp_path, schedule, first=2)
-
-    def cut_up(event: dict[str, Any]) -> list[dict[str, Any]]:
-        if event.get("cat") not in ("d2h", "cpu_update"):
-            return [event]
-        length = event["dur"] / chunks
-        return [
-            event
-            | {"ts": event["ts"] + n * length, "dur": length - 5.0 * (n < chunks - 1)}
-            | {"args": event["args"] | {"chunk": n}}
-            for n in range(chunks)
-        ]
-
-    layers, cut = (analyse(load([p])).steps[0][2] for p in (path, rewrite(path, cut_up)))
-    assert cut.busy == layers.busy
-    assert layers.parts[causes.CPU_ADAM] > layers.step.length / 3
-    pauses = 5 * US * (chunks - 1) * 5  # of five layers: what the CPU did between is not known
-    for cause in causes.CAUSES:
-        assert cut.parts[cause] == pytest.approx(layers.parts[cause], abs=pauses), cause
-
-
 # -- properties --------------------------------------------------------------------------------
-
-_TIME = st.integers(0, 3000)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    layers=st.integers(1, 5),
-    ranks=st.integers(1, 2),
-    on_gpu=st.integers(0, 5),
-    clipped=st.booleans(),
-    with_launches=st.booleans(),
-    times=st.fixed_dictionaries(
-        {name: _TIME for name in (CPU, D2H, H2D, DATA, LAUNCH, USER)}
-        | {FORWARD: st.integers(1, 3000)}
-    ),
-)
-def test_parts_sum_to_the_step(
-    tmp_path_factory: pytest.TempPathFactory, times: dict[str, int], **shape: Any
-) -> None:
-    schedule = Schedule(
-        layers=shape["layers"],
-        ranks=shape["ranks"],
-        steps=4,
-        gpu_layers=tuple(range(min(shape["on_gpu"], shape["layers"]))),
-        clipped=(2, 3) if shape["clipped"] else (),
-        with_launches=shape["with_launches"],
-    ).taking(**times)
-    folder = tmp_path_factory.mktemp("run")
-    if any(one["dur"] == 0 for one in simulate(schedule)[0].events if one["cat"] == "step"):
-        return
-    analysis = run(folder, schedule)
-    for steps in analysis.steps.values():
-        for one in steps:
-            assert sum(one.parts.values()) == one.step.length
-            reach = one.step.begin
-            for blame in one.idle:
-                assert reach <= blame.begin < blame.end <= one.step.end
-                reach = blame.end
-            for overlap in one.activities.values():
-                assert overlap.hidden + overlap.exposed == overlap.total
-                assert 0 <= overlap.blocking <= overlap.exposed
-    for fix in analysis.fixes:
-        assert 0.0 <= fix.gain <= 1.0
-    for rank, parts in analysis.critical.items():
-        assert sum(parts.values()) == pytest.approx(analysis.step_seconds(rank), rel=1e-9)
-
-
-_SETS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), max_size=12)
-
-
-def _points(intervals: Intervals) -> set[int]:
-    return {point for begin, end in intervals.pairs() for point in range(begin, end)}
-
-
-@given(one=_SETS, other=_SETS, low=st.integers(0, 40), length=st.integers(1, 40))
-def test_intervals_are_sets_of_points(
-    one: list[tuple[int, int]], other: list[tuple[int, int]], low: int, length: int
-) -> None:
-    a, b = (of_pairs((begin, begin + n) for begin, n in pairs) for pairs in (one, other))
-    theirs = _points(a), _points(b)
-    window = set(range(low, low + length))
-    for found, expected in (
-        (a & b, theirs[0] & theirs[1]),
-        (a | b, theirs[0] | theirs[1]),
-        (a - b, theirs[0] - theirs[1]),
-        (a.within(low, low + length), theirs[0] & window),
-        (a.gaps(low, low + length), window - theirs[0]),
-    ):
-        assert _points(found) == expected
-        assert found.length == len(expected)
-        assert (np.diff(found.begin) > 0).all()
-        assert (found.end > found.begin).all()
 
 
 # -- the command -------------------------------------------------------------------------------
