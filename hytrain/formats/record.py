@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from hytrain.errors import HyTrainError, PlanError
+from hytrain.formats.file_kind import other_kind
 
 
 class Record(BaseModel):
@@ -50,7 +51,8 @@ def parse_json(
     except RecursionError:
         raise error(f"{what} is nested too deeply to be read") from None
     except ValueError as problem:
-        raise error(f"{what} is not JSON: {problem}{_cut(text)}") from None
+        seen = f"not JSON: {problem}{_cut(text)}" if text.strip() else "empty"
+        raise error(f"{what} is {seen}") from None
 
 
 def _whole(digits: str) -> int:
@@ -108,8 +110,10 @@ def parse_record(
     """A file's text as the record that it holds, of a version; ``remedy``: of another one.
 
     Raises:
-        PlanError: no JSON, another version, or values that the record refuses.
+        PlanError: no JSON, another file or version, or values that the record refuses.
     """
+    if other := other_kind(path, what):
+        raise PlanError(f"{other}: give a {what}")
     values = parse_json(text, f"the {what} {path}")
     found = values.get("version") if isinstance(values, dict) else None
     if found != version:

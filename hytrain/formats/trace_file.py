@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, TypeGuard
 from pydantic import BaseModel, ConfigDict, Field
 
 from hytrain.errors import TraceError
+from hytrain.formats.file_kind import other_kind
 from hytrain.formats.record import checked, parse_json
 
 FORMAT: Final = 1
@@ -195,6 +196,8 @@ def read_trace(path: Path) -> TraceFile:
         TraceError: it cannot be read, is no JSON or no trace, is of another format, or an event is
             broken.
     """
+    if other := other_kind(path, "trace"):
+        raise TraceError(f"{other}: give a trace")
     # Not strict: names of operators in foreign traces hold raw control characters.
     values = parse_json(_read_bytes(path), f"the trace {path}", TraceError, strict=False)
     if isinstance(values, list):

@@ -108,7 +108,9 @@ def test_files_that_are_neither(tmp_path: Path, capsys: Capture) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     assert "not text" in _error(capsys, path)
     for text, words in (
-        ("", "is not JSON"),
+        ("", "is empty"),
+        ('{"schemaVersion": 1, "traceEvents": []}', "is a trace, for `hytrain trace report`"),
+        ('{"version": 1, "global_batch": 8}', "is a plan, for training"),
         ("# Title\n", "is not JSON"),
         ('{\n  "hytrain": {},\n}\n', "is not JSON: Expecting property name"),
         ("[1, 2]", "JSON list"),

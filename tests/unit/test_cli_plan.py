@@ -97,6 +97,34 @@ def test_the_plan_is_written(profile: Path, tmp_path: Path, capsys: Capture) -> 
     assert plan.model_dump(mode="json")["ranks"] == record["ranks"]
 
 
+def test_the_path_is_printed_and_an_earlier_plan_may_be_replaced(
+    profile: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "plan.json"
+    for batch in (16, 32):
+        assert _run("--profile", profile, "--batch", batch, "--out", out) == 0
+        assert capsys.readouterr().err == f"plan: {out}\n"
+        assert read_plan(out).global_batch == batch
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"traceEvents": []}', "is a trace, for `hytrain trace report`"),
+        ('{"rank": 0, "kind": "step", "step": 1}\n', "is a metrics file, for `hytrain explain`"),
+        ('{"zero_optimization": {"stage": 2}}', "is a DeepSpeed configuration"),
+        ('{"version": 1, "model": {}, "global_batch": 8}', "is a plan, for training"),
+        ("", "is empty"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(
+    tmp_path: Path, capsys: Capture, text: str, words: str
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    assert words in _error(capsys, "--profile", path, "--batch", 8)
+
+
 def test_plans_hold_where_every_step_is_clipped_by_default(tmp_path: Path, capsys: Capture) -> None:
     made = a_profile("one", a_device("one", "GPU", gigabytes=12))
     weak = made.hosts[0].model_copy(update={"updates": (UpdateRate(threads=16, rate=5e8),)})
@@ -157,6 +185,10 @@ def test_files_are_looked_at_before_anything_is_planned(
     assert "is a folder" in _error(capsys, *given, "--out", tmp_path)
     text = _error(capsys, *given, "--out", tmp_path / "no" / "x.json")
     assert f"--out {tmp_path / 'no' / 'x.json'}: there is no folder" in text
+    script = tmp_path / "train.py"
+    before[script] = b"import torch"
+    script.write_bytes(before[script])
+    assert "replace a file that is no plan" in _error(capsys, *given, "--out", script)
     assert {path: path.read_bytes() for path in before} == before
 
 

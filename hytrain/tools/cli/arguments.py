@@ -10,6 +10,7 @@ from typing import Any
 
 from hytrain.errors import ConfigError
 from hytrain.formats.dtypes import Dtype
+from hytrain.formats.file_kind import kind_of
 
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 """Of the training copy, the default first."""
@@ -74,13 +75,14 @@ def positive_floats(text: str) -> tuple[float, ...]:
 
 
 def check_outputs(
-    outputs: Mapping[str, Path | None], inputs: Iterable[tuple[str, Path | None]]
+    outputs: Mapping[str, Path | None], inputs: Iterable[tuple[str, Path | None]], *, kind: str
 ) -> None:
     """To be called before any work, which would be lost where its result cannot be written.
 
     Args:
         outputs: flag -> file that will be written; None where it was not given.
         inputs: (flag, file) of what is read.
+        kind: of the outputs, as of :func:`kind_of`: one of before may be replaced, nothing else.
 
     Raises:
         ConfigError: a file's folder is not there, or writing it would destroy another one.
@@ -98,6 +100,11 @@ def check_outputs(
                 raise ConfigError(
                     f"{flag} {path} would replace the file of {other}: give another name"
                 )
+        if path.is_file() and path.stat().st_size and kind_of(path) != kind:
+            raise ConfigError(
+                f"{flag} {path} would replace a file that is no {kind}: give another name, or "
+                "remove it"
+            )
         taken.append((flag, path))
 
 

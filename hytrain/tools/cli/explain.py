@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hytrain.errors import ConfigError, HyTrainError, size_text
+from hytrain.formats.file_kind import other_kind
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     given_flags,
@@ -77,6 +78,8 @@ def add(explain: argparse.ArgumentParser) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    if other := other_kind(arguments.file, "metrics file", "DeepSpeed configuration"):
+        raise ConfigError(f"{other}: give a metrics file or a DeepSpeed JSON")
     text = _read(arguments.file)
     config = _whole_config(arguments.file, text)
     if config is not None:

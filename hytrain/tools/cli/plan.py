@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -221,6 +222,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     # Before anything is printed: whoever reads it may stop (`| head`).
     if arguments.out is not None:
         write_plan(arguments.out, plan_file(problem, plan))
+        print(f"plan: {arguments.out}", file=sys.stderr)
     if arguments.json:
         record = plan_report.plan_json(problem, plan, without)
         print(json.dumps({"estimated": is_estimated, **record}, indent=2))
@@ -242,7 +244,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
         model = model / "config.json"
     read = [("--profile", path) for path in arguments.profile or ()]
     read += [("--deepspeed-config", arguments.deepspeed_config), ("--model", model)]
-    check_outputs({"--out": arguments.out}, read)
+    check_outputs({"--out": arguments.out}, read, kind="plan")
 
 
 def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str:

@@ -121,6 +121,7 @@ def _hybrid(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     # Before anything is printed: whoever reads it may stop (`| head`).
     if arguments.out is not None:
         write_record(arguments.out, record, what="plan")
+        print(f"plan: {arguments.out}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(report.result_json(problem, result), indent=2))
     else:
@@ -145,7 +146,7 @@ def _check(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     if arguments.case is not None:
         names = ("args.json", "hostfile", "clusterfile.json")
         read += [("--case", arguments.case / name) for name in names]
-    check_outputs({"--out": arguments.out}, read)
+    check_outputs({"--out": arguments.out}, read, kind="hybrid plan")
 
 
 def _problem(arguments: argparse.Namespace) -> Any:

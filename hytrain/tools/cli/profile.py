@@ -90,7 +90,8 @@ def add(profile: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_outputs({"--out": arguments.out}, [("--merge", path) for path in arguments.merge or ()])
+    read = [("--merge", path) for path in arguments.merge or ()]
+    check_outputs({"--out": arguments.out}, read, kind="profile")
     if arguments.merge is not None:
         return _merge(arguments)
     if arguments.model is None or arguments.seq_len is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,18 +36,23 @@ def add(trace: argparse.ArgumentParser) -> None:
         )
 
 
+def _check_page(arguments: argparse.Namespace, read: list[tuple[str, Path]]) -> None:
+    check_outputs({"--html": arguments.html}, read, kind="page of `hytrain trace`")
+
+
 def _report(arguments: argparse.Namespace) -> int:
     # Imported where they are used: `hytrain --help` should not wait for numpy.
     from hytrain.tools.trace.analysis import analyse, as_json
     from hytrain.tools.trace.load import load
     from hytrain.tools.trace.report_text import report, sentences, verdict
 
-    check_outputs({"--html": arguments.html}, [("FILE", path) for path in arguments.files])
+    _check_page(arguments, [("FILE", path) for path in arguments.files])
     analysis = analyse(load(arguments.files))
     if arguments.html is not None:
         from hytrain.tools.trace.viewer import write_page
 
         write_page(arguments.html, [("", analysis)], verdict(analysis))
+        print(f"page: {arguments.html}", file=sys.stderr)
     if arguments.json:
         words = dict(zip(("overlap", "waits", "change"), sentences(analysis), strict=True))
         print(json.dumps({"sentences": words} | as_json(analysis), indent=1))
@@ -61,7 +67,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from hytrain.tools.trace.load import load
 
     paths: list[Path] = [arguments.file_a, arguments.file_b]
-    check_outputs({"--html": arguments.html}, [("A", paths[0]), ("B", paths[1])])
+    _check_page(arguments, [("A", paths[0]), ("B", paths[1])])
     before, after = (analyse(load([path])) for path in paths)
     comparison = compare(before, after)
     if arguments.html is not None:
@@ -72,6 +78,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         shown = [path.absolute().parent.name if is_same else path.name for path in paths]
         titled = [(f"A: {shown[0]}", before), (f"B: {shown[1]}", after)]
         write_page(arguments.html, titled, compare_verdict(before, after))
+        print(f"page: {arguments.html}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(asdict(comparison), indent=1))
     else:

@@ -41,6 +41,10 @@ def test_table_json_and_plan(case: Path, tmp_path: Path, capsys: Capture) -> Non
     assert values["optimal"]
     assert values["cost"] == values["bound"] == values["plan"]["cost_ms"]
     assert json.loads(out.read_text()) == values["plan"]
+    assert _run("--case", case, "--out", out) == 0  # one of before
+    assert f"plan: {out}" in capsys.readouterr().err
+    out.write_text('{"version": 1, "global_batch": 8}')
+    assert _run("--case", case, "--out", out) == 2
     record = HybridPlanFile.model_validate(values["plan"])
     assert sum(node.gpus for stage in record.stages for node in stage.nodes) == 4
 

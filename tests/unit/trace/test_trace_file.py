@@ -65,7 +65,7 @@ def test_foreign_traces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is not JSON"),
+        ("", "is empty"),
         ('{"traceEvents": [1,}', "is not JSON: [^;]*$"),
         ("a script\n", "is not JSON: [^;]*$"),
         ('{"traceEvents": [{"ph": "X", "na', "ends in the middle"),

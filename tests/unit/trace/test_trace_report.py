@@ -248,6 +248,14 @@ def test_errors_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     assert "would replace the file of FILE" in _error(capsys, "report", path, "--html", path)
     assert "there is no folder" in _error(capsys, "report", path, "--html", "/none/a.html")
     other = tmp_path / "other.json"
+    other.write_text('{"hytrain": {}}')
+    assert "no page of" in _error(capsys, "report", path, "--html", other)
+    assert other.read_text() == '{"hytrain": {}}'
+    assert "is a DeepSpeed configuration" in _error(capsys, "report", other)
+    for _ in range(2):  # a page of before is replaced
+        page = tmp_path / "page.html"
+        assert cli.main(["trace", "report", str(path), "--html", str(page)]) == 0
+        assert f"page: {page}\n" in capsys.readouterr().err
     values = json.loads(path.read_text())
     values["hytrain"]["format"] = 9
     other.write_text(json.dumps(values))

@@ -1,0 +1,41 @@
+"""Which of the files around a training one is, told by its first bytes: traces have gigabytes."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from pathlib import Path
+
+_HEAD = 2**14
+_KINDS = {
+    "page of `hytrain trace`": (rb'<meta name="generator" content="hytrain trace">', "a browser"),
+    "trace": (rb'^\s*\{\s*"(traceEvents|schemaVersion)"', "`hytrain trace report`"),
+    "metrics file": (rb'^\s*\{("rank": \d+, )?"kind": "(step|decision)"', "`hytrain explain`"),
+    "hybrid plan": (rb'^\s*\{\s*"kind":\s*"hybrid"', "`hytrain plan hybrid --export`"),
+    "plan": (rb'^\s*\{\s*"version".*"global_batch"', 'training, as "hytrain": {"plan": FILE}'),
+    "profile": (rb'^\s*\{\s*"version".*"devices"', "`hytrain plan --profile`"),
+    "DeepSpeed configuration": (
+        rb'^\s*\{.*"(hytrain|zero_optimization|train_(micro_)?batch_size\w*)"\s*:',
+        "`hytrain explain`",
+    ),
+}
+"""A pattern of each one's first bytes, and who reads it."""
+
+
+def kind_of(path: Path) -> str:
+    """One of :data:`_KINDS`; empty for others, and for what cannot be read."""
+    try:
+        with path.open("rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if is_packed else path.open("rb") as file:
+            head = file.read(_HEAD)
+    except (OSError, EOFError, zlib.error):
+        return ""
+    return next((kind for kind, (mark, _) in _KINDS.items() if re.search(mark, head, re.S)), "")
+
+
+def other_kind(path: Path, *wanted: str) -> str:
+    """In words, that a file is of a kind which is not wanted, and who reads it; else empty."""
+    kind = kind_of(path)
+    return f"{path} is a {kind}, for {_KINDS[kind][1]}" if kind and kind not in wanted else ""
