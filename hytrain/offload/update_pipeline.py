@@ -169,6 +169,8 @@ class UpdatePipeline:
             group = self._device_update.whole_group(layer)
             if group:
                 self._measure(group)
+                for one in group:
+                    one.update.measure()
                 self._update_on_device(self._hyper, group)
         if self.cpu.unfetched:
             self.cpu.release_fetched()
@@ -202,7 +204,6 @@ class UpdatePipeline:
                 assert layer.update.gradient is not None
                 numbers.append(layer.index)
                 gradients.append(layer.update.gradient)
-                layer.update.measure()
         if numbers:
             self.norm.measure(numbers, gradients)
 
@@ -386,7 +387,7 @@ class UpdatePipeline:
             self.cpu.release_fetched()
             # Without this wait activations of this forward would not fit beside gradients that the
             # last backward has left on the device.
-            if self.room.is_short:
+            if self.room.is_watching and self.room.is_short:
                 self.wait_for_room(layer)
 
     def _gather(self, layer: LayerState) -> None:

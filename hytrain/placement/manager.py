@@ -106,7 +106,7 @@ class PlacementManager:
     def gradient(self, index: int) -> None:
         """A layer's final gradient has been handed over."""
         room = self._pipeline.room
-        if room.is_short:
+        if room.is_watching and room.is_short:
             with self.timer.host_waits():
                 self._pipeline.wait_for_room(self._pipeline.layers[index])
         if self.timer.measures:

@@ -121,7 +121,7 @@ class Simulation:
             streams=SimpleNamespace(device=torch.device("cpu")),
             observer=None,
             room=SimpleNamespace(
-                is_short=False, in_flight=0, kept=0, stop=lambda: None, end_backward=lambda: None
+                is_watching=False, in_flight=0, kept=0, stop=lambda: None, end_backward=lambda: None
             ),
             mover=self.mover,
             waiting_on_device=0,
