@@ -84,7 +84,7 @@ def load_config(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         try:
             loaded = load_ds_config(str(given))
-        except (OSError, ValueError, AssertionError) as error:
+        except (OSError, ValueError, AssertionError, RecursionError) as error:
             raise ConfigError(f"the configuration {given!r} cannot be read: {error}") from error
     if not isinstance(loaded, Mapping) or not loaded:
         seen = "empty" if loaded in ({}, None) else f"a {type(loaded).__name__}"

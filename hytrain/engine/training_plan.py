@@ -79,12 +79,7 @@ def adopt_plan(
         PlanError: the plan cannot be read, or is for another job: on all ranks alike.
         ConfigError: a key says what the plan decides.
     """
-    _refuse_decided(config)
-    if section.master != FP32:
-        raise PlanError(
-            f'"{SECTION}.plan" with "{SECTION}.master": "{section.master}": plans are made for '
-            "fp32 master weights alone; remove one of the two keys"
-        )
+    check_keys(config, section)
     collectives = ShardCollectives(None)
     share = share_host(collectives)
     texts: list[str] = []
@@ -103,11 +98,7 @@ def adopt_plan(
             num_layers=sum(layer.block is not None for layer in layers),
             parameters=sum(_numel(p) for p in trained),
             frozen=sum(_numel(p) for p in model.parameters() if _is_frozen(p)),
-            stage=int(config.get("zero_optimization", {}).get("stage", 0)),
-            global_batch=config.get("train_batch_size") or 0,
-            dtype=_dtype(config),
-            offload_param=_offload_param(config),
-            moments=section.moments,
+            **asked(config, section),
         )
 
     found = _tell_all(find, collectives)
@@ -121,20 +112,46 @@ def adopt_plan(
     # Models and configurations have been compared: they are alike.
     first = found[0][1]
     batch = first.global_batch or plan.global_batch
-    words = difference(plan, replace(first, ranks=ranks, global_batch=batch))
-    if words:
-        raise PlanError(
-            f"the plan {paths[0]} is for another job: {'; '.join(words)}. Nothing was touched: "
-            "plan again with `hytrain plan`, or train what was planned"
-        )
+    refuse_other_job(plan, replace(first, ranks=ranks, global_batch=batch), paths[0])
     own = plan.ranks[collectives.rank]
     _use_activations(model, own, collectives.rank)
     if device.type == "cuda":
         advise_on_plan(own.gpu_bytes, ranks[collectives.rank].memory_bytes)
-    return _section(config[SECTION], section, plan, own, paths[0])
+    return planned_section(config[SECTION], section, plan, own, paths[0])
 
 
-def _refuse_decided(config: Mapping[str, Any]) -> None:
+def refuse_other_job(plan: PlanFile, actual: Actual, path: Path) -> None:
+    """A PlanError where the plan is not for this job."""
+    if words := difference(plan, actual):
+        raise PlanError(
+            f"the plan {path} is for another job: {'; '.join(words)}. Nothing was touched: "
+            "plan again with `hytrain plan`, or train what was planned"
+        )
+
+
+def asked(config: Mapping[str, Any], section: HyTrainConfig) -> dict[str, Any]:
+    """What a configuration says of an :class:`Actual`; ``global_batch`` 0 where it does not."""
+    return {
+        "stage": int(config.get("zero_optimization", {}).get("stage", 0)),
+        "global_batch": config.get("train_batch_size") or 0,
+        "dtype": _dtype(config),
+        "offload_param": _offload_param(config),
+        "moments": section.moments,
+    }
+
+
+def check_keys(config: Mapping[str, Any], section: HyTrainConfig) -> None:
+    """Keys that do not go with a plan.
+
+    Raises:
+        PlanError: master weights are split.
+        ConfigError: a key says what the plan decides.
+    """
+    if section.master != FP32:
+        raise PlanError(
+            f'"{SECTION}.plan" with "{SECTION}.master": "{section.master}": plans are made for '
+            "fp32 master weights alone; remove one of the two keys"
+        )
     given = [key for key in _DECIDED if config[SECTION].get(key) is not None]
     if dict(config[SECTION].get("solver") or {}).get("start") is not None:
         given.append("solver.start")
@@ -211,7 +228,7 @@ def _use_activations(model: nn.Module, own: PlannedRank, rank: int) -> None:
         )
 
 
-def _section(
+def planned_section(
     given: Mapping[str, Any],
     section: HyTrainConfig,
     plan: PlanFile,

@@ -120,7 +120,9 @@ def plan_placement(
         )
     if config.gpu_fraction == "solve":
         allowed = bounds(layer_bytes, limits, staging)
-        num_gpu, reason = _first_number(config, allowed, collectives)
+        num_gpu, reason = first_number(
+            config.solver.start, allowed, collectives.rank, collectives.world_size
+        )
     else:
         allowed = Bounds.unlimited(len(states))
         num_gpu = round(config.gpu_fraction * len(states))
@@ -208,25 +210,24 @@ def _warn_of_host(
     )
 
 
-def _first_number(
-    config: HyTrainConfig, allowed: Bounds, collectives: ShardCollectives
+def first_number(
+    start: Sequence[int] | None, allowed: Bounds, rank: int, num_ranks: int
 ) -> tuple[int, str]:
-    """GPU layers of the first steps, where k is solved, and why."""
-    start = config.solver.start
+    """GPU layers of the first steps, where k is solved, and why; ``start``: the solver's key."""
     if start is None:
         number = allowed.min_gpu_layers
         return number, (
             "before the first step, when times and activations are not known: the fewest GPU "
             f"layers that fit, {number} of {allowed.num_layers}"
         )
-    if len(start) != collectives.world_size:
+    if len(start) != num_ranks:
         raise ConfigError(
             f'"hytrain.solver.start" has {len(start)} numbers but the job has '
-            f"{collectives.world_size} ranks: give one number a rank"
+            f"{num_ranks} ranks: give one number a rank"
         )
-    number = allowed.clamp(start[collectives.rank])
+    number = allowed.clamp(start[rank])
     return number, (
-        f"before the first step: solver.start is {start[collectives.rank]}, which is "
+        f"before the first step: solver.start is {start[rank]}, which is "
         f"{number} of {allowed.num_layers} layers within the bounds of memory"
     )
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.placement_runs import NUM_LAYERS, decision, step_line, text_of, typical_run
+from support.plans import a_plan
 
+from hytrain.formats.plan_file import PlanFile, write_plan
 from hytrain.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,9 +113,10 @@ def test_files_that_are_neither(tmp_path: Path, capsys: Capture) -> None:
         ("", "is empty"),
         ('{"schemaVersion": 1, "traceEvents": []}', "is a trace, for `hytrain trace report`"),
         ('{"version": 1, "global_batch": 8}', "is a plan, for training"),
-        ("# Title\n", "is not JSON"),
-        ('{\n  "hytrain": {},\n}\n', "is not JSON: Expecting property name"),
-        ("[1, 2]", "JSON list"),
+        ("# Title\n", "is empty"),
+        ('{"hytrain": ', "cannot be read"),
+        ("[" * 5000, "cannot be read"),
+        ("[1, 2]", "is a list"),
         (text_of([step_line(1, 0.5, 0)]), "no placement decision"),
         ('{"loss": 1}\n{"loss": 2}\n', "line 1"),
         ('{"train_batch_size": 8}', 'no section "hytrain"'),
@@ -148,7 +151,7 @@ def test_a_configuration_alone_gives_words(config: Path, capsys: Capture) -> Non
 @pytest.mark.parametrize("value", ["NaN", "Infinity", '"3"'])
 def test_numbers_that_are_none(tmp_path: Path, capsys: Capture, value: str) -> None:
     path = tmp_path / "ds_config.json"
-    text = json.dumps(CONFIG | {"gradient_accumulation_steps": "?"}).replace('"?"', value)
+    text = json.dumps(CONFIG | {"gradient_accumulation_steps": "?"}, indent=2).replace('"?"', value)
     path.write_text(text)
     assert '"gradient_accumulation_steps" is ' in _error(capsys, path)
 
@@ -205,8 +208,76 @@ def test_keys_that_training_ignores_are_said(tmp_path: Path, config: Path, capsy
 
 def test_what_a_trainer_fills_in_is_no_error(capsys: Capture) -> None:
     for path in sorted((ROOT / "ds_configs").rglob("*.json")):
-        assert cli.main(["explain", str(path)]) == 0, path
+        has_plan = "plan" in json.loads(path.read_text())["hytrain"]  # whose file is the user's
+        assert cli.main(["explain", str(path)]) == (2 if has_plan else 0), path
         assert "Warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ('"hytrain": {}, "hytrain": {}', "Duplicate keys"),
+        ('"hytrain": {} // as training reads it\n', None),
+    ],
+)
+def test_the_json_is_read_as_training_reads_it(
+    config: Path, capsys: Capture, change: str, words: str | None
+) -> None:
+    config.write_text(config.read_text().replace('"hytrain": {}', change))
+    if words is None:
+        assert cli.main(["explain", str(config)]) == 0
+    else:
+        assert words in _error(capsys, config)
+
+
+@pytest.fixture
+def planned(config: Path) -> PlanFile:
+    """Of two ranks, beside a configuration that names it."""
+    text = json.loads(config.read_text()) | {"hytrain": {"plan": "plan.json"}}
+    config.write_text(json.dumps(text))
+    linear = torch.nn.Linear(1, 1)
+    plan = a_plan(linear, [10, 6], [5, 3], fractions=[0.75, 0.25], gpu_layers=[3, 2], num_layers=3)
+    sizes = {"parameters": 2 * 256 * 64 + 3 * BLOCK + 64, "dtype": "bf16"}
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update=sizes)})
+    write_plan(config.with_name("plan.json"), plan)
+    return plan
+
+
+def test_a_plan_decides_as_in_training(
+    config: Path, model: Path, planned: PlanFile, capsys: Capture
+) -> None:
+    assert cli.main(["explain", str(config)]) == 0
+    assert "Batch: 16 samples a step, 10, 6 on the ranks" in capsys.readouterr().out
+    call = ["explain", str(config), "--model", str(model), "--host-memory", "16", "--json"]
+    for rank, own in enumerate(planned.ranks):
+        assert cli.main([*call, "--gpu-memory", "8", "--rank", str(rank)]) == 0
+        decision = json.loads(capsys.readouterr().out)["decision"]
+        assert decision["gpu_layers_target"] == own.gpu_layers
+        held = decision["layer_bytes"][1]["parameters"]
+        assert held == pytest.approx(BLOCK * own.shard_fraction, rel=0.01)
+    assert "ranks: planned for 2, found 3" in _error(capsys, *call[1:], "--ranks", 3)
+    assert "count from 0" in _error(capsys, *call[1:], "--rank", 2)
+
+
+def test_a_plan_that_training_refuses_is_refused(
+    config: Path, model: Path, planned: PlanFile, capsys: Capture
+) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 4}))
+    assert "layers: planned for 3, found 4" in _error(capsys, config, "--model", model)
+    text = json.loads(config.read_text())
+    for change, words in (
+        ({"train_batch_size": 8}, "global batch: planned for 16, found 8"),
+        ({"bf16": {"enabled": False}}, "dtype: planned for bf16, found fp32"),
+        ({"hytrain": {"plan": "plan.json", "batch_sizes": [8, 8]}}, "leave these out"),
+    ):
+        changed = config.with_name("changed.json")
+        changed.write_text(json.dumps(text | change))
+        assert words in _error(capsys, changed)
+    plan = config.with_name("plan.json")
+    plan.write_text("garbage")
+    assert "is not JSON" in _error(capsys, config)
+    plan.unlink()
+    assert "there is no file" in _error(capsys, config)
 
 
 def test_a_models_sizes_are_the_real_ones(config: Path, model: Path, capsys: Capture) -> None:
@@ -223,7 +294,7 @@ def test_a_models_sizes_are_the_real_ones(config: Path, model: Path, capsys: Cap
     assert cli.main(["explain", str(config), *arguments[:2], *arguments[3:]]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "in 5 layers (3 blocks, and what comes before and after)" in text
-    assert "0 of 5 layers on the GPU (k = 0): the fewest that fit" in text
+    assert "0 of 5 layers on the GPU (k = 0): before the first step" in text
     assert "<- first step" in text
     assert "GPU: there is" in text
     assert cli.main(["explain", str(config), *arguments[:2]]) == 0
@@ -238,7 +309,7 @@ def test_a_model_that_fits_nowhere_is_refused_and_no_more(
     assert cli.main(["explain", str(config), *little]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "A run would be refused: " in text
-    assert "the fewest that fit" not in text
+    assert "before the first step" not in text
     assert cli.main(["explain", str(config), *little, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["decision"]["reason"] == "no number fits"
 
@@ -353,4 +424,6 @@ def test_a_fixed_number_that_does_not_fit_is_no_success(
     call = ["explain", str(config), "--model", str(model), "--host-memory", "64"]
     assert cli.main([*call, "--gpu-memory", "1000"]) == 0
     assert cli.main([*call, "--gpu-memory", "1"]) == 1
-    assert "If that does not fit, the run is refused." in " ".join(capsys.readouterr().out.split())
+    words = " ".join(capsys.readouterr().out.split())
+    assert "The run is refused where that takes more than there is" in words
+    assert "does not fit: the run would take the reserve, or be refused." in words

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hytrain.errors import ConfigError, HyTrainError, size_text
 from hytrain.formats.file_kind import other_kind
@@ -81,9 +80,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     if other := other_kind(arguments.file, "metrics file", "DeepSpeed configuration"):
         raise ConfigError(f"{other}: give a metrics file or a DeepSpeed JSON")
     text = _read(arguments.file)
-    config = _whole_config(arguments.file, text)
-    if config is not None:
-        return _explain_config(arguments, config)
+    if not _is_metrics(text):
+        return _explain_config(arguments)
     given = given_flags(arguments, _FOR_CONFIG)
     if given:
         raise ConfigError(
@@ -105,24 +103,15 @@ def _read(path: Path) -> str:
     )
 
 
-def _whole_config(path: Path, text: str) -> Mapping[str, Any] | None:
-    """The configuration that the file is; None for JSON lines."""
+def _is_metrics(text: str) -> bool:
+    """JSON lines; a configuration may have one line, too, and more than JSON in it."""
     from hytrain.formats.record import parse_json
 
-    first = next((line for line in text.splitlines() if line.strip()), "")
-    try:
-        whole = parse_json(text, str(path), ConfigError)
-    except ConfigError as error:
-        with suppress(ConfigError):
-            parse_json(first, "", ConfigError)
-            return None
-        raise ConfigError(
-            f"{error}; nor is it a metrics file, which has one JSON object per line"
-        ) from None
-    if not isinstance(whole, dict):
-        kind = type(whole).__name__
-        raise ConfigError(f"{path} holds a JSON {kind}: give a metrics file or a DeepSpeed JSON")
-    return None if "step" in whole else cast("dict[str, Any]", whole)
+    lines = [line for line in text.splitlines() if line.strip()]
+    with suppress(ConfigError):
+        first = parse_json(lines[0] if lines else "", "", ConfigError)
+        return isinstance(first, dict) and (len(lines) > 1 or "step" in first)
+    return False
 
 
 def _explain_metrics(arguments: argparse.Namespace, text: str) -> int:
@@ -142,22 +131,30 @@ def _print(arguments: argparse.Namespace, found: Any) -> None:
     print(json.dumps(found, indent=2) if arguments.json else fold(found))
 
 
-def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) -> int:
+def _explain_config(arguments: argparse.Namespace) -> int:
     from hytrain.config import SECTION, HyTrainConfig
     from hytrain.tools.explain.config import config_words, first_decision, model_text
     from hytrain.tools.explain.report import decision_json
     from hytrain.tools.explain.training_form import read_form
 
-    section = HyTrainConfig.from_deepspeed(config)
-    if section is None:
-        raise ConfigError(
-            f'{arguments.file} has no section "{SECTION}": it makes DeepSpeed\'s own engine, with '
-            f'nothing to explain; add "{SECTION}": {{}}, or give a metrics file'
-        )
+    ranks, rank = arguments.ranks, arguments.rank or 0
     with stdout_to(2):  # where DeepSpeed writes warnings
-        from hytrain.tools.explain.checks import check_as_training
+        from hytrain.engine.deepspeed_internals import load_config
+        from hytrain.tools.explain.checks import check_as_training, with_plan
 
-        warnings = check_as_training(config, section)
+        config = load_config(str(arguments.file))
+        section = HyTrainConfig.from_deepspeed(config)
+        if section is None:
+            raise ConfigError(
+                f'{arguments.file} has no section "{SECTION}": it makes DeepSpeed\'s own engine, '
+                f'with nothing to explain; add "{SECTION}": {{}}, or give a metrics file'
+            )
+        warnings, check_model = check_as_training(config, section), None
+        if section.plan is not None:
+            section, check_model = with_plan(config, section, arguments.file, ranks, rank)
+            ranks = len(section.shard_fractions or ())
+    if rank >= (ranks or 1):
+        raise ConfigError(f"--rank {rank} of --ranks {ranks}: ranks count from 0")
     form = read_form(config)
     words = "\n".join([*warnings, config_words(section, form)])
     result: dict[str, Any] = {"words": words.splitlines()}
@@ -172,10 +169,10 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
     # Imported here: it needs torch.
     from hytrain.tools.profiler.model_sizes import block_input_bytes, read_model_sizes
 
-    sizes = read_model_sizes(
-        arguments.model, section, form, num_ranks=arguments.ranks or 1, rank=arguments.rank or 0
-    )
-    decision = first_decision(section, sizes, *_memory(arguments))
+    sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks or 1, rank=rank)
+    if check_model is not None:
+        check_model(sizes)
+    decision = first_decision(section, sizes, *_memory(arguments, ranks or 1))
     result |= {"parameters": sum(sizes.parameters), **decision_json(decision, lambda _: None)}
     if arguments.seq is not None:
         tokens = -(-arguments.seq // form.sequence_ranks)
@@ -198,7 +195,7 @@ def _explain_config(arguments: argparse.Namespace, config: Mapping[str, Any]) ->
     return 0 if (found.fits if is_solved else found.allow(number)) else 1
 
 
-def _memory(arguments: argparse.Namespace) -> tuple[int | None, int]:
+def _memory(arguments: argparse.Namespace, ranks: int) -> tuple[int | None, int]:
     """The rank's GPU and its part of the host, in bytes."""
     import torch
 
@@ -212,4 +209,4 @@ def _memory(arguments: argparse.Namespace) -> tuple[int | None, int]:
     host = available_host_bytes()
     if arguments.host_memory is not None:
         host = int(arguments.host_memory * _GIB)
-    return gpu, host // (arguments.ranks or 1)
+    return gpu, host // ranks

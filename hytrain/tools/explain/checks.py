@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
-from hytrain.config import HyTrainConfig
+from hytrain.config import SECTION, HyTrainConfig
 from hytrain.engine.config_checks import (
     BATCH_KEYS,
     check_config,
@@ -18,8 +20,17 @@ from hytrain.engine.config_checks import (
     refuse_misplaced_section,
 )
 from hytrain.engine.deepspeed_internals import DeepSpeedConfig
+from hytrain.engine.training_plan import (
+    asked,
+    check_keys,
+    find_plan,
+    planned_section,
+    refuse_other_job,
+)
 from hytrain.engine.unsupported import refuse_unsupported
 from hytrain.errors import ConfigError
+from hytrain.formats.plan_file import Actual, ActualRank, read_plan
+from hytrain.tools.explain.config import ModelSizes
 
 
 def check_as_training(config: Mapping[str, Any], section: HyTrainConfig) -> list[str]:
@@ -57,6 +68,53 @@ def check_as_training(config: Mapping[str, Any], section: HyTrainConfig) -> list
         f'Warning: "{key}" is no key of DeepSpeed, which ignores it: did you mean "{meant}"?'
         for key, meant in misspelt_keys(config)
     ]
+
+
+def with_plan(
+    config: Mapping[str, Any], section: HyTrainConfig, file: Path, ranks: int | None, rank: int
+) -> tuple[HyTrainConfig, Callable[[ModelSizes], None]]:
+    """The section as training has it with its plan, and what refuses another model than planned.
+
+    Args:
+        config: DeepSpeed's.
+        section: its own, which names a plan.
+        file: of the configuration.
+        ranks: that will train; None: as planned.
+        rank: whose part of the plan; clipped to those that it has.
+
+    Raises:
+        PlanError: the plan cannot be read, or is for another job.
+        ConfigError: there is none, or a key says what the plan decides.
+    """
+    check_keys(config, section)
+    path = find_plan(str(section.plan), file)
+    plan = read_plan(path)
+    of_config = asked(_without_auto(config), section)
+    of_config["global_batch"] = of_config["global_batch"] or plan.global_batch
+    if any(_switch(config, name) == "auto" for name in ("bf16", "fp16")):
+        of_config["dtype"] = None
+    found = [ActualRank(r.host, r.device, r.memory_bytes) for r in plan.ranks]
+    job = Actual(
+        ranks=found if ranks in (None, len(found)) else found[:1] * ranks,
+        num_layers=plan.model.num_layers,
+        parameters=plan.model.parameters,
+        frozen=plan.model.frozen,
+        **of_config,
+    )
+    refuse_other_job(plan, job, path)
+
+    def check_model(sizes: ModelSizes) -> None:
+        blocks = sum(not layer.name.startswith(("before", "after")) for layer in sizes.layers)
+        parameters = sum(sizes.parameters)
+        model = replace(job, num_layers=blocks, parameters=parameters, frozen=0)
+        refuse_other_job(plan, model, path)
+
+    own = plan.ranks[min(rank, len(plan.ranks) - 1)]
+    return planned_section(config[SECTION], section, plan, own, path), check_model
+
+
+def _switch(config: Mapping[str, Any], name: str) -> Any:
+    return dict(config.get(name) or {}).get("enabled")
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:

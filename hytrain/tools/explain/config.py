@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hytrain.config import HyTrainConfig
 from hytrain.errors import MemoryBudgetError
 from hytrain.formats.moment_kinds import SPLIT, master_bytes, state_bytes_each
+from hytrain.placement.build import first_number
 from hytrain.placement.costs import LayerBytes, MemoryLimits, layers_words
 from hytrain.placement.memory import (
     bounds,
@@ -60,8 +61,8 @@ def _placement_words(config: HyTrainConfig) -> list[str]:
         ignored = sorted(solver.model_fields_set & {"method", "alpha", "interval"})
         return [
             f"k: fixed by gpu_fraction at {config.gpu_fraction:g}: the state of that share of the "
-            "layers, counted from the first, is on the GPU. If that does not fit, the run is "
-            "refused.",
+            "layers, counted from the first, is on the GPU. The run is refused where that takes "
+            "more than there is; the reserve is not kept.",
             *[f"Without effect: solver.{name}." for name in ignored],
         ]
     every = "every step" if solver.interval == 1 else f"every {solver.interval} steps"
@@ -76,9 +77,7 @@ def _placement_words(config: HyTrainConfig) -> list[str]:
             f"(backward) measured, alpha {alpha}"
         )
     start = "the smallest k that fits"
-    if config.plan is not None:
-        start = f"as many layers on the GPU as {config.plan} says"
-    elif config.solver.start is not None:
+    if config.solver.start is not None:
         numbers = ", ".join(map(str, config.solver.start))
         start = f"these numbers of layers on the ranks' GPUs: {numbers}"
     return [f"k: solved while training, {every}: {how}. It starts with {start}."]
@@ -103,12 +102,11 @@ def _clipping_words(form: TrainingForm, *, is_split: bool) -> str:
 
 
 def _batch_words(config: HyTrainConfig, form: TrainingForm) -> str:
-    if config.plan is not None:
-        return f"Batch: as {config.plan} says."
     order = ", layer by layer" if config.accumulation == "layer_major" else ""
     if config.batch_sizes is not None:
         sizes = ", ".join(map(str, config.batch_sizes))
-        return f"Batch: {sum(config.batch_sizes)} samples a step, {sizes} on the ranks{order}."
+        by = "" if config.plan is None else f", as {config.plan} says"
+        return f"Batch: {sum(config.batch_sizes)} samples a step, {sizes} on the ranks{order}{by}."
     told = [f"{BATCH_WORDS[key]}: {number}" for key, number in form.batch.items()]
     return f"Batch: {'; '.join(told) or 'left to the trainer'}{order}."
 
@@ -161,7 +159,7 @@ def first_decision(
     fitting = bounds(sizes.layers, limits, sizes.staging_bytes)
     target, reason = 0, "no number fits"
     if fitting.fits:
-        target, reason = fitting.min_gpu_layers, "the fewest that fit"
+        target, reason = first_number(solver.start, fitting, sizes.rank, sizes.num_ranks)
     if isinstance(config.gpu_fraction, float):
         target, reason = round(config.gpu_fraction * len(sizes.layers)), "gpu_fraction is fixed"
     return Decision(
@@ -201,8 +199,8 @@ def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> 
     fixed = isinstance(config.gpu_fraction, float)
     if fixed and not decision.bounds.allow(target):
         lines.append(
-            f"The fixed number of {device} layers, {target}, does not fit: the run would start and "
-            "take the reserve, or run out of memory."
+            f"The fixed number of {device} layers, {target}, does not fit: the run would take the "
+            "reserve, or be refused."
         )
     if not fixed and not decision.bounds.fits:
         try:

@@ -33,8 +33,6 @@ def read_model_sizes(
         ConfigError: the file is no transformers configuration, transformers is not installed, or
             the section does not fit the model or the ranks.
     """
-    if rank >= num_ranks:
-        raise ConfigError(f"--rank {rank} of --ranks {num_ranks}: ranks count from 0")
     description = read_config(path)
     with torch.device("meta"):
         model = build_language_model(description, path).to(getattr(torch, form.dtype))

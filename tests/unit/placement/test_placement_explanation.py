@@ -284,10 +284,8 @@ def test_words_tell_what_decides_k() -> None:
     assert "Without effect: solver.method" in ignored
 
 
-def test_words_tell_what_a_plan_decides() -> None:
+def test_words_tell_with_what_k_it_starts() -> None:
     assert "It starts with the smallest k that fits." in _words({})
-    planned = _words({"plan": "plan.json"})
-    assert "as many layers on the GPU as plan.json says" in planned
     assert "numbers of layers on the ranks' GPUs: 5, 0" in _words({"solver": {"start": [5, 0]}})
 
 
@@ -336,7 +334,8 @@ def test_words_tell_the_batch() -> None:
     assert f"{told}, layer by layer." in _words({"accumulation": "layer_major"}, **keys)
     assert "Batch: left to the trainer." in _words({}, train_micro_batch_size_per_gpu="auto")
     assert "Batch: 5 samples a step, 3, 2 on the ranks." in _words({"batch_sizes": [3, 2]})
-    assert "Batch: as plan.json says." in _words({"plan": "plan.json"})
+    planned = _words({"plan": "plan.json", "batch_sizes": [3, 2]})
+    assert "Batch: 5 samples a step, 3, 2 on the ranks, as plan.json says." in planned
 
 
 @pytest.mark.parametrize(
@@ -397,7 +396,7 @@ def test_what_fits_nowhere_is_explained() -> None:
 
 def test_reports_a_fixed_number_that_does_not_fit() -> None:
     text = _text(HyTrainConfig(gpu_fraction=1.0), 20, 128)
-    assert "The fixed number of GPU layers, 26, does not fit: the run would start" in text
+    assert "The fixed number of GPU layers, 26, does not fit: the run would take" in text
     last = text.split("Candidates")[1].split("Memory\n")[0].strip().splitlines()[-1]
     assert last.split()[0] == "26"
     assert last.split()[4:] == ["no", "<-", "fixed"]
