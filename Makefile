@@ -37,7 +37,7 @@ PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
 
 .PHONY: all install demo check docs keys lint format bench bench-plan test-hybrid-plans test-uneven-plans clean
 .PHONY: test test-parity test-experiments test-stress test-gpu test-fuzz test-configs
-.PHONY: test-ecosystem test-dropin test-architectures test-aarch64 wheels
+.PHONY: test-ecosystem test-dropin test-deepspeed-versions test-architectures test-aarch64 wheels
 .PHONY: sanitize sanitize-memory sanitize-threads
 
 all: install sanitize
@@ -56,7 +56,7 @@ $(STAMP): $(BIN)/python $(BUILD_INPUTS)
 	       $(BIN)/python -m pip install '$(TORCH)'
 	$(BIN)/python -m pip install --quiet 'setuptools>=70' wheel 'cmake>=3.24' ninja 'pybind11>=2.12'
 	$(BIN)/python -c 'import importlib.metadata as m; m.version("deepspeed")' 2>/dev/null \
-	    || DS_BUILD_OPS=0 $(BIN)/python -m pip install --no-build-isolation 'deepspeed>=0.19,<0.20'
+	    || DS_BUILD_OPS=0 $(BIN)/python -m pip install --no-build-isolation 'deepspeed>=0.19.7,<0.20'
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev,docs]'
 	touch $@
 
@@ -94,7 +94,8 @@ test-uneven-plans: install
 test-aarch64: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" TEST_ARGS="$(TEST_ARGS)" tests/aarch64/run.sh $(CURDIR)/$(BIN)/python
 
-# manylinux_2_28 wheels for x86-64 and 64-bit Arm in dist/, each tried (as root, on Debian 12: it installs
+# manylinux_2_28 wheels for x86-64 and 64-bit Arm in dist/; each is imported and computes in an environment
+# without a compiler, where an interpreter of its Python is found (as root, on Debian 12: it installs
 # the cross compiler and qemu where they are missing). VERSIONS: some Pythons only, "3.11 3.13".
 wheels: install
 	packaging/build_wheels.sh $(CURDIR)/$(BIN)/python
@@ -138,6 +139,11 @@ TIER ?= first
 DROPIN_ARGS ?=
 test-dropin: $(COMPAT_STAMP)
 	$(COMPAT_RUN) tests/dropin/run.py $(DEEPSPEED_TESTS) --tier $(TIER) $(DROPIN_ARGS)
+
+# A short suite with each release of DeepSpeed that is allowed, in an environment of its own; the table in
+# docs/limits.md. RELEASES: some, "0.19.7".
+test-deepspeed-versions: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/versions/run.py $(RELEASES)
 
 # A few steps of a small model with each of ds_configs/, under the launcher; on a CPU if need be.
 # (zero2_plan.json needs a plan of the machine's own, and DeepSpeed refuses fp16 on a CPU.)

@@ -1,5 +1,6 @@
 #!/bin/bash
-# Builds dist/hytrain-*.whl for x86-64 and 64-bit Arm and CPython 3.10 to 3.14, and tries each.
+# Builds dist/hytrain-*.whl for x86-64 and 64-bit Arm and CPython 3.10 to 3.14; then each is imported and
+# computes (check_wheel.py) where an interpreter of its Python is found.
 # `make wheels` calls it.
 #
 # Usage: build_wheels.sh PYTHON, the environment's interpreter; as root on Debian 12 for x86-64.

@@ -7,11 +7,9 @@ Raises:
 from __future__ import annotations
 
 import importlib.metadata
-import re
 
 from hytrain.errors import UnsupportedError
-
-_SUPPORTED = "0.19"
+from hytrain.version import DEEPSPEED, has_deepspeed_internals
 
 
 def _check_version() -> None:
@@ -19,10 +17,10 @@ def _check_version() -> None:
         version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
         return  # sources on the path
-    if not re.match(rf"{re.escape(_SUPPORTED)}\.\d", version):
+    if not has_deepspeed_internals(version):
         raise UnsupportedError(
-            f"DeepSpeed {version} is installed, but this release of hytrain works with "
-            f"{_SUPPORTED}.x: pip install 'deepspeed>={_SUPPORTED},<0.20'"
+            f"DeepSpeed {version} is installed, which has other internals than those that this "
+            f"release of hytrain works with: pip install '{DEEPSPEED}'"
         )
 
 

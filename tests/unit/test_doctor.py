@@ -220,8 +220,9 @@ def test_rates(change: dict, name: str, verdict: str) -> None:
 
 
 def test_versions() -> None:
-    findings = _by_name(list(version_findings({**VERSIONS, "deepspeed": "0.18.1"}, "scalar")))
-    assert findings["deepspeed"].verdict == "bad"
+    for release, verdict in (("0.18.1", "bad"), ("0.19.6", "bad"), ("0.19.7", "good")):
+        findings = _by_name(list(version_findings({**VERSIONS, "deepspeed": release}, "scalar")))
+        assert findings["deepspeed"].verdict == verdict
     assert findings["instruction set"].verdict == "note"
     assert _by_name(list(version_findings({}, "avx2")))["torch"].verdict == "bad"
 

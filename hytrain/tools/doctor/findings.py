@@ -11,6 +11,7 @@ from hytrain.hardware.compile_locks import CompileLock
 from hytrain.hardware.host_tree import HostTree, ProcessLimits
 from hytrain.kernels.host_limits import free_beside_no_cores
 from hytrain.placement.memory import host_reserve
+from hytrain.version import DEEPSPEED, has_deepspeed_internals
 
 Verdict = Literal["good", "note", "bad"]
 _GIB = 2**30
@@ -50,8 +51,8 @@ def version_findings(versions: Mapping[str, str | None], isa: str) -> Iterator[F
         version = versions.get(name)
         if version is None:
             yield Finding(name, "not installed", "bad", f"pip install {name}")
-        elif name == "deepspeed" and not version.startswith("0.19."):
-            advice = "this release works with 0.19.x: pip install 'deepspeed>=0.19,<0.20'"
+        elif name == "deepspeed" and not has_deepspeed_internals(version):
+            advice = f"this release works with others: pip install '{DEEPSPEED}'"
             yield Finding(name, version, "bad", advice)
         else:
             yield Finding(name, version, "good")

@@ -371,15 +371,18 @@ def test_a_script_without_a_launcher_is_told_how_to_start_it() -> None:
     assert "torchrun --nproc_per_node" in run.stderr
 
 
-def test_a_deepspeed_whose_internals_are_others_is_refused_on_import(tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", ["0.19.6", "0.20.0"])
+def test_a_deepspeed_whose_internals_are_others_is_refused_on_import(
+    release: str, tmp_path: Path
+) -> None:
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed/__init__.py").write_text("initialize = None\n")
-    (tmp_path / "deepspeed-0.20.0.dist-info").mkdir()
-    metadata = "Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.20.0\n"
-    (tmp_path / "deepspeed-0.20.0.dist-info/METADATA").write_text(metadata)
+    (tmp_path / f"deepspeed-{release}.dist-info").mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {release}\n"
+    (tmp_path / f"deepspeed-{release}.dist-info/METADATA").write_text(metadata)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from hytrain import initialize"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50
     )
-    assert "UnsupportedError: DeepSpeed 0.20.0 is installed" in done.stderr.splitlines()[-1]
-    assert "deepspeed>=0.19,<0.20" in done.stderr
+    assert f"UnsupportedError: DeepSpeed {release} is installed" in done.stderr.splitlines()[-1]
+    assert "deepspeed>=0.19.7,<0.20" in done.stderr

@@ -1,0 +1,50 @@
+"""Releases of DeepSpeed: one statement of them in all places, and the table of what was run."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from hytrain.version import DEEPSPEED, has_deepspeed_internals
+
+ROOT = Path(__file__).parents[2]
+RUN: dict[str, Any] = runpy.run_path(str(ROOT / "tests/versions/run.py"))
+
+
+def test_what_is_required_is_what_is_checked() -> None:
+    allowed = Requirement(DEEPSPEED).specifier
+    for release in ("0.18.9", "0.19", "0.19.0", "0.19.6", "0.19.7", "0.19.10", "0.20.0", "1.19.8"):
+        assert has_deepspeed_internals(release) is (release in allowed), release
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "Makefile", "README.md", "docs/index.md"])
+def test_what_is_installed_is_what_is_required(name: str) -> None:
+    assert DEEPSPEED in (ROOT / name).read_text()
+
+
+def test_the_table_has_the_releases_that_are_run() -> None:
+    _, head, rest = (ROOT / "docs/limits.md").read_text().partition(RUN["HEAD"])
+    assert head
+    rows = [line.split(" | ") for line in rest.partition("\n\n")[0].splitlines()]
+    assert [row[0].strip("| ") for row in rows] == RUN["RELEASES"]
+    assert all(has_deepspeed_internals(release) for release in RUN["RELEASES"])
+    assert all(int(row[2]) > 0 and row[3] == "0" for row in rows)
+
+
+def test_a_row_takes_the_place_of_an_older_one() -> None:
+    text = f"before\n\n{RUN['HEAD']}| 0.19.10 | 2 | 1 | 0 | a |\n| 0.19.8 | 2 | 1 | 5 | a |\n\nx\n"
+    text = RUN["with_row"](text, ("0.19.8", "2", "6", "0", "b"))
+    text = RUN["with_row"](text, ("0.19.7", "2", "7", "0", "b"))
+    rows = "| 0.19.7 | 2 | 7 | 0 | b |\n| 0.19.8 | 2 | 6 | 0 | b |\n| 0.19.10 | 2 | 1 | 0 | a |\n"
+    assert text == f"before\n\n{RUN['HEAD']}{rows}\nx\n"
+
+
+@pytest.mark.parametrize(("summary", "status"), [("", 1), ("= 28 passed =", 1), ("1 failed", 0)])
+def test_an_early_end_is_no_result(summary: str, status: int) -> None:
+    assert RUN["counts"]("= 1 failed, 2 passed, 1 error in 3s =", 1) == (2, 2)
+    with pytest.raises(RuntimeError, match="ended early"):
+        RUN["counts"](summary, status)
