@@ -384,7 +384,7 @@ def _explain(error: ValidationError) -> str:
             if item["type"] == "literal_error":
                 message = "must be " + str(item.get("ctx", {}).get("expected")).replace("'", '"')
             lines.append(f"  {key} = {item['input']!r}: {message}")
-    return "\n".join(lines)
+    return f"{lines[0]}\n" + ";\n".join(lines[1:])
 
 
 def _suggest(location: tuple[int | str, ...]) -> str:

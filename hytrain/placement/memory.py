@@ -288,7 +288,7 @@ def _advice(
     lines: list[str] = []
     if limits.gpu is not None and best[_GPU_MISSING]:
         lines.append(
-            "activation checkpointing or a smaller micro-batch: model and activations take "
+            "activation checkpointing or a smaller micro-batch: model and known activations take "
             f"{size_text(limits.gpu_base)} of the GPU's {size_text(limits.gpu)}, and every GiB won "
             "there takes a GiB of state"
         )
@@ -395,7 +395,7 @@ def _split(
     activations = {"host: offloaded activations": limits.host_base} if limits.host_base else {}
     return {
         "GPU: optimizer state": state,
-        "GPU: model, activations, waiting gradients": peak - state,
+        "GPU: model, known activations, waiting gradients": peak - state,
         "GPU: needed at the peak": peak,
         _GPU_LIMIT: gpu or 0,
         _GPU_RESERVE: limits.gpu_reserve,

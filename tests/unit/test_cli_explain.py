@@ -355,13 +355,44 @@ def test_inputs_of_blocks(config: Path, model: Path, capsys: Capture) -> None:
         assert (found["tokens"], found["block_input_bytes"]) == (tokens, 2 * tokens * 64 * 3)
         assert cli.main(["explain", str(config), *arguments]) == 0
         text = capsys.readouterr().out
-        assert f"{tokens:,} tokens of it on this rank" in " ".join(text.split())
+        assert f"{tokens:,} tokens of each sample on this rank" in " ".join(text.split())
     told = json.loads(config.read_text())
     told["hytrain"]["solver"] = {"host_activation_bytes": 2**30}
     config.write_text(json.dumps(told))
     assert cli.main(["explain", str(config), *arguments]) == 0
     assert "host: offloaded activations" in capsys.readouterr().out
     assert "--seq: needs --model" in _error(capsys, config, "--seq", 5)
+
+
+def test_inputs_of_blocks_are_counted_on_the_gpu(
+    config: Path, model: Path, capsys: Capture
+) -> None:
+    config.write_text(json.dumps(CONFIG | {"train_micro_batch_size_per_gpu": 8}))
+    arguments = ["--model", str(model), "--host-memory", "16", "--gpu-memory", "4", "--json"]
+    found: list[dict[str, Any]] = []
+    for seq, status in (([], 0), (["--seq", "1001"], 0), (["--seq", "1310720"], 1)):
+        assert cli.main(["explain", str(config), *arguments, *seq]) == status
+        found.append(json.loads(capsys.readouterr().out))
+    inputs = 8 * 2 * 1001 * 64 * 3
+    assert found[1]["block_input_bytes"] == inputs
+    bases = [one["decision"]["limits"]["gpu_base"] for one in found]
+    assert bases[1] - bases[0] == inputs
+
+
+def test_all_wrong_keys_are_told_apart(config: Path, capsys: Capture) -> None:
+    config.write_text(json.dumps(CONFIG | {"hytrain": {"momemts": "fp32", "master": "bf"}}))
+    assert '; hytrain.momemts: unknown key; did you mean "moments"' in _error(capsys, config)
+
+
+def test_an_interrupt_is_one_line(
+    config: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hytrain.tools.cli.explain._read", interrupted)
+    assert cli.main(["explain", str(config)]) == 130
+    assert capsys.readouterr().err == "hytrain: interrupted\n"
 
 
 def test_ranks_divide_state_and_host(config: Path, model: Path, capsys: Capture) -> None:

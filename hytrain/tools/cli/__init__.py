@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has seen enough; what is left must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        print("hytrain: interrupted", file=sys.stderr)
+        return 130  # a shell's number for it
     except OSError as error:
         # Of a file that a command names: what is wrong with it the system says.
         print(f"hytrain: {one_line(error)}", file=sys.stderr)

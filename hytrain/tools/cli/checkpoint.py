@@ -34,6 +34,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     from hytrain.tools.checkpoints.trainer_folders import one_checkpoint, trainer_folders
 
     given: Path = arguments.folder
+    if arguments.all and arguments.tag is not None:
+        raise CheckpointError(f"--all with --tag {arguments.tag}: leave one of them out")
     if arguments.all:
         places = trainer_folders(given) or [given]
         folders = [place / tag for place in places for tag in saved_checkpoints(place)]

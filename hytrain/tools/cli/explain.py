@@ -172,17 +172,23 @@ def _explain_config(arguments: argparse.Namespace) -> int:
     sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks or 1, rank=rank)
     if check_model is not None:
         check_model(sizes)
-    decision = first_decision(section, sizes, *_memory(arguments, ranks or 1))
-    result |= {"parameters": sum(sizes.parameters), **decision_json(decision, lambda _: None)}
+    tokens = inputs = 0
     if arguments.seq is not None:
         tokens = -(-arguments.seq // form.sequence_ranks)
-        found = block_input_bytes(arguments.model, form, tokens)
-        result |= {"tokens": tokens, "block_input_bytes": found}
+        own = section.micro_batch_sizes
+        micro = own[rank] if own else form.batch.get("train_micro_batch_size_per_gpu", 1)
+        inputs = micro * block_input_bytes(arguments.model, form, tokens)
+    is_offloaded = section.solver.host_activation_bytes > 0 or section.activations == "offload"
+    on_gpu = 0 if is_offloaded else inputs
+    decision = first_decision(section, sizes, *_memory(arguments, ranks or 1), on_gpu)
+    result |= {"parameters": sum(sizes.parameters), **decision_json(decision, lambda _: None)}
+    if tokens:
+        result |= {"tokens": tokens, "block_input_bytes": inputs}
         words += (
             f"\nActivations: where all blocks are computed again in backward, their inputs take "
-            f"{size_text(found)} for each sample of a micro-batch, {tokens:,} tokens of it on this "
-            "rank: on the GPU, or in host memory where they are offloaded. The tables have of it "
-            "what hytrain.solver.host_activation_bytes says: "
+            f"{size_text(inputs)} for a micro-batch, {tokens:,} tokens of each sample on this "
+            f"rank. The tables count {size_text(on_gpu)} of it on the GPU and, by "
+            "hytrain.solver.host_activation_bytes, "
             f"{size_text(section.solver.host_activation_bytes)} on the host. What one block and "
             "the loss take while they are computed comes on top, on the GPU."
         )

@@ -137,11 +137,15 @@ class ModelSizes:
 
 
 def first_decision(
-    config: HyTrainConfig, sizes: ModelSizes, gpu_bytes: int | None, host_bytes: int
+    config: HyTrainConfig,
+    sizes: ModelSizes,
+    gpu_bytes: int | None,
+    host_bytes: int,
+    activation_bytes: int = 0,
 ) -> Decision:
     """What a run begins with, before anything but sizes is known; ``gpu_bytes``: None without a
-    GPU."""
-    solver, base = config.solver, sizes.training_copy_bytes
+    GPU; ``activation_bytes``: known ones on the GPU."""
+    solver, base = config.solver, sizes.training_copy_bytes + activation_bytes
     if sizes.num_ranks > 1:
         # The first backward learns the order of the layers and keeps all gradients until its end.
         whole = zip(sizes.parameters, sizes.layers, strict=True)
@@ -188,8 +192,9 @@ def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> 
         shared = f"; rank {sizes.rank} of {sizes.num_ranks} owns the state of {own / 1e6:,.1f} M"
     lines = [
         f"Model: {sizes.source}: {sum(sizes.parameters) / 1e6:,.1f} M parameters in "
-        f"{layers_words(sizes.layers)}{shared}. Activations are not counted: a run measures them "
-        "in its first step. For an estimate of the step time: `hytrain plan --gpus`.",
+        f"{layers_words(sizes.layers)}{shared}. Activations count as far as --seq tells them: a "
+        "run measures them in its first step. For an estimate of the step time: "
+        "`hytrain plan --gpus`.",
     ]
     if decision.limits.gpu is None:
         lines.append(

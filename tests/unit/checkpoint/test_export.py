@@ -185,6 +185,8 @@ def test_damage_is_refused_before_anything_is_written(
         assert cli.main(["export", str(saved.folder), "--out", str(tmp_path / "out")]) == 2
         assert "embed.weight" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+        pair = ["--all", "--tag", "any"]
+        assert cli.main(["checkpoint", "verify", str(saved.folder), *pair]) == 2
         assert cli.main(["checkpoint", "verify", str(saved.folder)]) == 1
         assert "DAMAGED" in capsys.readouterr().out
     assert cli.main(["checkpoint", "verify", str(saved.folder), "--json"]) == 0

@@ -271,11 +271,11 @@ def test_the_advised_ranks_are_the_fewest(num_ranks: int, gpu: int, host: int) -
 
 def test_table() -> None:
     text = table(LARGE, SMALL_MACHINE, GIB, [0, 2])
-    rows = {line[:43].strip(): line[43:].split("  ") for line in text.splitlines()}
+    rows = {line[:49].strip(): line[49:].split("  ") for line in text.splitlines()}
     cells = {name: [cell.strip() for cell in row if cell.strip()] for name, row in rows.items()}
     assert cells["layers on the GPU"] == ["0 of 4", "2 of 4"]
     assert cells["GPU: optimizer state"] == ["0", "24.00 GiB"]
-    assert cells["GPU: model, activations, waiting gradients"] == ["10.00 GiB", "14.00 GiB"]
+    assert cells["GPU: model, known activations, waiting gradients"] == ["10.00 GiB", "14.00 GiB"]
     assert cells["GPU: needed at the peak"] == ["10.00 GiB", "38.00 GiB"]
     assert cells["GPU: there is"] == ["30.00 GiB", "30.00 GiB"]
     assert cells["GPU: missing"] == ["0", "10.00 GiB"]
