@@ -100,7 +100,9 @@ def test_ranks(metrics: Path, capsys: Capture) -> None:
     text = capsys.readouterr().out
     assert "Rank 1 of the 2" in text
     assert "4 of 26 layers on the GPU" in text
-    assert "rank 0, 1" in _error(capsys, metrics, "--rank", 2)
+    text = _error(capsys, metrics, "--rank", 2)
+    assert "rank 0, 1" in text
+    assert '".rank2" before the ending' in text
 
 
 def test_files_that_are_neither(tmp_path: Path, capsys: Capture) -> None:

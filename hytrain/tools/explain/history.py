@@ -115,8 +115,8 @@ def read_history(text: str, rank: int | None = None) -> History:
     if rank not in decisions:
         seen = ", ".join(str(r) for r in sorted(decisions))
         raise PlacementError(
-            f"no decision of rank {rank} in the file: it has those of rank {seen}; give one with "
-            "--rank"
+            f"no decision of rank {rank} in the file: it has those of rank {seen}; rank {rank} "
+            f'writes a file beside it, with ".rank{rank}" before the ending: give that'
         )
     own = [step for step in steps if step["rank"] == rank]
     # Steps of rank 0 tell the time for all, since ranks step together, but only rank 0's k.
