@@ -192,8 +192,8 @@ def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> 
         shared = f"; rank {sizes.rank} of {sizes.num_ranks} owns the state of {own / 1e6:,.1f} M"
     lines = [
         f"Model: {sizes.source}: {sum(sizes.parameters) / 1e6:,.1f} M parameters in "
-        f"{layers_words(sizes.layers)}{shared}. Activations count as far as --seq tells them: a "
-        "run measures them in its first step. For an estimate of the step time: "
+        f"{layers_words(sizes.layers)}{shared}. Activations are not counted, except what --seq "
+        "gives: a run measures them in its first step. For an estimate of the step time: "
         "`hytrain plan --gpus`.",
     ]
     if decision.limits.gpu is None:
