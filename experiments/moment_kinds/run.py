@@ -10,7 +10,8 @@ Parts:
   ten_b        9.84 B, k solved, one kind after another
   largest      of each --sizes KIND=BLOCKS,... the first that trains, activations recomputed
   sharded      the same on --gpus GPUs, ZeRO-3: no GPU holds the model whole
-  workstation  7 B, weights streamed, --gpu-gib of the GPU, --host-gib of the host, both enforced
+  workstation  7 B (or --sizes of --model), weights streamed, within --gpu-gib of the GPU and
+               --host-gib of the host, both enforced
   beside       2.9 B in the same memory, and DeepSpeed's ZeRO-3 with weights and state on the host
 
 Forward and backward only of the same model are measured beside each part, without gradients that
@@ -65,16 +66,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--part", required=True, choices=PARTS)
     add("--clip", default=1.0, type=float, help="gradient clipping norm; 0: none")
     add("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="which, in this order")
-    add("--sizes", nargs="+", type=_sizes, default=[("bf16", (44, 42)), ("8bit", (55, 53))],
-        metavar="KIND=N,N,...", help="blocks, until one trains")  # fmt: skip
+    add("--sizes", nargs="+", type=_sizes, metavar="KIND=N,N,...",
+        help="blocks, until one trains (largest, sharded: bf16=44,42 8bit=55,53)")  # fmt: skip
+    add("--master", default="fp32", choices=("fp32", "split"), help="form of the master weights")
     add("--gpus", default=2, type=int, help="of part sharded")
     add("--gpu-gib", default=24.0, type=float, help="limit of a workstation")
-    add("--host-gib", default=64.0, type=float, help="limit of a workstation")
+    add("--host-gib", type=float, help="enforced limit; a workstation's is 64 unless given")
     add("--gpu-fraction", type=runner.fraction, help="default: the part's")
     add("--settle-steps", type=int, help="at least, before anything is timed; default: the part's")
     add("--timed-steps", default=4, type=int, help="of each of two windows")
+    add("--job-seconds", default=75.0, type=float, help="that one size takes, about")
     add("--rounds", default=2, type=int, help="of part k0")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.sizes is None and options.part in ("largest", "sharded"):
+        options.sizes = [("bf16", (44, 42)), ("8bit", (55, 53))]
+    return options
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
@@ -86,21 +92,23 @@ def jobs(options: argparse.Namespace) -> list[Json]:
     fraction = settings.pop("gpu_fraction", "solve") if fraction is None else fraction
     common: Json = {
         **{"worker": "experiments.common.bench", "windows": 2, "steps": options.timed_steps},
-        **{"warmup": least, "gpu_fraction": fraction, "seconds": 75.0},
+        **{"warmup": least, "gpu_fraction": fraction, "seconds": options.job_seconds},
         **{"clip": options.clip or None, "direct": options.clip == 0.0},
         **runner.workload(options),
         **settings,
         "model": options.model or settings["model"],
     }
     if options.part in CAPPED:
-        common |= {"cap_gib": options.gpu_gib, "host_limit_gib": options.host_gib}
+        common |= {"cap_gib": options.gpu_gib, "host_limit_gib": options.host_gib or 64.0}
         common |= {"streamed": True, "built": "host", "batch": min(4, options.batch)}
+    elif options.host_gib:
+        common["host_limit_gib"] = options.host_gib
     if options.part == "sharded":
         common["ranks"] = options.gpus
 
     def job(kind: str, label: str, **more: object) -> Json:
         one: Json = {**common, "label": label, "kind": kind, "system": "hytrain"}
-        one |= {"section": {"moments": kind}, **more}
+        one |= {"section": {"moments": kind, "master": options.master}, **more}
         if fraction == "solve" and "ranks" not in one:
             # Layers move a few at a time: a solved k is reached some steps after it is known.
             one["settle"] = {"least": least, "quiet": 3, "most": 4 * least}
@@ -110,13 +118,13 @@ def jobs(options: argparse.Namespace) -> list[Json]:
         return {**common, "label": label, "kind": "forward and backward only", "warmup": 2,
                 "system": "forward_backward", "drops": True, **more}  # fmt: skip
 
-    if options.part in ("largest", "sharded"):
+    if options.sizes:
         found = [
             job(kind, f"{kind} {n}", layers=n, group=kind, group_ends="ok")
             for kind, sizes in options.sizes
             for n in sizes
         ]
-        if options.part == "sharded":
+        if options.part in ("sharded", *CAPPED):
             return found
         blocks = sorted({n for _, sizes in options.sizes for n in sizes})
         return [*found, *(bare(f"forward and backward {n}", layers=n) for n in blocks)]
