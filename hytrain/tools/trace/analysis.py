@@ -70,6 +70,7 @@ class Analysis:
     """The longest first."""
     slow_layers: tuple[SlowLayer, ...]
     fixes: tuple[Fix, ...]
+    """None without a GPU: of what a change saves there a CPU says nothing."""
     rates: Mapping[int, tuple[Rate, ...]]
     energy: Mapping[int, Energy | None]
 
@@ -85,12 +86,21 @@ class Analysis:
     @property
     def has_gpu(self) -> bool:
         """Whether one was recorded; else the CPU's forward and backward stand for it."""
-        return not any(NO_GPU in rank.unknown for rank in self.ranks)
+        return has_gpu(self.ranks)
+
+    def named(self, text: str) -> str:
+        """A text about the GPU; of the device that stands for it where none was recorded."""
+        return text if self.has_gpu else text.replace("GPU", "device")
 
     @property
     def slowest(self) -> int:
         """The rank that computes longest a step: the others wait for it."""
         return max(self.steps, key=lambda rank: sum(one.busy for one in self.steps[rank]))
+
+    @property
+    def idlest(self) -> int:
+        """The rank whose GPU computes least of its step."""
+        return min(self.steps, key=self.busy_share)
 
     def mean_parts(self, rank: int) -> dict[str, float]:
         """Seconds a step of every part."""
@@ -99,6 +109,11 @@ class Analysis:
             part: sum(one.parts[part] for one in steps) / len(steps) * 1e-9
             for part in step_times.PARTS
         }
+
+
+def has_gpu(ranks: Sequence[RankTrace]) -> bool:
+    """Whether all ranks recorded one."""
+    return not any(words.startswith(NO_GPU) for rank in ranks for words in rank.unknown)
 
 
 def analyse(ranks: Sequence[RankTrace]) -> Analysis:
@@ -114,7 +129,7 @@ def analyse(ranks: Sequence[RankTrace]) -> Analysis:
         critical={rank.rank: _critical(rank, walkers[rank.rank]) for rank in ranks},
         causes=_causes(steps),
         slow_layers=_slow_layers(steps),
-        fixes=fixes(graph, replay, steps),
+        fixes=fixes(graph, replay, steps) if has_gpu(ranks) else (),
         rates={rank.rank: rates(rank) for rank in ranks},
         energy={rank.rank: energy(rank) for rank in ranks},
     )

@@ -44,11 +44,13 @@ def compare(before: Analysis, after: Analysis) -> Comparison:
     """A run and another, of the same work."""
     one, other = before.mean_parts(before.slowest), after.mean_parts(after.slowest)
     parts = tuple(
-        Row(part, one[part], other[part]) for part in step_times.PARTS if one[part] or other[part]
+        Row(after.named(part), one[part], other[part])
+        for part in step_times.PARTS
+        if one[part] or other[part]
     )
     step = Row("step", before.step_seconds(before.slowest), after.step_seconds(after.slowest))
     shares = {
-        activity: (_hidden(before, activity), _hidden(after, activity))
+        after.named(activity): (_hidden(before, activity), _hidden(after, activity))
         for activity in step_times.ACTIVITIES[2:]
     }
     hidden = {activity: pair for activity, pair in shares.items() if pair != (None, None)}
@@ -67,7 +69,7 @@ def _step_words(step: Row, before: Analysis, after: Analysis) -> str:
     change = change or f"{percent(abs(share))} {'longer' if share > 0 else 'shorter'} than"
     times = f"{step.after * 1e3:.2f} beside {step.before * 1e3:.2f} ms"
     shares = [percent(run.busy_share(run.slowest)) for run in (after, before)]
-    busy = f"its GPU computes {shares[0]} of it, A's {shares[1]}"
+    busy = after.named(f"its GPU computes {shares[0]} of it, A's {shares[1]}")
     return f"A step of B is {change} one of A ({times}); {busy}."
 
 
@@ -100,7 +102,7 @@ def compare_text(comparison: Comparison) -> str:
     for row in (*comparison.parts, comparison.step):
         one, other = f"{row.before * 1e3:.2f}", f"{row.after * 1e3:.2f}"
         rows.append((row.name, one, other, f"{row.difference * 1e3:+.2f}"))
-    hidden: list[tuple[str, ...]] = [("hidden under the GPU's compute", "A", "B")]
+    hidden: list[tuple[str, ...]] = [("hidden under compute", "A", "B")]
     for name, pair in comparison.hidden.items():
         hidden.append((name, *("none" if share is None else percent(share) for share in pair)))
     blocks = ["\n".join(comparison.sentences), "\n".join(align(rows)), "\n".join(align(hidden))]

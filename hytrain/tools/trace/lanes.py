@@ -44,9 +44,19 @@ COLOURS: Final[Mapping[str, str]] = {
     "update on the CPU": "#58a945",
     "host": "#8695a8",
     "host waits": "#b9a48c",
-    "GPU idle: the chain": "#e5383b",
-    "GPU idle: the host": "#f277a6",
-    "GPU idle: unresolved": "#8a8f98",
+    causes.SLOW_RANK: "#e5383b",
+    causes.CLIPPING: "#0f7a4d",
+    causes.LATE_GRADIENT_COPY: "#cfae5d",
+    causes.LATE_WEIGHT_COPY: "#a8552a",
+    causes.STARVED_CPU: "#a3c93a",
+    causes.LATE_COLLECTIVE: "#7b2f8f",
+    causes.LAUNCH: "#f277a6",
+    causes.DATA_LOADING: "#c2255c",
+    causes.SYNCHRONIZATION: "#ff8a65",
+    causes.HOST_CODE: "#a1467e",
+    causes.HAND_OVER: "#4fb6c6",
+    causes.KERNEL_GAPS: "#d3b8ae",
+    causes.UNRESOLVED: "#6b7079",
 }
 """Legend -> colour; they can be read on light and dark pages."""
 
@@ -70,11 +80,8 @@ def legend_of(resource: str, detail: str) -> str:
 
 
 def legend_of_cause(cause: str) -> str:
-    """That of idle time."""
-    if cause == causes.UNRESOLVED:
-        return "GPU idle: unresolved"
-    is_of_host = cause in causes.HOST_CAUSES or cause == causes.KERNEL_GAPS
-    return "GPU idle: the host" if is_of_host else "GPU idle: the chain"
+    """That of idle time, which has the colour of what is waited for."""
+    return "update on the CPU" if cause == causes.CPU_ADAM else cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ class Row:
     colour: NDArray[np.uint8]
     """Index into LEGEND."""
     hidden: NDArray[np.uint8]
-    """Percent of each bar under GPU compute; 255 where that says nothing."""
+    """Percent of each bar under compute; 255 where that says nothing."""
 
 
 def rows_of(rank: RankTrace, steps: Sequence[StepTimes], begin: int, end: int) -> list[Row]:

@@ -21,7 +21,8 @@ from hytrain.tools.trace.kineto import KinetoEvents
 from hytrain.tools.trace.spans import NONE, RankTrace, Span, Step, table
 
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)")
-NO_GPU = "there was no GPU: the CPU's forward and backward by layer stand for it"
+NO_GPU = "no GPU was recorded: "
+"""What such a trace's unknown begins with."""
 _VIZTRACER = "fee"
 """Its category of functions, "FEE"."""
 
@@ -30,7 +31,7 @@ def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
     """The ranks of all files, by rank.
 
     Raises:
-        TraceError: a file cannot be used, or two have the same rank.
+        TraceError: a file cannot be used, or two have the same rank or are of two runs.
     """
     ranks = [_rank_trace(read_trace(path), number) for number, path in enumerate(paths)]
     ranks.sort(key=lambda rank: rank.rank)
@@ -40,7 +41,22 @@ def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
                 f"{one.path} and {other.path} are both of rank {one.rank}: give the files of one "
                 "run, one a rank (`hytrain trace compare` is for two runs)"
             )
+        _check_same_run(one, other)
     return tuple(_with_missing_ranks(rank, len(ranks)) for rank in ranks)
+
+
+def _check_same_run(one: RankTrace, other: RankTrace) -> None:
+    if one.header is None or other.header is None:
+        return
+    found = [f"{rank.path} is of a run with world size {rank.world_size}" for rank in (one, other)]
+    if one.world_size == other.world_size:
+        # Ranks of a run wait for each other in every step.
+        if one.steps[0].begin < other.steps[-1].end and other.steps[0].begin < one.steps[-1].end:
+            return
+        found = [f"{one.path} and {other.path} were recorded at different times"]
+    raise TraceError(
+        f"{', '.join(found)}: give the files of one run (`hytrain trace compare` is for two)"
+    )
 
 
 def _with_missing_ranks(rank: RankTrace, given: int) -> RankTrace:
@@ -103,13 +119,11 @@ def _rank_trace(trace: TraceFile, number: int) -> RankTrace:
     are_kernels = bool(foreign.gpu) or not all(map(hytrain_spans.is_layer_pass, own_compute))
     if not rows.get(kinds.COMPUTE):
         rows[kinds.COMPUTE] = _host_compute(trace.path, rows)
-        unknown.append(
-            "no GPU was recorded: the host's forward and backward, less their waits, stand for it"
-        )
+        unknown.append(f"{NO_GPU}the host's forward and backward, less their waits, stand for it")
     elif header is None and not are_kernels:
-        unknown.append("no GPU was recorded: operators of the CPU stand for it")
+        unknown.append(f"{NO_GPU}operators of the CPU stand for it")
     elif header is not None and header.device == "cpu":
-        unknown.append(NO_GPU)
+        unknown.append(f"{NO_GPU}the CPU's forward and backward by layer stand for it")
     elif not are_kernels:
         unknown.append(
             "the GPU was recorded by layer, not by kernel: gaps inside of a layer count as compute"

@@ -51,10 +51,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}" if seconds < 1.0 else f"{seconds * 1e3:.0f}"
 
 
-def _device(analysis: Analysis) -> str:
-    return "GPU" if analysis.has_gpu else "CPU"
-
-
 def _ns(nanoseconds: float) -> str:
     return _ms(nanoseconds * 1e-9)
 
@@ -67,86 +63,86 @@ def sentences(analysis: Analysis) -> tuple[str, str, str]:
 def verdict(analysis: Analysis) -> list[tuple[str, str, str]]:
     """The sentences with a name and a number each, for a page."""
     busy = analysis.busy_share(analysis.slowest)
-    idle = max(1.0 - analysis.busy_share(rank.rank) for rank in analysis.ranks)
+    idle = 1.0 - analysis.busy_share(analysis.idlest)
     numbers = (percent(busy), percent(idle), change_number(analysis))
-    return list(zip(("computing", "waiting", "do this"), numbers, sentences(analysis), strict=True))
+    names = ("computing", "waiting", "do this")
+    if len(analysis.ranks) > 1:
+        names = (f"rank {analysis.slowest} computes", f"rank {analysis.idlest} waits", "do this")
+    return list(zip(names, numbers, sentences(analysis), strict=True))
 
 
 def change_number(analysis: Analysis) -> str:
     """What the best change saves at most, for a page; nothing where none is worth it."""
     gain = max((fix.gain for fix in analysis.fixes), default=0.0)
-    return f"-{percent(gain)} at most" if gain >= _WORTH and analysis.has_gpu else ""
+    return f"-{percent(gain)} at most" if gain >= _WORTH else ""
 
 
 def _overlap_words(analysis: Analysis) -> str:
     rank = analysis.slowest
     step, share = analysis.step_seconds(rank), analysis.busy_share(rank)
-    device, note = _device(analysis), "" if analysis.has_gpu else " (there is no GPU)"
-    who = f"The {device}{note}"
+    note = "" if analysis.has_gpu else " (the CPU: no GPU was recorded)"
+    who = analysis.named("The GPU") + note
     if len(analysis.ranks) > 1:
-        who = f"The {device} of rank {rank}, the slowest{note},"
+        who = f"{analysis.named('The GPU')} of rank {rank}, the slowest{note},"
     words = f"{who} computes {percent(share)} of a step ({_ms(share * step)} of {_ms(step)} ms)"
     hidden: list[str] = []
     for activity in _BESIDE:
         found = overlap(analysis.steps[rank], activity)
         if found.total:
-            hidden.append(f"{percent(found.hidden / found.total)} of the {activity}")
+            hidden.append(
+                f"{percent(found.hidden / found.total)} of the {analysis.named(activity)}"
+            )
     if hidden and not any(overlap(analysis.steps[rank], name).hidden for name in _BESIDE):
         return f"{words}, and nothing else runs meanwhile."
     return f"{words}, which hides {_and(hidden)}." if hidden else f"{words}."
 
 
 def _wait_words(analysis: Analysis) -> str:
-    # The slowest rank waits for none of the others: each rank's largest causes come in.
-    shares = [
-        (cause.seconds / analysis.step_seconds(cause.rank), cause) for cause in analysis.causes
-    ]
-    idle = max(1.0 - analysis.busy_share(rank.rank) for rank in analysis.ranks)
+    rank, several = analysis.idlest, len(analysis.ranks) > 1
+    idle, step = 1.0 - analysis.busy_share(rank), analysis.step_seconds(rank)
     if idle < _WORTH:
-        return f"It waits for next to nothing: it is idle {percent(idle)}."
-    several = len(analysis.ranks) > 1
+        who = f"Rank {rank} waits longest, and" if several else "It waits"
+        return f"{who} for next to nothing: it is idle {percent(idle)}."
+    shares = [(one.seconds / step, one) for one in analysis.causes if one.rank == rank]
     named = [
-        f"rank {cause.rank} for " * several + f"{_cause_words(cause, analysis)} ({percent(share)})"
-        for share, cause in _distinct(shares)
+        (f"{_cause_words(cause)} ({percent(share)})", cause)
+        for share, cause in shares
         if share >= _WORTH / 5 and cause.cause != causes.UNRESOLVED
-    ]
-    unresolved = max((s for s, cause in shares if cause.cause == causes.UNRESOLVED), default=0.0)
-    rest = f"{percent(unresolved)} of a step is unresolved"
+    ][:4]
+    unresolved = sum(share for share, cause in shares if cause.cause == causes.UNRESOLVED)
+    rest = f"{percent(unresolved)} of a step is unresolved."
+    who = f"Rank {rank} waits longest, {percent(idle)} of a step" if several else "It waits"
     if not named:
-        return f"It is idle, and {rest}."
-    return (
-        f"Who waits: {_and(named[:4])}; {rest}."
-        if several
-        else f"It waits for {_and(named[:4])}; {rest}."
-    )
+        return f"{who}; {rest}"
+    late = [_late_words(analysis, one) for _, one in named if one.cause == causes.SLOW_RANK]
+    words = _and([words for words, _ in named])
+    return f"{who}{':' * several} for {words}; {rest}{''.join(late)}"
 
 
-def _distinct(shares: Sequence[tuple[float, Cause]]) -> list[tuple[float, Cause]]:
-    """Of each cause the rank that has most of it, the largest first."""
-    found: dict[str, tuple[float, Cause]] = {}
-    for share, cause in sorted(shares, key=lambda pair: -pair[0]):
-        found.setdefault(cause.cause, (share, cause))
-    return list(found.values())
-
-
-def _cause_words(cause: Cause, analysis: Analysis) -> str:
+def _cause_words(cause: Cause) -> str:
     if cause.cause == causes.SLOW_RANK:
-        words = f"rank {cause.late_rank}, which comes late (in {cause.detail})"
-        words += _slow_words(analysis, cause.late_rank)
-    else:
-        words = _WAITS_FOR[cause.cause]
-        is_of_host = cause.cause in causes.HOST_CAUSES or cause.cause == causes.KERNEL_GAPS
-        if cause.detail:
-            words += f", {cause.detail}"
-        elif cause.layer != NONE and not is_of_host:
-            mostly = "mostly " if cause.layer_share < 0.995 else ""
-            words += f", {mostly}of layer {cause.layer}" if mostly else f" of layer {cause.layer}"
+        return f"rank {cause.late_rank}"
+    words = _WAITS_FOR[cause.cause]
+    is_of_host = cause.cause in causes.HOST_CAUSES or cause.cause == causes.KERNEL_GAPS
+    if cause.detail:
+        words += f", {cause.detail}"
+    elif cause.layer != NONE and not is_of_host:
+        mostly = "mostly " if cause.layer_share < 0.995 else ""
+        words += f", {mostly}of layer {cause.layer}" if mostly else f" of layer {cause.layer}"
     return words
 
 
-def _slow_words(analysis: Analysis, rank: int) -> str:
-    slow = [one for one in analysis.slow_layers if one.rank == rank and one.is_beside_ranks]
-    return f", whose {slow[0].activity} of layer {slow[0].layer} is slow" if slow else ""
+def _late_words(analysis: Analysis, cause: Cause) -> str:
+    """What makes a rank late for another one, as far as that is known."""
+    known: list[str] = []
+    if not cause.detail.startswith(causes.UNRESOLVED):
+        known.append(f"is late mostly in {cause.detail.replace(' layer ', ' of layer ')}")
+    for one in analysis.slow_layers:
+        if one.rank == cause.late_rank and one.is_beside_ranks:
+            words = f"takes {_ms(one.seconds)} ms a step for {one.activity} of layer {one.layer}"
+            known.append(f"{words} (other ranks: {_ms(one.usual)})")
+            break
+    return f" Rank {cause.late_rank} {_and(known)}." if known else ""
 
 
 def change_words(analysis: Analysis) -> str:
@@ -177,12 +173,12 @@ def report(analysis: Analysis) -> str:
     blocks = ["\n".join(sentences(analysis)), _steps(analysis)]
     for rank in analysis.ranks:
         blocks += _rank(analysis, rank)
-    blocks += [_slow_layers(analysis), _fixes(analysis) if analysis.has_gpu else ""]
+    blocks += [_slow_layers(analysis), _fixes(analysis)]
     return "\n\n".join(block for block in blocks if block)
 
 
 def _steps(analysis: Analysis) -> str:
-    busy = f"{_device(analysis)} busy"
+    busy = analysis.named("GPU busy")
     rows = [("rank", "step", "ms", busy, "forward", "backward", "update", "idle", "mostly")]
     lines = [(rank.rank, one) for rank in analysis.ranks for one in analysis.steps[rank.rank]]
     for rank, one in lines[:_MOST_STEPS]:
@@ -209,7 +205,7 @@ def _rank(analysis: Analysis, rank: RankTrace) -> list[str]:
     source = "" if rank.header is not None else ", not hytrain's"
     blocks = [
         f"{title}: {rank.path.name}{source}",
-        *(_activities(steps), _idle(analysis, rank.rank), _layers(steps)),
+        *(_activities(analysis, steps), _idle(analysis, rank.rank), _layers(steps)),
         *(_critical(analysis, rank.rank), _rates(analysis, rank.rank)),
         _measured(analysis, rank),
     ]
@@ -218,27 +214,32 @@ def _rank(analysis: Analysis, rank: RankTrace) -> list[str]:
     return blocks
 
 
-def _activities(steps: Sequence[StepTimes]) -> str:
+def _activities(analysis: Analysis, steps: Sequence[StepTimes]) -> str:
     heading = ("activity, ms a step", "total", "hidden", "exposed", "blocking", "hidden share")
     rows: list[tuple[str, ...]] = [heading]
     for activity in step_times.ACTIVITIES:
         found = overlap(steps, activity)
         if found.total:
             share = percent(found.hidden / found.total)
-            rows.append((activity, *(_ns(value / len(steps)) for value in found), share))
+            rows.append(
+                (analysis.named(activity), *(_ns(value / len(steps)) for value in found), share)
+            )
     return "\n".join(align(rows))
 
 
 def _idle(analysis: Analysis, rank: int) -> str:
-    device = _device(analysis)
-    rows = [(f"the {device} is idle because of", "ms a step", "share", "layer", "what")]
+    rows = [(analysis.named("the GPU is idle because of"), "ms a step", "share", "layer", "what")]
     for cause in analysis.causes:
         if cause.rank == rank:
             layer = "" if cause.layer == NONE else str(cause.layer)
             late = f"rank {cause.late_rank}: " if cause.late_rank != NONE else ""
             share = percent(cause.seconds / analysis.step_seconds(rank))
             rows.append((cause.cause, _ms(cause.seconds), share, layer, late + cause.detail))
-    return "\n".join(align(rows, left=(0, 4))) if len(rows) > 1 else f"The {device} is never idle."
+    return (
+        "\n".join(align(rows, left=(0, 4)))
+        if len(rows) > 1
+        else analysis.named("The GPU is never idle.")
+    )
 
 
 def _layers(steps: Sequence[StepTimes]) -> str:
@@ -275,7 +276,7 @@ _SHORT: Final = {
 def _critical(analysis: Analysis, rank: int) -> str:
     step = analysis.step_seconds(rank)
     parts = [f"{name} {percent(s / step)}" for name, s in analysis.critical[rank].items() if s]
-    return "Critical path: " + ", ".join(parts) + "."
+    return analysis.named("Critical path: " + ", ".join(parts) + ".")
 
 
 def _rates(analysis: Analysis, rank: int) -> str:

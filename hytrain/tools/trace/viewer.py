@@ -83,7 +83,7 @@ def write_page(
     content: dict[str, Any] = {
         "title": title,
         "verdict": list(verdict),
-        "legend": [[name, COLOURS[name]] for name in LEGEND],
+        "legend": [[runs[-1][1].named(name), COLOURS[name]] for name in LEGEND],
         "runs": [_run(title, run, block, names) for title, run in runs],
     }
     content["names"] = list(names.numbers)
@@ -122,7 +122,11 @@ def _run(title: str, run: Analysis, block: _Block, names: _Names) -> dict[str, A
         ],
         "parts": _parts(run),
         "rows": [
-            {"label": row.label, "rank": rank.rank, "columns": _columns(row, zero, block, names)}
+            {
+                "label": run.named(row.label),
+                "rank": rank.rank,
+                "columns": _columns(row, zero, block, names),
+            }
             for rank in shown
             for row in rows_of(rank, run.steps[rank.rank], begin, end)
         ],
@@ -151,7 +155,7 @@ def _parts(run: Analysis) -> list[list[Any]]:
     for part, seconds in found.items():
         if seconds > 0.0:
             legend = part if part in step_times.COMPUTE_PARTS else legend_of_cause(part)
-            parts.append([part, seconds / step, LEGEND.index(legend), seconds])
+            parts.append([run.named(part), seconds / step, LEGEND.index(legend), seconds])
     return parts
 
 

@@ -74,7 +74,7 @@ def test_a_report_says_that_there_was_no_gpu(
 ) -> None:
     assert cli.main(["trace", "report", str(trace.file.path)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("The CPU (there is no GPU) computes ")
+    assert text.startswith("The device (the CPU: no GPU was recorded) computes ")
     for of_gpu in ("of peak", "GPU busy", "GPU is idle", "fix, each alone"):
         assert of_gpu not in text
     assert "rate while it runs" in text

@@ -15,7 +15,8 @@ from support.trace_schedule import CPU, Schedule, write
 
 from hytrain.tools import cli
 from hytrain.tools.trace.analysis import Analysis, analyse
-from hytrain.tools.trace.lanes import rows_of
+from hytrain.tools.trace.blockers import CAUSES
+from hytrain.tools.trace.lanes import COLOURS, legend_of_cause, rows_of
 from hytrain.tools.trace.load import load
 from hytrain.tools.trace.spans import COMPUTE, Span, table
 from hytrain.tools.trace.viewer import write_page
@@ -135,6 +136,26 @@ def test_the_page_asks_no_network(page: Path) -> None:
     text = page.read_text()
     for asks in ("http://", "https://", "src="):
         assert asks not in text
+
+
+def test_a_page_without_a_gpu_is_about_the_device(browser: Page, tmp_path: Path) -> None:
+    paths = write(tmp_path, replace(SCHEDULE, ranks=2, gpu_layers=(0,)), first=2, device="cpu")
+    page = tmp_path / "cpu.html"
+    assert cli.main(["trace", "report", *map(str, paths), "--html", str(page)]) == 0
+    browser.open(page)
+    labels = browser.value("rows.map((row) => row.label || '')")
+    assert {"device waits for", "device compute", "device update"} <= set(labels)
+    shown = browser.value("document.body.innerText") + str(browser.value("used"))
+    assert "Ceilings" not in shown
+    told = ("no GPU was recorded", "Record a run with a GPU")
+    assert shown.count("GPU") == sum(shown.count(words) for words in told)
+
+
+def test_no_two_causes_of_waiting_have_a_colour(opened: Page) -> None:
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert len({legend_of_cause(cause) for cause in CAUSES}) == len(CAUSES)
+    colours = opened.value("data.runs[0].parts.map((part) => part[2])")
+    assert len(set(colours)) == len(colours) > 4
 
 
 def test_two_runs_are_drawn_below_each_other(browser: Page, trace: Path, tmp_path: Path) -> None:

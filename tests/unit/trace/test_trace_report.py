@@ -22,7 +22,7 @@ from hytrain.tools import cli
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace.analysis import Analysis, analyse
 from hytrain.tools.trace.load import load
-from hytrain.tools.trace.report_text import sentences
+from hytrain.tools.trace.report_text import sentences, verdict
 from hytrain.tools.trace.step_times import PARTS
 
 US = 1000
@@ -101,8 +101,8 @@ def test_rates_energy_and_what_was_predicted(tmp_path: Path, capsys: Capture) ->
     # 30 MB in 300 us; 2 MB in 200 us; 8 threads.
     assert rates["DRAM, CPU Adam"].achieved == pytest.approx(1e11)
     assert rates["DRAM, CPU Adam"].share == pytest.approx(0.5)
-    assert rates["PCIe, D2H"].achieved == pytest.approx(1e10)
-    assert rates["PCIe, H2D"].share is None
+    assert rates["copies, D2H"].achieved == pytest.approx(1e10)
+    assert rates["copies, H2D"].share is None
     assert rates["cores, CPU Adam"].achieved == pytest.approx(8.0)
     power = analysis.energy[0]
     assert power is not None
@@ -204,9 +204,29 @@ def test_the_slowest_rank_and_its_layer_are_named(tmp_path: Path) -> None:
     schedule = Schedule(layers=6, steps=5, ranks=2, gpu_layers=(0, 1)).fault(
         FORWARD, 4000, rank=1, layer=3
     )
-    overlap, waits, _ = sentences(run(tmp_path, schedule, first=2))
+    analysis = run(tmp_path, schedule, first=2)
+    overlap, waits, _ = sentences(analysis)
     assert "rank 1, the slowest" in overlap
-    assert "whose forward of layer 3 is slow" in waits
+    late = (
+        "Rank 1 is late mostly in backward of layer 0 and takes 5.00 ms a step for forward of layer"
+    )
+    assert f"{late} 3 (other ranks: 1.00)." in waits
+    # Numbers of two ranks do not sum to a step: each has its rank's name.
+    (computes, busy, _), (waiting, idle, _), _ = verdict(analysis)
+    assert (computes, waiting) == ("rank 1 computes", "rank 0 waits")
+    assert busy == f"{analysis.busy_share(1):.1%}".replace("%", " %")
+    assert idle == f"{1.0 - analysis.busy_share(0):.1%}".replace("%", " %")
+    assert f"Rank 0 waits longest, {idle} of a step: for rank 1 (" in waits
+
+
+def test_files_of_two_runs_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    two = write(tmp_path / "two", Schedule(steps=4, ranks=2))
+    (alone,) = write(tmp_path / "one", Schedule(steps=4))
+    assert "world size 1, " in _error(capsys, "report", alone, two[1])
+    later = rewrite(
+        two[1], lambda event: [event | {"ts": event["ts"] + 1e9}] if "ts" in event else [event]
+    )
+    assert "different times" in _error(capsys, "report", two[0], later)
 
 
 def test_reports_a_ring_that_was_full(tmp_path: Path, capsys: Capture) -> None:
