@@ -1,14 +1,18 @@
 """A mixture of 30 B parameters on one GPU: forward and backward alone, then steps, in one process.
 
 python experiments/mixture/run.py --out DIR --clip 1 --accumulation 8
+python experiments/mixture/run.py --out DIR --clip 0 --trainer --save MODEL   # in HF Trainer
+python experiments/mixture/run.py --out DIR --load MODEL              # what it has saved, alone
 python experiments/mixture/run.py --out DIR --toy                     # on a CPU
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import resource
 import statistics
 import time
 from pathlib import Path
@@ -35,6 +39,9 @@ def parse() -> argparse.Namespace:
     add("--seq", type=int, default=2048)
     add("--steps", type=int, default=40)
     add("--seconds", type=float, default=400.0, help="no step begins after so many")
+    add("--trainer", action="store_true", help="steps of HF Trainer, a micro-batch each")
+    add("--save", type=Path, help="with --trainer: a folder for the trained model")
+    add("--load", type=Path, help="loads a saved model onto the device, prints its loss, and stops")
     return parser.parse_args()
 
 
@@ -57,6 +64,98 @@ def build(options: argparse.Namespace, device: torch.device) -> Any:
     return model
 
 
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """The rows of one batch, again and again."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self._ids = ids.cpu()
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = self._ids[index % len(self._ids)]
+        return {"input_ids": ids, "labels": ids}
+
+
+def train(
+    options: argparse.Namespace, model: Any, ids: torch.Tensor, config: dict[str, Any], end: float
+) -> tuple[Any, list[float], float]:
+    """Trains in HF Trainer until it is time; the engine, seconds of steps, host GiB at its start.
+
+    The last is the most that the process had from its start until the engine was built.
+    """
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    import hytrain
+
+    ends: list[float] = []
+    built: list[float] = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            built.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if ids.is_cuda:
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+            control.should_training_stop |= ends[-1] > end
+
+    arguments = TrainingArguments(
+        output_dir=str(options.out),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        learning_rate=1e-6,
+        bf16=True,
+        max_grad_norm=options.clip,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=options.toy,
+        deepspeed=config,
+    )
+    with hytrain.register():
+        trainer = Trainer(model, arguments, train_dataset=Tokens(ids), callbacks=[Watch()])
+        trainer.train()
+        if options.save:
+            begin = time.perf_counter()
+            trainer.save_model(str(options.save))
+            print(f"saved in {time.perf_counter() - begin:.1f} s", flush=True)
+            with torch.no_grad():
+                print("loss of the trained model", float(model(input_ids=ids, labels=ids).loss))
+    steps = [b - a for a, b in itertools.pairwise(ends)]
+    return trainer.model_wrapped, steps, built[0]
+
+
+def load(options: argparse.Namespace, device: torch.device) -> None:
+    """Prints the loss of a saved model, which is read onto the device file by file."""
+    from transformers import AutoModelForCausalLM
+
+    begin = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(
+        options.load,
+        dtype=torch.bfloat16,
+        device_map=device,
+        experts_implementation="grouped_mm",
+    )
+    seconds = time.perf_counter() - begin
+    with torch.no_grad():
+        ids = random_tokens(options, model.config.vocab_size, device)
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"loaded in {seconds:.1f} s, at most {peak:.1f} GiB of host memory; loss {loss}")
+
+
+def random_tokens(options: argparse.Namespace, vocab: int, device: torch.device) -> torch.Tensor:
+    """The batch, the same in every process."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(vocab, (options.batch, options.seq), generator=generator).to(device)
+
+
 def timed(run: Any, device: torch.device) -> float:
     """Seconds of it on the device."""
     begin = time.perf_counter()
@@ -75,8 +174,11 @@ def main() -> None:
 
     end = time.perf_counter() + options.seconds
     device = torch.device("cpu" if options.toy else "cuda")
+    if options.load:
+        load(options, device)
+        return
     model = build(options, device)
-    ids = torch.randint(0, model.config.vocab_size, (options.batch, options.seq), device=device)
+    ids = random_tokens(options, model.config.vocab_size, device)
     batch = {"input_ids": ids, "labels": ids}
 
     def alone() -> None:
@@ -97,12 +199,18 @@ def main() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
         "hytrain": section,
     }
-    engine, *_ = hytrain.initialize(model=model, model_parameters=model.parameters(), config=config)
     steps: list[float] = []
-    while len(steps) < options.steps and time.perf_counter() < end:
-        steps.append(
-            timed(lambda: engine.train_batch(iter([batch] * options.accumulation)), device)
+    built: float | None = None
+    if options.trainer:
+        engine, steps, built = train(options, model, ids, config, end)
+    else:
+        engine, *_ = hytrain.initialize(
+            model=model, model_parameters=model.parameters(), config=config
         )
+        while len(steps) < options.steps and time.perf_counter() < end:
+            steps.append(
+                timed(lambda: engine.train_batch(iter([batch] * options.accumulation)), device)
+            )
     decision = engine.optimizer.placement.decisions[-1]
     result = {
         "options": {key: str(value) for key, value in vars(options).items()},
@@ -112,6 +220,7 @@ def main() -> None:
         "steps_s": steps,
         "gpu_layers": f"{decision.gpu_layers_target} of {len(decision.layer_bytes)}",
         "clip_coefficient": engine.step_statistics().clip_coefficient,
+        "host_peak_until_built_gib": built,
         "host_gib": psutil.Process().memory_info().rss / 2**30,
         "gpu_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if not options.toy else None,
     }
