@@ -1,16 +1,18 @@
 """Tries an installed hytrain, away from its sources: the import, the kernels, the OpenMP runtime.
 
-Prints the bits of every pass, as tests/aarch64/digest.py does.
+Prints the bits of every pass, as tests/aarch64/digest.py does. Without torch the extension alone is
+tried, with GCC's OpenMP runtime.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import re
 import sys
 from pathlib import Path
-
-import torch
+from types import ModuleType
 
 SOURCES = Path(__file__).resolve().parents[1]
 sys.path = [path for path in sys.path if Path(path or ".").resolve() != SOURCES]
@@ -21,14 +23,16 @@ def runtimes() -> set[str]:
     return set(re.findall(r"/.*/lib(?:gomp|i?omp)[^/\n]*", Path("/proc/self/maps").read_text()))
 
 
-def main() -> None:
-    """Raises AssertionError of what does not hold."""
-    of_torch = runtimes()
-    from hytrain import _C
+def compare_with_torch(extension: ModuleType, of_torch: set[str]) -> None:
+    """A step like torch's, by the OpenMP runtime that torch brought.
+
+    Raises:
+        AssertionError: what does not hold.
+    """
+    import torch
+
     from hytrain.kernels import cpu_adam
     from hytrain.kernels.cpu_adam import AdamHyper, Gradient
-
-    assert SOURCES not in Path(_C.__file__).parents, _C.__file__
 
     n = 1 << 20
     start, grad = torch.linspace(-1, 1, n), torch.linspace(1, -2, n)
@@ -42,20 +46,36 @@ def main() -> None:
         cpu_adam.commit(p, m, v, Gradient(grad, 1.0, hyper), num_threads=2)
         torch.testing.assert_close(p, expected.data, rtol=1e-6, atol=1e-7)
     assert not of_torch or runtimes() == of_torch, "a second OpenMP runtime"
-    assert not of_torch or _C.openmp_library() in of_torch
+    assert not of_torch or extension.openmp_library() in of_torch
+
+
+def main() -> None:
+    """Raises AssertionError of what does not hold."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    if has_torch:
+        importlib.import_module("torch")
+    of_torch = runtimes()
 
     sys.path.insert(0, str(SOURCES / "tests/aarch64"))
-    import digest
+    digest = importlib.import_module("digest")
+    extension = importlib.import_module("hytrain._C")
+    assert SOURCES not in Path(str(extension.__file__)).parents, extension.__file__
+    if has_torch:
+        compare_with_torch(extension, of_torch)
 
-    kinds = (torch.float32, torch.bfloat16, torch.uint8)
-    for kind, dtype in itertools.product(kinds, (torch.float32, torch.bfloat16, torch.float16)):
+    for kind, dtype in itertools.product(digest.KINDS, digest.DTYPES):
         found = []
-        for isa in cpu_adam.available_isas():
-            cpu_adam.set_isa(isa)
+        for isa in extension.available_isas():
+            extension.set_isa(isa)
             found.append(digest.passes(kind, dtype))
         assert all(one == found[0] for one in found), (kind, dtype)
         for name, bits in found[0].items():
-            print(name, str(kind)[6:], str(dtype)[6:], bits)
+            print(name, kind, dtype, bits)
+    if has_torch:
+        version = sys.modules["torch"].__version__
+        print("imported with torch", version, file=sys.stderr)
+    else:
+        print("the extension alone, without torch", file=sys.stderr)
 
 
 if __name__ == "__main__":

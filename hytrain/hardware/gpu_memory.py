@@ -17,6 +17,13 @@ def usable_gpu_bytes(device: torch.device) -> int | None:
     return min(usable, int(total * torch.cuda.get_per_process_memory_fraction(device)))
 
 
+def shares_host_memory(device: torch.device) -> bool:
+    """Whether a GPU has no memory of its own (DGX Spark): its bytes are the host's."""
+    if device.type != "cuda":
+        return False
+    return bool(torch.cuda.get_device_properties(device).is_integrated)
+
+
 _SPARE_SHARE = 0.5
 """Of the free memory: a later step of training may need more than the steps so far."""
 

@@ -23,7 +23,7 @@ from hytrain.placement.calibration import gpu_seconds_per_parameter
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
-from hytrain.placement.memory import Bounds, bounds, check_fits, host_bytes
+from hytrain.placement.memory import Bounds, bounds, check_fits, taken_of_host
 from hytrain.placement.memory_probe import MemoryProbe
 from hytrain.placement.move import PlacementController
 from hytrain.placement.peak_memory import (
@@ -172,7 +172,8 @@ def _refusal(
             return None
         peaks = predict_peaks(peak_inputs(round(config.gpu_fraction * len(layers))))
         limit = hard_limit({name: left - limits.host_base for name, left in _shares(host).items()})
-        refuse_what_cannot_fit(peaks, limit, limits.gpu, config.gpu_fraction)
+        gpu = None if limits.shares_host else limits.gpu  # which counts no caches as free
+        refuse_what_cannot_fit(peaks, limit, gpu, config.gpu_fraction)
     except MemoryBudgetError as error:
         return error
     return None
@@ -191,20 +192,21 @@ def _warn_of_host(
     slow, but there; no reserve is kept of what the user has decided.
     """
     number = len(layers)
-    room = limits.host - limits.host_base + int(psutil.swap_memory().free)
-    needed = [host_bytes(layers, k, staging) for k in range(number + 1)]
+    room = limits.host + int(psutil.swap_memory().free)
+    needed = [taken_of_host(layers, limits, staging, k) for k in range(number + 1)]
     if needed[chosen] <= room:
         return
     enough = next((k for k in range(chosen, number + 1) if needed[k] <= room), number)
     logger.warning(
-        '"hytrain.gpu_fraction" is %s: the state of %d of %d layers and its pinned gradients take '
-        "%.2f GiB of this rank's host memory, which has %.2f GiB left; the system may end this "
-        'process. At least %.2f fits, and "solve" finds out by itself; more ranks, or a host with '
-        "more memory, help as well",
+        '"hytrain.gpu_fraction" is %s: the state of %d of %d layers and its pinned gradients%s '
+        "take %.2f GiB of this rank's host memory, which has %.2f GiB left; the system may end "
+        'this process. At least %.2f fits, and "solve" finds out by itself; more ranks, or a host '
+        "with more memory, help as well",
         gpu_fraction,
         number - chosen,
         number,
-        needed[chosen] / 2**30,
+        " and all that the GPU holds, which has no memory of its own," * limits.shares_host,
+        (needed[chosen] - limits.host_base) / 2**30,
         (limits.host - limits.host_base) / 2**30,
         math.ceil(100 * enough / number) / 100,
     )

@@ -70,6 +70,8 @@ class MemoryLimits:
             GPU-placed layers pile up as backward goes down while activations are released, so
             that the two do not add up at one moment.
         host_base: of ``host``, what offloaded activations will take still.
+        shares_host: the GPU's memory is the host's: what the GPU takes comes out of ``host``, where
+            what it has already counts as left.
     """
 
     gpu: int | None
@@ -79,6 +81,7 @@ class MemoryLimits:
     host_reserve: int
     gpu_base_at: tuple[int, ...] = field(default=())
     host_base: int = 0
+    shares_host: bool = False
 
     @property
     def device(self) -> str:

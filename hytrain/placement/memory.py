@@ -190,6 +190,18 @@ def host_bytes(layers: Sequence[LayerBytes], k: int, staging_bytes: int) -> int:
     return state_bytes(layers[k:]) + pending_bytes(layers[k:]) + staging_bytes
 
 
+def taken_of_host(
+    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int, k: int
+) -> int:
+    """What ``limits.host`` must hold with the first ``k`` layers on the GPU.
+
+    Raises:
+        PlacementError: ``k`` is not in 0..L, or ``gpu_base_at`` is not one number a layer.
+    """
+    taken = host_bytes(layers, k, staging_bytes) + limits.host_base
+    return taken + (gpu_peak_bytes(layers, limits, k) if limits.shares_host else 0)
+
+
 def _check(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> None:
     _check_number(k, len(layers))
     if limits.gpu_base_at and len(limits.gpu_base_at) != len(layers):
@@ -223,6 +235,10 @@ def bounds(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: in
     fewest = next((k for k, need in enumerate(needed) if need <= host_limit), num_layers + 1)
     if limits.gpu is None:
         return Bounds(num_layers, fewest, num_layers)
+    if limits.shares_host:
+        taken = [taken_of_host(layers, limits, staging_bytes, k) for k in range(num_layers + 1)]
+        fitting = [k for k, need in enumerate(taken) if need <= host_limit]
+        return Bounds(num_layers, *(fitting[0], fitting[-1]) if fitting else (num_layers + 1, -1))
     gpu_limit = limits.gpu - limits.gpu_reserve
     most = num_layers
     while most >= 0 and gpu_peak_bytes(layers, limits, most) > gpu_limit:
@@ -391,19 +407,22 @@ def _split(
 ) -> dict[str, int]:
     """Bytes with the first ``k`` layers on the GPU, by the names of the table's rows."""
     state, peak = state_bytes(layers[:k]), gpu_peak_bytes(layers, limits, k)
-    host, gpu = host_bytes(layers, k, staging_bytes) + limits.host_base, limits.gpu
-    activations = {"host: offloaded activations": limits.host_base} if limits.host_base else {}
+    host, gpu = taken_of_host(layers, limits, staging_bytes, k), limits.gpu
+    more = {"host: offloaded activations": limits.host_base} if limits.host_base else {}
+    if limits.shares_host:
+        more["host: the GPU's, which has no memory of its own"] = peak
+        gpu = None
     return {
         "GPU: optimizer state": state,
         "GPU: model, known activations, waiting gradients": peak - state,
         "GPU: needed at the peak": peak,
-        _GPU_LIMIT: gpu or 0,
+        _GPU_LIMIT: limits.gpu or 0,
         _GPU_RESERVE: limits.gpu_reserve,
         _GPU_MISSING: 0 if gpu is None else max(0, peak + limits.gpu_reserve - gpu),
         "host: optimizer state": state_bytes(layers[k:]),
         "host: waiting gradients, pinned": pending_bytes(layers[k:]),
         "host: staging, pinned": staging_bytes,
-        **activations,
+        **more,
         "host: needed": host,
         "host: there is": limits.host,
         "host: kept in reserve": limits.host_reserve,

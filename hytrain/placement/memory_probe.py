@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from hytrain.config import SolverConfig
-from hytrain.hardware.gpu_memory import allocated_bytes, usable_gpu_bytes
+from hytrain.hardware.gpu_memory import allocated_bytes, shares_host_memory, usable_gpu_bytes
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import host_memory_pools
 from hytrain.placement.costs import LayerBytes, MemoryLimits
@@ -131,6 +131,9 @@ class MemoryProbe:
         """
         gpu = usable_gpu_bytes(self._device)
         host = share.memory(host_memory_pools()) + host_held
+        shares_host = shares_host_memory(self._device)
+        if shares_host:
+            host += torch.cuda.memory_reserved(self._device)
         gone = 0 if first_host is None else max(0, first_host - host)
         limits = MemoryLimits(
             gpu=gpu,
@@ -139,6 +142,7 @@ class MemoryProbe:
             host=host,
             host_reserve=host_reserve(solver.host_memory_reserve_bytes, host),
             host_base=max(0, solver.host_activation_bytes - gone),
+            shares_host=shares_host,
         )
         return self.with_base(limits)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,21 @@ def test_what_is_required_is_what_is_checked() -> None:
     allowed = Requirement(DEEPSPEED).specifier
     for release in ("0.18.9", "0.19", "0.19.0", "0.19.6", "0.19.7", "0.19.10", "0.20.0", "1.19.8"):
         assert has_deepspeed_internals(release) is (release in allowed), release
+
+
+@pytest.mark.parametrize("release", ["0.20.0", "1.0.0"])
+def test_another_series_is_refused_at_import(release: str, tmp_path: Path) -> None:
+    info = tmp_path / f"deepspeed-{release}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {release}\n")
+    command = [sys.executable, "-c", "import hytrain; hytrain.initialize"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert run.stderr.splitlines()[-1] == (
+        f"hytrain.errors.UnsupportedError: DeepSpeed {release} is installed, which has other "
+        f"internals than those that this release of hytrain works with: pip install '{DEEPSPEED}'"
+    )
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "Makefile", "README.md", "docs/index.md"])

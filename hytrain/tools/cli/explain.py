@@ -180,7 +180,8 @@ def _explain_config(arguments: argparse.Namespace) -> int:
         inputs = micro * block_input_bytes(arguments.model, form, tokens)
     is_offloaded = section.solver.host_activation_bytes > 0 or section.activations == "offload"
     on_gpu = 0 if is_offloaded else inputs
-    decision = first_decision(section, sizes, *_memory(arguments, ranks or 1), on_gpu)
+    gpu, host, shares_host = _memory(arguments, ranks or 1)
+    decision = first_decision(section, sizes, gpu, host, on_gpu, shares_host=shares_host)
     result |= {"parameters": sum(sizes.parameters), **decision_json(decision, lambda _: None)}
     if tokens:
         result |= {"tokens": tokens, "block_input_bytes": inputs}
@@ -201,18 +202,20 @@ def _explain_config(arguments: argparse.Namespace) -> int:
     return 0 if (found.fits if is_solved else found.allow(number)) else 1
 
 
-def _memory(arguments: argparse.Namespace, ranks: int) -> tuple[int | None, int]:
-    """The rank's GPU and its part of the host, in bytes."""
+def _memory(arguments: argparse.Namespace, ranks: int) -> tuple[int | None, int, bool]:
+    """The rank's GPU and its part of the host, in bytes; whether the GPU's are the host's."""
     import torch
 
-    from hytrain.hardware.gpu_memory import usable_gpu_bytes
+    from hytrain.hardware.gpu_memory import shares_host_memory, usable_gpu_bytes
     from hytrain.kernels.host_limits import available_host_bytes
 
+    shares_host = False
     if arguments.gpu_memory is not None:
         gpu: int | None = int(arguments.gpu_memory * _GIB)
     else:
-        gpu = usable_gpu_bytes(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        gpu, shares_host = usable_gpu_bytes(device), shares_host_memory(device)
     host = available_host_bytes()
     if arguments.host_memory is not None:
         host = int(arguments.host_memory * _GIB)
-    return gpu, host // ranks
+    return gpu, host // ranks, shares_host

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from hytrain.checkpoint.files import sync_names
+from hytrain.hardware.gpu_memory import shares_host_memory
 from hytrain.hardware.host_tree import HostTree
 from hytrain.hardware.numa import call_on, node_cores, nodes_of_memory, pci_address
 from hytrain.kernels.host_memory import host_zeros
@@ -52,7 +53,7 @@ def measure_rates(folder: Path, cores: int, elements: int | None) -> Rates:
     if torch.cuda.is_available():
         try:
             device = torch.device("cuda", torch.cuda.current_device())
-            shares_memory = bool(torch.cuda.get_device_properties(device).is_integrated)
+            shares_memory = shares_host_memory(device)
             copies = copy_rates(device, alone, seconds=_SECONDS)
             to_host, to_device = copies.to_host, copies.from_host
             unpin = _unpin_seconds(device)

@@ -124,14 +124,16 @@ amounts = st.integers(min_value=0, max_value=30_000)
 def budgets(draw: st.DrawFn) -> tuple[list[LayerBytes], MemoryLimits, int]:
     layers = [LayerBytes("layer", size) for size in draw(sizes)]
     at = draw(st.none() | st.lists(amounts, min_size=len(layers), max_size=len(layers)))
+    gpu = draw(st.none() | amounts)
     limits = MemoryLimits(
-        gpu=draw(st.none() | amounts),
+        gpu=gpu,
         gpu_reserve=draw(st.integers(0, 2000)),
         gpu_base=draw(amounts) if at is None else max(at),
         host=draw(amounts),
         host_reserve=draw(st.integers(0, 2000)),
         gpu_base_at=tuple(at or ()),
         host_base=draw(st.integers(0, 2000)),
+        shares_host=gpu is not None and draw(st.booleans()),
     )
     return layers, limits, draw(st.integers(0, 2000))
 
@@ -147,6 +149,9 @@ def test_bounds_are_what_fits_one_by_one(
             gpu_peak_bytes(layers, limits, k) <= limits.gpu - limits.gpu_reserve
         )
         on_host = host_bytes(layers, k, staging) + limits.host_base
+        if limits.shares_host:
+            on_host += gpu_peak_bytes(layers, limits, k)
+            return on_host <= limits.host - limits.host_reserve
         return on_gpu and on_host <= limits.host - limits.host_reserve
 
     found = bounds(layers, limits, staging)
@@ -219,6 +224,22 @@ def test_the_refusal_has_offloaded_activations() -> None:
     text = refusal(replace(limits, host_base=2 * GIB))
     assert "host: offloaded activations" in text
     assert f"({GIB} bytes) of host memory" in text
+
+
+def test_memory_of_a_gpu_without_its_own_is_counted_once() -> None:
+    """A DGX Spark: 56 GiB of state and gradients, 10 of the model and 1 of staging."""
+    spark = replace(SMALL_MACHINE, gpu=100 * GIB, host=68 * GIB)
+    assert bounds(LARGE, spark, GIB) == Bounds(4, 0, 4)  # as if there were 168 GiB
+    spark = replace(spark, shares_host=True)
+    assert bounds(LARGE, spark, GIB) == Bounds(4, 0, 4)
+    # What the driver calls free leaves out caches that the kernel drops: it bounds nothing.
+    assert bounds(LARGE, replace(spark, gpu=GIB), GIB) == Bounds(4, 0, 4)
+    short = replace(spark, host=67 * GIB)
+    assert bounds(LARGE, short, GIB) == Bounds(4, 5, -1)
+    text = refusal(short)
+    assert "host: the GPU's, which has no memory of its own" in text
+    assert f"({GIB} bytes) of host memory" in text
+    assert "of GPU memory" not in text
 
 
 def test_the_refusal_says_what_would_do() -> None:

@@ -161,6 +161,7 @@ class FakeAllocator:
         self.peak = 0
         self.reserved = 0
         self.free, self.total, self.fraction = 0, 0, 1.0
+        self.is_integrated = False
         for name, value in {
             "memory_stats_as_nested_dict": lambda _device: {
                 "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak}}
@@ -168,6 +169,7 @@ class FakeAllocator:
             "memory_reserved": lambda _device: self.reserved,
             "mem_get_info": lambda _device: (self.free, self.total),
             "get_per_process_memory_fraction": lambda _device: self.fraction,
+            "get_device_properties": lambda _device: self,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
@@ -175,6 +177,20 @@ class FakeAllocator:
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
     return FakeAllocator(monkeypatch)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_a_gpu_without_memory_of_its_own_has_is_the_hosts(
+    shares: bool, allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DGX Spark with 60 GiB left, 50 of them free for the driver, 20 reserved by torch."""
+    monkeypatch.setattr(memory_probe, "host_memory_pools", lambda: {"machine": 60 * GIB})
+    allocator.is_integrated = shares
+    allocator.free, allocator.total, allocator.reserved = 50 * GIB, 128 * GIB, 20 * GIB
+    limits = MemoryProbe(LAYERS, GPU).limits(SolverConfig(), 0, 7 * GIB, ALONE)
+    assert limits.shares_host is shares
+    assert limits.host == (87 if shares else 67) * GIB
+    assert limits.gpu == 70 * GIB
 
 
 def test_usable_is_what_is_free_what_is_held_and_what_is_allowed(allocator: FakeAllocator) -> None:
