@@ -11,6 +11,8 @@ import hytrain
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="Qwen/Qwen3-1.7B")
 parser.add_argument("--text", default="README.md", help="a file to train on")
+parser.add_argument("--config", default=str(Path(__file__).with_name("ds_config.json")))
+parser.add_argument("--batch", type=int, default=2, help="samples at once on each GPU")
 parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
 parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--local_rank", type=int, help="given by the deepspeed launcher")
@@ -19,9 +21,10 @@ options = parser.parse_args()
 # Trainer's arguments come first: they tell transformers about DeepSpeed before the model is made.
 arguments = TrainingArguments(
     "out/trainer",
-    deepspeed=str(Path(__file__).with_name("ds_config.json")),
+    deepspeed=options.config,
     max_steps=options.steps,
-    per_device_train_batch_size=2,
+    per_device_train_batch_size=options.batch,
+    gradient_checkpointing=True,
     learning_rate=1e-5,
     max_grad_norm=1.0,
     bf16=True,

@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(command: list[str], folder: Path, **more: str) -> str:
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    here = f"import os; os.chdir({str(folder)!r})\n"
+    here = f"import os; os.chdir({str(folder)!r}); __file__ = {command[0]!r}\n"
     text = here + Path(command[0]).read_text()
     run = run_script(text, *command[1:], **rank, MASTER_PORT=str(free_port()), **more)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -95,6 +95,42 @@ def test_two_ranks_that_share_sequences(models: Path, tmp_path: Path) -> None:
     losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", run.stdout)]
     assert len(losses) == 4
     assert losses[-1] < losses[0] < 10
+
+
+def _json(page: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"```json\n(\{.*?\})\n```", text, flags=re.DOTALL)
+
+
+@pytest.mark.experiment
+@pytest.mark.parametrize("config", sorted({c for c in _json("recipes.md") if '"auto"' in c}))
+def test_a_recipe_trains(config: str, models: Path, tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text(config)
+    options = ["--config", str(tmp_path / "ds_config.json"), "--batch", "4", "--length", "16"]
+    data = ["--model", str(models / "dense"), "--text", str(models / "text"), "--steps", "10"]
+    printed = _run([str(EXAMPLES / "trainer.py"), *options, *data], tmp_path)
+    stage = json.loads(config)["zero_optimization"]["stage"]
+    assert f"ZeRO-{stage}" in printed
+    kind = json.loads(config)["hytrain"].get("moments", "fp32")
+    assert re.search(rf"Adam state \({kind} moments\)", printed), printed
+
+
+@pytest.mark.experiment
+def test_the_loop_of_the_quickstart(models: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    code = next(
+        c for c in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "engine." in c
+    )
+    for written, here in (
+        ('"Qwen/Qwen3-8B", 1024', f"{str(models / 'dense')!r}, 16"),
+        ('"book.txt"', repr(str(models / "text"))),
+    ):
+        assert code.count(written) == 1, written
+        code = code.replace(written, here)
+    (tmp_path / "train.py").write_text(code)
+    (tmp_path / "ds_config.json").write_text(_json("quickstart.md")[-1])
+    _run([str(tmp_path / "train.py")], tmp_path)
+    assert (tmp_path / "checkpoints" / "latest").exists()
 
 
 @pytest.mark.experiment
