@@ -258,31 +258,34 @@ def life_of_a_gradient() -> None:
     picture.write("gradient.svg")
 
 
-def headline() -> tuple[str, list[tuple[str, float, str]]]:
-    """Of docs/benchmarks.md's Headline: what was run, and name, seconds and ratio of each row."""
+def headline() -> tuple[str, list[tuple[str, float, str, str]]]:
+    """Of docs/benchmarks.md's Headline: what was run; of each row name, seconds, ratio, GPU GiB."""
     page = (FOLDER.parent / "benchmarks.md").read_text(encoding="utf-8")
     section = page.split("\n## Headline\n")[1].split("\n## ")[0]
     rows = re.findall(
-        r"^\| \**([^|]+?)\** \| \**([\d.]+) s\** \| ([\d.]+) \|", section, flags=re.MULTILINE
+        r"^\| \**([^|]+?)\** \| \**([\d.]+) s\** \| ([\d.]+) \| ([\d.]+ GiB)",
+        section,
+        flags=re.MULTILINE,
     )
     what = section.split("**")[1]
-    return " ".join(what.split()), [(name, float(seconds), ratio) for name, seconds, ratio in rows]
+    return " ".join(what.split()), [(row[0], float(row[1]), row[2], row[3]) for row in rows]
 
 
 def step_times(*, dark: bool) -> None:
     """The headline's table; README.md and docs/index.md have the same figures."""
     ink, pale, ground = ("#e6edf3", "#9198a1", "#0d1117") if dark else (INK, PALE, "#ffffff")
     what, rows = headline()
-    longest = max(seconds for _, seconds, _ in rows)
+    longest = max(seconds for _, seconds, _, _ in rows)
     picture = Picture(860, 46 * len(rows) + 48, ground)
-    for number, (name, seconds, ratio) in enumerate(rows):
+    for number, (name, seconds, ratio, memory) in enumerate(rows):
         y = 16 + 46 * number
         fill = "#8c959f" if number == 0 else BACK if name.startswith("hytrain") else FORWARD
         note = "the limit" if number == 0 else f"{ratio} x"
-        right = 308 + 410 * seconds / longest
+        right = 268 + 370 * seconds / longest
         picture.words(16, y + 21, name, ink=ink, size=14)
-        picture.box(300, y, right - 308, 32, fill, edge=ground)
-        picture.words(right, y + 21, f"{seconds:.3f} s, {note}", ink=ink, size=14)
+        picture.box(260, y, right - 268, 32, fill, edge=ground)
+        words = f"{seconds:.3f} s, {note}; GPU {memory}"
+        picture.words(right, y + 21, words, ink=ink, size=14)
     picture.words(16, 46 * len(rows) + 34, what, ink=pale)
     picture.write("step_times_dark.svg" if dark else "step_times_light.svg")
 

@@ -141,7 +141,7 @@ def test_headline_chart_and_tables_are_of_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pictures = _generator("pictures")
-    steps = {name: seconds for name, seconds, _ in pictures.headline()[1]}
+    steps = {name: seconds for name, seconds, _, _ in pictures.headline()[1]}
     headline = _read(DOCS / "benchmarks.md").split("\n## Headline\n")[1].split("\n## ")[0]
     row = r"^\| (.+) \| ([\d.]+) s \| ([\d.]+) s \| ([\d.]+) \|$"
     runs = re.findall(row, headline, flags=re.MULTILINE)
