@@ -1,0 +1,74 @@
+"""What models take in README.md and docs/memory.md is what `hytrain explain` computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hytrain.tools.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-4B": QWEN | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                        "num_attention_heads": 32, "tie_word_embeddings": True},
+    "Qwen3-8B": QWEN | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                        "num_attention_heads": 32},
+    "Qwen3-14B": QWEN | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
+                         "num_attention_heads": 40},
+    "Qwen3-30B-A3B": QWEN | {"model_type": "qwen3_moe", "hidden_size": 2048, "num_experts": 128,
+                             "intermediate_size": 6144, "moe_intermediate_size": 768,
+                             "num_experts_per_tok": 8, "num_hidden_layers": 48,
+                             "num_attention_heads": 32, "num_key_value_heads": 4},
+    "Qwen3-32B": QWEN | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
+                         "num_attention_heads": 64},
+    "Llama 3 70B": {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
+                    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+                    "vocab_size": 128256, "tie_word_embeddings": False},
+}  # fmt: skip
+SECTIONS = ({}, {"moments": "bf16"}, {"moments": "8bit"}, {"moments": "8bit", "master": "split"})
+
+
+def _rows(page: str) -> dict[str, list[int]]:
+    """By model: GiB of weights on the GPU, then of the host with each of SECTIONS."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return {row[0]: [int(cell) for cell in row[1:]] for row in cells if row[0] in SHAPES}
+
+
+def test_both_pages_have_the_table() -> None:
+    assert list(_rows("README.md")) == list(SHAPES)
+    assert _rows("README.md") == _rows("docs/memory.md")
+
+
+@pytest.mark.experiment
+@pytest.mark.parametrize("model", SHAPES)
+def test_the_table_is_computed(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="a shape is a configuration of transformers")
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[model]))
+    found: list[int] = []
+    for section in SECTIONS:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "hytrain": section,
+        }
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        memory = ["--gpu-memory", "2000", "--host-memory", "4000", "--json"]
+        code = main(["explain", str(tmp_path / "ds.json"), "--model", str(tmp_path), *memory])
+        assert code == 0
+        on_host = json.loads(capsys.readouterr().out)["candidates"][0]
+        found = found or [round(on_host["gpu_bytes"] / 2**30)]
+        found.append(round(on_host["host_bytes"] / 2**30))
+    assert found == _rows("README.md")[model]
