@@ -128,7 +128,7 @@ $(COMPAT_STAMP): $(STAMP) tests/ecosystem/requirements.txt
 	$(COMPAT)/bin/python -m pip install --quiet --no-deps -r tests/ecosystem/requirements.txt
 	touch $@
 
-# Trainer, accelerate, Lightning, TRL and peft beside plain DeepSpeed (docs/dropin.md).
+# Trainer, accelerate, Lightning, TRL and peft beside plain DeepSpeed (docs/compatibility.md).
 test-ecosystem: $(COMPAT_STAMP)
 	$(COMPAT_RUN) -m pytest -m ecosystem $(TEST_ARGS) tests/ecosystem
 

@@ -3,7 +3,7 @@
     make test-dropin DEEPSPEED_TESTS=<DeepSpeed's repository>/tests
 
 "Passes with plain DeepSpeed" must mean "passes with hytrain": the exit status says whether it does
-for all tests that are not listed, with reasons, in docs/dropin.md.
+for all tests that are not listed, with reasons, in docs/compatibility.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from selection import FIRST, HANGS, REST
 from hytrain.formats.text_table import align
 
 ROOT = Path(__file__).parents[2]
-REASONS = ROOT / "docs" / "dropin.md"
+REASONS = ROOT / "docs" / "compatibility.md"
 OUTCOMES_PLUGIN = "dropin_plugin"
 ENGINES = ("plain", "hytrain")
 

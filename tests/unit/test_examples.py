@@ -14,6 +14,8 @@ import pytest
 from support.ports import free_port
 from support.scripts import run_script
 
+from hytrain.tools.cli import main
+
 transformers: Any = pytest.importorskip("transformers", reason="the examples are of transformers")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +133,35 @@ def test_the_loop_of_the_quickstart(models: Path, tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(_json("quickstart.md")[-1])
     _run([str(tmp_path / "train.py")], tmp_path)
     assert (tmp_path / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.experiment
+def test_the_tutorial_from_data_to_an_exported_model(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    code, load = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    for written, here in (
+        ('"Qwen/Qwen3-8B", 1024', f"{str(models / 'dense')!r}, 16"),
+        ('"book.txt"', repr(str(models / "text"))),
+        ("bf16=True,", 'bf16=True, use_cpu=True, report_to="none",'),
+        ("max_steps=200", "max_steps=8 if '--resume' in sys.argv else 4"),
+        ("save_steps=100", "save_steps=2"),
+    ):
+        assert code.count(written) == 1, written
+        code = code.replace(written, here)
+    (tmp_path / "train.py").write_text(code)
+    (tmp_path / "ds_config.json").write_text(_json("tutorial.md")[0])
+    _run([str(tmp_path / "train.py")], tmp_path)
+    _run([str(tmp_path / "train.py"), "--resume"], tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if "step_s" in json.loads(line)]
+    assert steps == list(range(1, 9))
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "metrics.jsonl"]) == 0
+    assert main(["checkpoint", "verify", "out"]) == 0
+    assert main(["export", "out", "--out", "model"]) == 0
+    exec(load, {})
 
 
 @pytest.mark.experiment
