@@ -27,7 +27,9 @@ def collect_module_state(
     """
     kept.synchronize()
     is_first = kept.collectives.rank == 0
-    copies = kept.weights.copy_to_first(is_first, with_frozen=with_frozen)
+    copies: dict[int, torch.Tensor] = {}
+    for some in kept.weights.copies_on_first(is_first, lambda x: x.parts(with_frozen=with_frozen)):
+        copies.update(some)
     if not is_first:
         return {}
     state: dict[str, Any] = {}

@@ -27,6 +27,7 @@ from hytrain.checkpoint.archive_writer import (
 from hytrain.checkpoint.files import SummingFile, sync_names
 from hytrain.checkpoint.stored_weights import StoredModel, StoredWeight
 from hytrain.errors import CheckpointError
+from hytrain.model.partition import in_buckets
 
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"
@@ -63,7 +64,7 @@ def write_safetensors(model: StoredModel, folder: Path, max_bytes: int) -> list[
                 f"'{weight.name}' is {weight.dtype}, which safetensors has no name for: use "
                 "--format fp32"
             )
-    shards = _shards(model.weights, max_bytes)
+    shards = in_buckets(model.weights, lambda weight: weight.num_bytes, max_bytes) or [[]]
     names = [SAFETENSORS]
     if len(shards) > 1:
         stem = SAFETENSORS.removesuffix(".safetensors")
@@ -113,18 +114,6 @@ def _write_all(folder: Path, contents: Mapping[str, Callable[[SummingFile], obje
         paths = [path.replace(folder / path.name) for path in made]
         sync_names(folder, paths)
     return paths
-
-
-def _shards(weights: Sequence[StoredWeight], max_bytes: int) -> list[list[StoredWeight]]:
-    shards: list[list[StoredWeight]] = [[]]
-    size = 0
-    for weight in weights:
-        if shards[-1] and size + weight.num_bytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(weight)
-        size += weight.num_bytes
-    return shards
 
 
 def _write_shard(file: SummingFile, weights: Sequence[StoredWeight]) -> None:

@@ -47,6 +47,7 @@ from hytrain.engine.step_reports import report_step
 from hytrain.engine.termination import Termination
 from hytrain.engine.thawed_parameters import ThawedParameters
 from hytrain.engine.tracing import Tracing
+from hytrain.engine.weight_handover import WeightHandover
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError, EngineClosedError, HyTrainError, NestedReductionError
 from hytrain.formats.moment_kinds import SPLIT
@@ -60,6 +61,7 @@ from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.placement.peak_memory import PhasePeak
 from hytrain.placement.records import Decision
+from hytrain.zero3.weight_passes import BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,8 @@ class HyTrainEngine(DeepSpeedEngine):
             self._offer_zero3(optimizer)
         self._watch_plan(optimizer)
         self._checkpoints = EngineCheckpoints(self, optimizer, self._module_tensors)
+        self._handover = WeightHandover(optimizer.kept, self._module_tensors)
+        optimizer.before_close.append(self._handover.close)
         self._prepare_saves(optimizer)
         trace = self.hytrain_config.trace
         self._tracing = Tracing(optimizer, self._model, trace, self.global_steps)
@@ -678,6 +682,43 @@ class HyTrainEngine(DeepSpeedEngine):
         found = {} if destination is None else destination
         found.update({prefix + name: tensor for name, tensor in state.items()})
         return found
+
+    def iterate_weights(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        on_host: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        exclude_frozen_parameters: bool = False,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) of the module's state dict, without gathering the model.
+
+        For an inference engine between steps; with the newest weights, in any order, tied ones
+        under each of their names. On several ranks a collective under ZeRO-3, and the start of one
+        elsewhere: all ranks take all tensors, whoever needs them. It also works while states are
+        off the device (:meth:`offload_states`).
+
+        A tensor is to be read, and valid until the next one is asked for; on a GPU, what is queued
+        on the current stream by then. Below ZeRO-3 it may be the training weights themselves.
+
+        Args:
+            dtype: of floating-point tensors, buffers included; None: as they are trained.
+            on_host: copies in pinned host memory, of two buckets, which is kept for the next time
+                until :meth:`destroy`. False: where the weights are computed with.
+            bucket_bytes: as much is gathered and copied at a time, and the next bucket beside it:
+                memory is at most two buckets (and one tensor, where ``dtype`` changes it). A
+                larger parameter is a bucket of its own.
+            exclude_frozen_parameters: leave out what is not trained: adapters alone, say.
+
+        Raises:
+            ConfigError: an update, a load or another such iteration came before the last tensor.
+            OutOfStepError: a rank has left the iteration, and gone on to something else.
+            RankFailedError: a rank has failed, or ended.
+            HostMemoryError: the host has no memory for two buckets.
+        """
+        return self._handover.iterate(
+            dtype, bucket_bytes, on_host=on_host, with_frozen=not exclude_frozen_parameters
+        )
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False

@@ -21,6 +21,11 @@ class ParameterSlot:
     offset: int
     numel: int
 
+    def within(self, flat: torch.Tensor, begin: int) -> torch.Tensor:
+        """The parameter as a view of memory that begins at ``begin`` of the flat space."""
+        at = self.offset - begin
+        return flat[at : at + self.numel].view(self.parameter.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hytrain.errors import ConfigError
+
+_Item = TypeVar("_Item")
 
 ALIGNMENT = 64
 """Elements. Every parameter, cut and chunk starts on a multiple (128 bytes in bf16), so that
@@ -51,6 +54,21 @@ def sizes_within(sizes: Sequence[int], low: int, high: int) -> list[int]:
     """
     cuts = list(itertools.accumulate(sizes, initial=0))
     return [max(0, min(high, end) - max(low, begin)) for begin, end in itertools.pairwise(cuts)]
+
+
+def in_buckets(
+    items: Iterable[_Item], size: Callable[[_Item], int], limit: int
+) -> list[list[_Item]]:
+    """Neighbours together, as long as their sizes sum to the limit at most; a larger one alone."""
+    buckets: list[list[_Item]] = []
+    total = 0
+    for item in items:
+        if not buckets or total + size(item) > limit:
+            buckets.append([])
+            total = 0
+        buckets[-1].append(item)
+        total += size(item)
+    return buckets
 
 
 def padded_size(elements: int, num_ranks: int) -> int:

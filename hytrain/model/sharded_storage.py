@@ -73,16 +73,17 @@ class ShardedStorage:
             for _low, _high, flat in self.runs
         }
         # Made while there is memory: a view of a storage without any is refused.
-        self._views = [self._view(slot) for slot in layout.slots]
+        self._views = [self.view(slot) for slot in layout.slots]
         self._num_holders = [_num_holders(flat) for _low, _high, flat in self.runs]
         """Tensors of the whole copy's storages, where there are no others than these."""
         self.dismiss()
 
-    def _view(self, slot: ParameterSlot) -> torch.Tensor:
+    def view(self, slot: ParameterSlot) -> torch.Tensor:
+        """A parameter within the whole copy; this does not count as a read of it."""
         begin, end = slot.offset, slot.offset + slot.numel
         for low, high, flat in self.runs:
             if low <= begin and end <= high:
-                return flat[begin - low : end - low].view(slot.parameter.shape)
+                return slot.within(flat, low)
         raise IndexError(f"[{begin}, {end}) is in no run of {self.layout.name}")
 
     # -- this rank's shard ---------------------------------------------------------------------
@@ -203,7 +204,7 @@ class ShardedStorage:
         counts = [_num_holders(flat) for _low, _high, flat in self.runs]
         if counts != self._num_holders:
             self.runs = [(low, high, torch.empty_like(flat)) for low, high, flat in self.runs]
-            self._views = [self._view(slot) for slot in self.layout.slots]
+            self._views = [self.view(slot) for slot in self.layout.slots]
         self.dismiss()
 
     def keep_gathered(self) -> None:

@@ -55,6 +55,13 @@ class KeptState:
         self.pipeline.cpu.wait_all()
         self.pipeline.streams.synchronize()
 
+    def come_to_rest(self) -> None:
+        """As :meth:`synchronize`; also where states are off the device, which has made it so."""
+        if not self._passes.away or self._passes.open_step.is_closed:
+            self.synchronize()
+        else:
+            self.pipeline.streams.synchronize()
+
     def finish_weights(self) -> None:
         """Before the end: weights that stay the model's are those of the last step.
 

@@ -137,6 +137,23 @@ class LayerGatherer:
             part = own
         self._collectives.all_gather(flat, sizes, name, part=part)
 
+    def bring(
+        self, part: ShardedWeights, low: int, high: int
+    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """``[low, high)`` of one dtype in memory of its own, and what is behind its gather.
+
+        A collective. Passes are not told, parameters stay what they are. No update may be pending.
+        """
+        self.start_held()
+        storage = part.storage
+        dtype = next(flat.dtype for begin, end, flat in storage.runs if begin <= low < end)
+        flat = torch.empty(high - low, dtype=dtype, device=storage.device)
+        begin, own = next(iter(storage.shard_slices(low, high)), (low, flat[:0]))
+        with self._streams.on_communication(after=self._streams.new_event()):
+            sizes = part.sizes_within(low, high)
+            self._gather_run(flat, own, begin - low, sizes, part.layout.name)
+            return flat, self._streams.record_communication()
+
     def wait_resident(self, layer: LayerWeights) -> None:
         """Weights of a layer that are on every rank whole are the newest."""
         if layer.resident is not None:

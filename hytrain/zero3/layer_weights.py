@@ -5,13 +5,15 @@ Updates, gradients, the norm and the placement know a layer's trained weights on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import LayerLayout, ParameterSlot
-from hytrain.model.partition import sizes_within
+from hytrain.model.partition import align_up, in_buckets, sizes_within
 from hytrain.model.sharded_storage import ShardedStorage
 from hytrain.offload.arena import Arena
 
@@ -51,6 +53,19 @@ class ShardedWeights:
     def sizes_within(self, low: int, high: int) -> list[int]:
         """Elements of each rank's shard that are in ``[low, high)`` of the flat space."""
         return sizes_within(self.sizes, low, high)
+
+    def buckets(self, limit: int) -> Iterator[tuple[list[ParameterSlot], int, int]]:
+        """Parameters of one dtype, of ``limit`` bytes together or one alone, and ``[low, high)``.
+
+        All of a run, where it is a bucket: shards of it may be equal, and gathers then are faster.
+        """
+        for low, high, flat in self.storage.runs:
+            slots = [slot for slot in self.layout.slots if low <= slot.offset < high]
+            size = flat.element_size()
+            groups = in_buckets(slots, lambda slot, size=size: align_up(slot.numel) * size, limit)
+            cuts = [low, *(group[0].offset for group in groups[1:]), high]
+            for group, (begin, end) in zip(groups, pairwise(cuts), strict=True):
+                yield group, begin, end
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +119,10 @@ class LayerWeights:
         if self.frozen is not None:
             parts.append(self.frozen)
         return parts
+
+    def parts(self, *, with_frozen: bool) -> list[ShardedWeights]:
+        """As :attr:`sharded`, perhaps without what is not trained."""
+        return [part for part in self.sharded if with_frozen or part is not self.frozen]
 
     @property
     def gathered_elements(self) -> int:

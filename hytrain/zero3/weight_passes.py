@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,16 @@ from hytrain.zero3.gatherer import LayerGatherer
 from hytrain.zero3.layer_weights import LayerWeights, ShardedWeights
 from hytrain.zero3.plan import GatherSettings
 from hytrain.zero3.schedule import GatherSchedule, PassKind
+
+BUCKET_BYTES = 512 << 20
+"""Of sharded weights that are gathered for a reader, beside passes."""
+
+
+class Bucket(NamedTuple):
+    """Whole parameters, ``id(parameter)`` -> tensor, that are there behind an event."""
+
+    tensors: dict[int, torch.Tensor]
+    arrived: torch.cuda.Event | None
 
 
 class WeightPasses:
@@ -122,38 +133,53 @@ class WeightPasses:
         """Whether every layer's whole copy is on this rank."""
         return all(self.gatherer.is_live(layer) for layer in self.layers if layer.sharded)
 
-    def copy_to_first(self, first: bool, *, with_frozen: bool = True) -> dict[int, torch.Tensor]:
-        """Whole sharded parameters on the host of one rank, the ``first``; a collective.
+    def buckets(
+        self, parts: Callable[[LayerWeights], Iterable[ShardedWeights]], limit: int = BUCKET_BYTES
+    ) -> Iterator[Bucket]:
+        """Whole sharded parameters, some at a time; a collective: all ranks take all of them.
 
-        One layer at a time is gathered.
+        No update may be pending. A bucket's memory is its tensors' own. What the user has gathered
+        is taken from there, as it may have been written to.
 
-        Returns:
-            ``id(parameter)`` -> a copy on the CPU; empty on other ranks.
+        Args:
+            parts: which of a layer's.
+            limit: bytes of a bucket; a parameter that is larger is one of its own.
         """
-        copies: dict[int, torch.Tensor] = {}
-        for of_layer in self._copies(
-            first, lambda x: [part for part in x.sharded if with_frozen or part is not x.frozen]
-        ):
-            copies.update(of_layer)
-        return copies
-
-    def frozen_on_first(self, first: bool) -> Iterator[dict[int, torch.Tensor]]:
-        """As :meth:`copy_to_first`, of those that are not trained, one layer after another."""
-        return self._copies(first, lambda x: [part for part in x.sharded if part is x.frozen])
-
-    def _copies(
-        self, first: bool, wanted: Callable[[LayerWeights], list[ShardedWeights]]
-    ) -> Iterator[dict[int, torch.Tensor]]:
         self.settle()
         for layer in self.layers:
-            parts = wanted(layer)
-            if not parts:
-                continue
-            self.gather_layer(layer)
-            slots = [slot for part in parts for slot in part.layout.slots] if first else []
-            copies = {id(s.parameter): s.parameter.detach().cpu().clone() for s in slots}
-            self.release_layer(layer)
-            yield copies
+            for part in parts(layer):
+                if layer.index in self.gatherer.pinned and self.gatherer.is_live(layer):
+                    self.gatherer.use(layer)
+                    slots = part.layout.slots
+                    yield Bucket({id(s.parameter): part.storage.view(s) for s in slots}, None)
+                    continue
+                for slots, low, high in part.buckets(limit):
+                    flat, arrived = self.gatherer.bring(part, low, high)
+                    try:
+                        yield Bucket({id(s.parameter): s.within(flat, low) for s in slots}, arrived)
+                    finally:
+                        # It may be dropped unused: without this wait its memory could be given to
+                        # compute while the gather still writes to it.
+                        self._pipeline.streams.compute_waits(arrived)
+
+    def frozen_on_first(self, first: bool) -> Iterator[dict[int, torch.Tensor]]:
+        """As :meth:`copies_on_first`, of those that are not trained."""
+        return self.copies_on_first(
+            first, lambda layer: [part for part in layer.sharded if part is layer.frozen]
+        )
+
+    def copies_on_first(
+        self, first: bool, parts: Callable[[LayerWeights], Iterable[ShardedWeights]]
+    ) -> Iterator[dict[int, torch.Tensor]]:
+        """Whole sharded parameters on the host of one rank, the ``first``; a collective.
+
+        Returns:
+            For each of :meth:`buckets`, ``id(parameter)`` -> a copy on the CPU; empty on others.
+        """
+        for bucket in self.buckets(parts):
+            self._pipeline.streams.compute_waits(bucket.arrived)
+            tensors = bucket.tensors if first else {}
+            yield {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
 
     def adopt(self) -> None:
         """The shards of gathered layers become what their parameters now hold."""

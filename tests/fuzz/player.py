@@ -607,6 +607,8 @@ class Player:
     def _do_module_state(self, _event: Event) -> None:
         found = self.engine.module_state_dict()
         self.note("module_state", {name: t.detach().cpu().clone() for name, t in found.items()})
+        handed = {n: t.cpu().clone() for n, t in self.engine.iterate_weights(bucket_bytes=4096)}
+        assert all(torch.equal(handed[name], tensor.cpu()) for name, tensor in found.items())
 
     def _do_eval(self, event: Event) -> None:
         self.engine.eval()
