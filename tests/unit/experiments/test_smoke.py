@@ -3,12 +3,14 @@ of the results that are kept."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.ports import free_port
 
 from experiments import report as command
 from experiments.common import records
@@ -146,3 +148,15 @@ def test_a_toy_mixture(tmp_path: Path) -> None:
     result = read_json(tmp_path / "result.json")
     assert len(result["steps_s"]) == 3
     assert 0.0 < result["clip_coefficient"] < 1.0
+
+
+def test_weights_that_are_handed_over() -> None:
+    call = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    call += ["--master-port", str(free_port()), "-m", "experiments.memory.handover"]
+    call += ["--stage", "3", "--offload-param", "--rounds", "1", "--device", "cpu"]
+    done = subprocess.run(
+        call, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT.parent
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rates = dict(re.findall(r"^(.*\S) +([0-9.]+) GB/s$", done.stdout, re.MULTILINE))
+    assert {"to the device", "to the host", "an all-gather", "a copy on the host"} <= rates.keys()
