@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from ecosystem import samples
 from support.ports import free_port
 
 pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(900)]
@@ -153,3 +155,27 @@ def test_shared_sequences(kind: str, stage: int, tmp_path: Path) -> None:
     _assert_close(two["losses"], one["losses"])
     _assert_close(two["norms"], one["norms"])
     assert two["batch"] == one["batch"]
+
+
+def test_grpo_that_generates_with_a_copy(tmp_path: Path) -> None:
+    """examples/grpo.py, with ZeRO-3 on two ranks."""
+    _needs("grpo", 2)
+    examples = HERE.parents[1] / "examples"
+    samples.llama().save_pretrained(tmp_path / "model")
+    samples.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text").write_text("\n".join(samples.texts(32, 4)))
+    (tmp_path / "grpo.py").write_text((examples / "grpo.py").read_text())
+    config = (examples / "ds_config.json").read_text()
+    assert config.count('"stage": 2') == 1
+    (tmp_path / "ds_config.json").write_text(config.replace('"stage": 2', '"stage": 3'))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+        str(free_port()), "grpo.py", "--model", "model", "--text", "text", "--length", "6",
+        "--steps", "10",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rewards = [float(found) for found in re.findall(r"'reward': '?([0-9.]+)", done.stdout)]
+    assert len(rewards) == 2
+    assert all(0.0 < each <= 1.0 for each in rewards)
+    assert "hytrain 0" in done.stderr

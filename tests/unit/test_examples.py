@@ -85,6 +85,21 @@ def test_a_script(name: str, model: str, models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.experiment
+def test_weights_for_a_second_process(models: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+        str(free_port()), str(EXAMPLES / "handover.py"), "--model", str(models / "dense"),
+        "--text", str(models / "text"), "--length", "16", "--steps", "10",
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    pairs = re.findall(r"loss ([0-9.]+), in the second process ([0-9.]+)", run.stdout)
+    assert len(pairs) == 2
+    assert all(here == there for here, there in pairs)
+    assert pairs[0] != pairs[1]
+
+
+@pytest.mark.experiment
 def test_two_ranks_that_share_sequences(models: Path, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
