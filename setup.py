@@ -1,8 +1,9 @@
-"""Builds hytrain._C with CMake; everything else about the package is in pyproject.toml."""
+"""Builds hytrain._C with CMake, and the description; all else is in pyproject.toml."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,19 @@ class CMakeBuild(build_ext):
         subprocess.run([cmake, "--build", str(build_dir), "--target", "_C"], check=True)
 
 
+def description() -> str:
+    """README.md for an index of packages: without links and pictures that only a checkout has.
+
+    No address of the repository is published that they could be made absolute with.
+    """
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"<picture>.*?</picture>\n+", "", text, flags=re.DOTALL)
+    return re.sub(r"!?\[([^\]]+)\]\((?![a-z]+:)[^)]+\)", r"\1", text)
+
+
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension("hytrain._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 
-LOOPS = {"commit": "commit_loop", "commit_then_preview": "both_loop"}
+LOOPS = {"commit": "commit_loop", "preview": "preview_loop", "commit_then_preview": "both_loop"}
 MOMENTS = {"fp32": "Fp32Moments", "bf16": "Bf16Moments", "8bit": "EightBitMoments"}
 TYPES = ("In<(hytrain::DType)1>", "Out<(hytrain::DType)1, false>")
 LANES = {"avx512": 16, "avx2": 8, "neon": 4}
@@ -84,7 +84,7 @@ def main() -> None:
             parts = (loop_name, f"{kind}>(", *TYPES)
             body = next(code for where, code in found.items() if all(p in where for p in parts))
             loop = main_loop(body)
-            elements = count_divisions(loop) * LANES[isa] / (2 if name != "commit" else 1)
+            elements = count_divisions(loop) * LANES[isa] / (2 if loop_name == "both_loop" else 1)
             values = (cycles(loop, isa, processor) / elements for processor in processors)
             print(f"{name:20} {moments:4}", *(f"{value:12.2f}" for value in values))
 

@@ -1,7 +1,8 @@
-"""The source distribution has what the build needs, and the README as its description."""
+"""The source distribution has what the build needs, and the README without links as description."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,11 @@ def test_it_can_be_built_from(tmp_path: Path) -> None:
         found = {name.partition("/")[2] for name in opened.getnames()}
         information = opened.extractfile(f"{archive.name.removesuffix('.tar.gz')}/PKG-INFO")
         assert information is not None
-        assert (ROOT / "README.md").read_text().strip() in information.read().decode()
+        text = information.read().decode()
+    assert "Description-Content-Type: text/markdown" in text
+    for heading in re.findall(r"^## .*", (ROOT / "README.md").read_text(), re.MULTILINE):
+        assert heading in text
+    # A package index has no pages beside this one.
+    assert not re.findall(r"\]\((?!https?://)[^)]*\)|<picture>", text)
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp")}
     assert {*NEEDED, *sources} <= found
