@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from hytrain.errors import ConfigError, did_you_mean
+from hytrain.errors import ConfigError, did_you_mean, unquoted
 
 CHUNK_ELEMENTS = 16 * 1024 * 1024
 """Default of "hytrain.offload.chunk_elements": profiles and plans take it for what runs have."""
@@ -383,6 +383,8 @@ def _explain(error: ValidationError) -> str:
             message = _OF_JSON.get(item["type"], item["msg"].removeprefix("Value error, "))
             if item["type"] == "literal_error":
                 message = "must be " + str(item.get("ctx", {}).get("expected")).replace("'", '"')
+            else:
+                message += unquoted(item["input"])
             lines.append(f"  {key} = {item['input']!r}: {message}")
     return f"{lines[0]}\n" + ";\n".join(lines[1:])
 
@@ -394,4 +396,4 @@ def _suggest(location: tuple[int | str, ...]) -> str:
         assert isinstance(annotation, type)
         model = annotation
     known = [field.alias or name for name, field in model.model_fields.items()]
-    return f"{did_you_mean(location[-1], known)}known keys: {', '.join(known)}"
+    return did_you_mean(location[-1], known).rstrip() or f"known keys: {', '.join(known)}"

@@ -7,7 +7,8 @@ user can mend is a ``ValueError``; what broke while running is a ``RuntimeError`
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 
 
 class HyTrainError(Exception):
@@ -122,6 +123,24 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """For a message: the known name that is most like another one, if one is."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f'did you mean "{near[0]}"? ' if near else ""
+
+
+def unquoted(value: object) -> str:
+    """The end of a message that refuses a value: a number in quotes is to be without."""
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value)
+    return f"; write {value} without quotes" if is_number else ""
+
+
+def refuse_all(*checks: Callable[[], object]) -> None:
+    """Makes all checks. Raises what one has raised, or a ConfigError with what several have."""
+    found: list[ConfigError | UnsupportedError] = []
+    for check in checks:
+        try:
+            check()
+        except (ConfigError, UnsupportedError) as error:
+            found.append(error)
+    if found:
+        raise found[0] if len(found) == 1 else ConfigError(";\n".join(map(str, found)))
 
 
 def size_text(num_bytes: int) -> str:

@@ -15,7 +15,7 @@ from hytrain.checkpoint import inert
 from hytrain.checkpoint.commit import is_unfinished, saved_tags
 from hytrain.checkpoint.gather import STATES
 from hytrain.checkpoint.manifest import MANIFEST
-from hytrain.checkpoint.stored_files import StoredFiles
+from hytrain.checkpoint.stored_files import StoredFiles, shortened
 from hytrain.checkpoint.tags import look_up_tag
 from hytrain.checkpoint.universal import (
     LATEST,
@@ -146,7 +146,9 @@ def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFact
     files = StoredFiles.of(paths)
     files.check([paths.name_of(paths.optimizer_state)])
     # The weights in them are not read, nor are their bytes checked, of which there are many.
-    stored = _read_complete(files)
+    stored, wanted = _read(files)
+    if missing := files.missing(wanted):
+        raise DamagedCheckpointError(shortened(missing, "; "))
     module: Mapping[str, Any] = stored["module"]
     trained = files.parameters
     dtypes = {str(module[name].dtype).removeprefix("torch.") for name in trained & module.keys()}
@@ -192,42 +194,44 @@ class Verdict:
         has_manifest: whether every byte was held against what was saved; else against the files'
             own checksums, and files of another save would not be noticed.
         num_files, num_bytes: that were read.
-        problem: None: it is whole.
+        problems: each of them; none: it is whole.
     """
 
     folder: str
     has_manifest: bool
     num_files: int
     num_bytes: int
-    problem: str | None
+    problems: tuple[str, ...]
 
 
 def verify(folder: Path) -> Verdict:
     """Reads every byte of a checkpoint, holds it against what was saved, and misses no part."""
     paths = CheckpointPaths(folder)
     has_manifest = (paths.zero / MANIFEST).is_file()
-    checked: list[int] = []
-    problem: str | None = None
+    if is_unfinished(folder):
+        words = f"{folder} is a save that was broken off: load another tag"
+        return Verdict(str(folder), has_manifest, 0, 0, (words,))
+    problems: list[str] = []
     try:
-        if is_unfinished(folder):
-            raise CheckpointError(f"{folder} is a save that was broken off: load another tag")
-        files = StoredFiles.of(paths)
-        files.check(files.saved)
-        checked = list(files.found.values())
-        if paths.zero.is_dir():
-            _read_complete(files)
-        else:
-            _check_shards(files)
+        files = StoredFiles.as_found(paths)
     except Exception as error:  # what a file makes of itself is manifold
-        problem = _told(paths, error)
-    return Verdict(str(folder), has_manifest, len(checked), sum(checked), problem)
+        problems.append(_told(paths, error))
+        files = StoredFiles.as_found(paths, by_manifest=False)
+    try:
+        problems += files.all_damage()
+        if files.manifest is None or not problems:
+            is_universal = paths.zero.is_dir()
+            problems += files.missing(_read(files)[1] if is_universal else _shards(files))
+    except Exception as error:
+        problems.append(_told(paths, error))
+    read = files.found.values()
+    return Verdict(str(folder), has_manifest, len(read), sum(read), tuple(problems))
 
 
-def _read_complete(files: StoredFiles) -> Mapping[str, Any]:
-    """The model states of a universal checkpoint, whose files are all there.
+def _read(files: StoredFiles) -> tuple[Mapping[str, Any], list[str]]:
+    """The model states of a universal checkpoint, and the files of state that it must have.
 
     Raises:
-        DamagedCheckpointError: one is missing.
         CheckpointError: one cannot be read.
     """
     paths = files.paths
@@ -239,25 +243,25 @@ def _read_complete(files: StoredFiles) -> Mapping[str, Any]:
     if not names or not isinstance(stored.get("module"), Mapping):
         raise DamagedCheckpointError(no_parameters(paths))
     kinds = (*STATES, STEP) if RECORD in stored else STATES
-    files.check_there(paths.state(str(name), kind) for name in sorted(names) for kind in kinds)
-    return stored
+    states = [paths.state(str(name), kind) for name in sorted(names) for kind in kinds]
+    return stored, [paths.name_of(path) for path in states]
 
 
-def _check_shards(files: StoredFiles) -> None:
-    """Raises a DamagedCheckpointError where a file of DeepSpeed's own checkpoint is missing."""
+def _shards(files: StoredFiles) -> list[str]:
+    """The files that DeepSpeed's own checkpoint must have."""
     paths = files.paths
     shards = [name for name in files.found if name.endswith(OPTIMIZER_SHARD)]
     parts = [paths.folder / name for name in files.found if _RANK_OF_ZERO3.match(name)]
     is_zero3 = bool(parts) and not paths.model_states.is_file()
     stored = inert.load_states(parts[0] if is_zero3 else paths.model_states)
     if not shards and stored.get("optimizer") is not None:
-        return  # without ZeRO the optimizer's state is in there
+        return []  # without ZeRO the optimizer's state is in there
     prefixes = {name.partition("zero_pp_rank_")[0] for name in shards if "zero_pp_rank_" in name}
     kinds = [(prefix, OPTIMIZER_SHARD) for prefix in sorted(prefixes if shards else {""})]
     kinds += [("", "model_states.pt")] if is_zero3 else []
-    files.check_there(
-        paths.folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_{part:02d}_{end}"
+    return [
+        f"{prefix}zero_pp_rank_{rank}_mp_rank_{part:02d}_{end}"
         for rank in range(_count(stored, "dp_world_size") or 1)
         for part in range(_count(stored, "mp_world_size") or 1)
         for prefix, end in kinds
-    )
+    ]

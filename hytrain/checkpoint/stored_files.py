@@ -61,8 +61,26 @@ class StoredFiles:
             DamagedCheckpointError: the manifest is damaged, or names other files than there are.
             CheckpointError: the manifest is of a later version.
         """
+        files = cls.as_found(paths)
+        if wrong := files.not_saved():
+            raise DamagedCheckpointError(shortened(list(wrong.values()), "; "))
+        return files
+
+    @classmethod
+    def as_found(cls, paths: CheckpointPaths, *, by_manifest: bool = True) -> StoredFiles:
+        """:meth:`of` without a look at which files there are.
+
+        Args:
+            paths: the checkpoint's.
+            by_manifest: False: as if there were none.
+
+        Raises:
+            CheckpointError: the manifest is damaged or of a later version.
+        """
         found = dict(_find(paths))
         path = paths.zero / MANIFEST
+        if not by_manifest:
+            return cls(paths, found, None)
         if not path.is_file():
             logger.warning(
                 "%s has no %s (plain DeepSpeed and older versions write none): damage is noticed "
@@ -73,7 +91,6 @@ class StoredFiles:
             )
             return cls(paths, found, None)
         manifest = unpack_manifest(path)
-        _check_sizes(paths, found, manifest.files)
         return cls(paths, found, manifest.files, manifest.saved_at)
 
     @property
@@ -96,10 +113,25 @@ class StoredFiles:
         ``wanted``, paths in the folder, are the same on all ranks. Returns what is missing or
         damaged, as one message.
         """
-        missing = [name for name in wanted if name not in self.found]
-        if missing:
-            problems = [f"{_named(self.paths, name)} {inert.IS_MISSING}" for name in missing]
-        elif self.manifest is None:
+        problems = self.missing(wanted) or self._damage(wanted, rank, num_ranks)
+        return shortened(problems, "; ") or None
+
+    def all_damage(self) -> list[str]:
+        """Reads every byte of what was saved; all that is missing, damaged or not of this save."""
+        wrong, saved = self.not_saved(), set(self.saved)
+        there = sorted((saved & self.found.keys()) - wrong.keys())
+        return [*wrong.values(), *self.missing(sorted(saved)), *self._damage(there, 0, 1)]
+
+    def missing(self, wanted: Iterable[str]) -> list[str]:
+        """In words, which of these files are not there."""
+        return [
+            f"{_named(self.paths, name)} {inert.IS_MISSING}"
+            for name in wanted
+            if name not in self.found
+        ]
+
+    def _damage(self, wanted: Collection[str], rank: int, num_ranks: int) -> list[str]:
+        if self.manifest is None:
             sizes = [self.found[name] for name in wanted]
             mine = _share(list(wanted), sizes, rank, num_ranks)
             total = sum(self.found[name] for name in mine)
@@ -111,10 +143,8 @@ class StoredFiles:
                 return problem
 
             results = _in_threads(check, mine)
-            problems = [problem for problem in results if problem is not None]
-        else:
-            problems = _damage_by_manifest(self.paths, self.manifest, wanted, rank, num_ranks)
-        return shortened(problems, "; ") or None
+            return [problem for problem in results if problem is not None]
+        return _damage_by_manifest(self.paths, self.manifest, wanted, rank, num_ranks)
 
     def check(self, wanted: Iterable[str]) -> None:
         """As :meth:`find_damage`, for all of the bytes; raises a DamagedCheckpointError."""
@@ -122,10 +152,22 @@ class StoredFiles:
         if problem is not None:
             raise DamagedCheckpointError(problem)
 
-    def check_there(self, wanted: Iterable[Path]) -> None:
-        """Raises a DamagedCheckpointError where one of these files is missing."""
-        names = map(self.paths.name_of, wanted)
-        self.check(name for name in names if name not in self.found)
+    def not_saved(self) -> dict[str, str]:
+        """Files that were not saved, or have another length -> that in words."""
+        paths, found, manifest = self.paths, self.found, self.manifest
+        if manifest is None:
+            return {}
+        wrong = {
+            name: f"{paths.folder / name} was not saved with the checkpoint (its {MANIFEST} does "
+            "not have it): take it away, or load another tag"
+            for name in sorted(found.keys() - manifest.keys())
+        }
+        return wrong | {
+            name: f"{_named(paths, name)} is damaged: it has {found[name]} bytes where "
+            f"{manifest[name].num_bytes} were saved; {_ADVICE}"
+            for name in sorted(found.keys() & manifest.keys())
+            if found[name] != manifest[name].num_bytes
+        }
 
 
 def _find(paths: CheckpointPaths) -> Iterator[tuple[str, int]]:
@@ -137,25 +179,6 @@ def _find(paths: CheckpointPaths) -> Iterator[tuple[str, int]]:
             path = Path(folder, name)
             if name.endswith(".pt") and path.is_file():
                 yield paths.name_of(path), path.stat().st_size
-
-
-def _check_sizes(
-    paths: CheckpointPaths, found: Mapping[str, int], manifest: Mapping[str, FileSums]
-) -> None:
-    """Raises a DamagedCheckpointError where a file was not saved, or has another length."""
-    wrong = [
-        f"{paths.folder / name} was not saved with the checkpoint (its {MANIFEST} does not have "
-        "it): take it away, or load another tag"
-        for name in sorted(found.keys() - manifest.keys())
-    ]
-    wrong += [
-        f"{_named(paths, name)} is damaged: it has {found[name]} bytes where "
-        f"{manifest[name].num_bytes} were saved; {_ADVICE}"
-        for name in sorted(found.keys() & manifest.keys())
-        if found[name] != manifest[name].num_bytes
-    ]
-    if wrong:
-        raise DamagedCheckpointError(shortened(wrong, "; "))
 
 
 def _unreadable(path: object, error: Exception) -> str:

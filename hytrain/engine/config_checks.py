@@ -10,6 +10,7 @@ import difflib
 import inspect
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ from hytrain.engine.deepspeed_internals import (
     lr_schedules,
 )
 from hytrain.engine.sequence_groups import SHARED_DTYPE
-from hytrain.errors import ConfigError, did_you_mean
+from hytrain.errors import ConfigError, did_you_mean, refuse_all, unquoted
 
 BATCH_KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -53,21 +54,25 @@ _AUTO = (
 
 
 def check_config(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
-    """A ConfigError, with the key, of a value of the wrong type or in the wrong place.
+    """A ConfigError, with the keys, of all values of the wrong type or in the wrong place.
 
     ``batches_elsewhere``: the "hytrain" section says how large batches are.
     """
-    if "gradient_clipping" in config:
-        _check_number("gradient_clipping", config["gradient_clipping"], "write 0 for no clipping")
-    _check_steps_per_print(config.get("steps_per_print"))
-    _check_batches(config, batches_elsewhere=batches_elsewhere)
-    _check_optimizer(config.get("optimizer"))
-    _check_scheduler(config.get("scheduler"))
-    for key in ("communication_data_type", SHARED_DTYPE):
-        _check_dtype(key, config.get(key), _DTYPES)
+    clipping, remedy = config.get("gradient_clipping", 0.0), "write 0 for no clipping"
     accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
-    _check_dtype("data_types.grad_accum_dtype", accumulated, _LONG_DTYPES)
-    _check_precisions(config)
+    refuse_all(
+        lambda: _check_number("gradient_clipping", clipping, remedy),
+        lambda: _check_steps_per_print(config.get("steps_per_print")),
+        lambda: _check_batches(config, batches_elsewhere=batches_elsewhere),
+        lambda: _check_optimizer(config.get("optimizer")),
+        lambda: _check_scheduler(config.get("scheduler")),
+        *(
+            partial(_check_dtype, key, config.get(key), _DTYPES)
+            for key in ("communication_data_type", SHARED_DTYPE)
+        ),
+        lambda: _check_dtype("data_types.grad_accum_dtype", accumulated, _LONG_DTYPES),
+        lambda: _check_precisions(config),
+    )
 
 
 def check_sections(config: Mapping[str, Any]) -> None:
@@ -117,7 +122,7 @@ def make_folder(key: str, folder: str | None) -> None:
 
 def explain_deepspeeds(error: ValidationError, config: Mapping[str, Any]) -> ConfigError:
     """An error of DeepSpeed's own check of a section, which does not say of which one."""
-    lines = ["the configuration cannot be used:"]
+    lines: list[str] = []
     for item in error.errors():
         section = next((name for name in config if _has(config[name], item)), error.title)
         key = ".".join([str(section), *map(str, item["loc"])])
@@ -128,7 +133,7 @@ def explain_deepspeeds(error: ValidationError, config: Mapping[str, Any]) -> Con
         else:
             seen = f" = {item['input']!r}" if item["loc"] else ""
             lines.append(f'  "{key}"{seen}: {item["msg"].removeprefix("Value error, ")}')
-    return ConfigError("\n".join(lines))
+    return ConfigError("the configuration cannot be used:\n" + ";\n".join(lines))
 
 
 def explain_assertion(error: AssertionError, config: Mapping[str, Any]) -> ConfigError | None:
@@ -174,7 +179,7 @@ def _check_precisions(config: Mapping[str, Any]) -> None:
 
 
 def _refuse(path: str, value: Any, remedy: str) -> NoReturn:
-    raise ConfigError(f'"{path}" is {value!r:.80}: {remedy}')
+    raise ConfigError(f'"{path}" is {value!r:.80}: {remedy}{unquoted(value)}')
 
 
 def _refuse_auto(path: str, value: Any) -> None:
@@ -226,24 +231,27 @@ def _check_optimizer(section: Any) -> None:
         return
     if not isinstance(parameters, Mapping):
         raise ConfigError(f'"optimizer.params" is {parameters!r}: write {{"lr": 1e-4}}')
-    for name, value in parameters.items():
-        key = f"optimizer.params.{name}"
-        if name == "max_grad_norm":
-            raise ConfigError(f'"{key}" is no parameter of an Adam: set "gradient_clipping"')
-        if name not in _OF_ADAM:
-            raise ConfigError(
-                f'"{key}" is no parameter of an Adam: {did_you_mean(name, _OF_ADAM)}known are '
-                f"{', '.join(_OF_ADAM)}"
-            )
-        if name in ("lr", "eps", "weight_decay"):
-            _check_number(key, value, "as in 1e-4")
-            if name == "eps" and value < _FLOAT32_TINY:
-                remedy = "since a parameter without gradients is divided by it"
-                _refuse(key, value, f"give a number above 0, as in 1e-8, {remedy}")
-        elif name in _FLAGS_OF_ADAM and not isinstance(value, bool):
-            _refuse(key, value, "write true or false")
-        elif name == "betas":
-            _check_betas(key, value)
+    refuse_all(*(partial(_check_adams, name, value) for name, value in parameters.items()))
+
+
+def _check_adams(name: str, value: Any) -> None:
+    key = f"optimizer.params.{name}"
+    if name == "max_grad_norm":
+        raise ConfigError(f'"{key}" is no parameter of an Adam: set "gradient_clipping"')
+    if name not in _OF_ADAM:
+        raise ConfigError(
+            f'"{key}" is no parameter of an Adam: '
+            f"{did_you_mean(name, _OF_ADAM) or 'known are ' + ', '.join(_OF_ADAM)}".rstrip()
+        )
+    if name in ("lr", "eps", "weight_decay"):
+        _check_number(key, value, "as in 1e-4")
+        if name == "eps" and value < _FLOAT32_TINY:
+            remedy = "since a parameter without gradients is divided by it"
+            _refuse(key, value, f"give a number above 0, as in 1e-8, {remedy}")
+    elif name in _FLAGS_OF_ADAM and not isinstance(value, bool):
+        _refuse(key, value, "write true or false")
+    elif name == "betas":
+        _check_betas(key, value)
 
 
 def _check_betas(key: str, value: Any) -> None:

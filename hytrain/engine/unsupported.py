@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from hytrain.engine.deepspeed_internals import is_partitioned
-from hytrain.errors import UnsupportedError
+from hytrain.errors import UnsupportedError, unquoted
 
 
 def refuse_unsupported_model(model: torch.nn.Module, stage: int) -> None:
@@ -61,11 +61,14 @@ def _get(config: Mapping[str, Any], path: str) -> Any:
 
 def _seen(config: Mapping[str, Any], path: str) -> str:
     """A key with its value; where it is missing, with one that it may have been meant by."""
-    value, (outside, _, name) = _get(config, path), path.rpartition(".")
-    if value is not None:
-        return f'"{path}" is {value!r}'
-    near = difflib.get_close_matches(name, list(_get(config, outside) or ()), n=1)
-    return f'"{path}" is missing' + (f' (there is "{near[0]}")' if near else "")
+    section: Any = config
+    for part in path.split("."):
+        inner = section.get(part) if isinstance(section, Mapping) else None
+        if inner is None:
+            near = difflib.get_close_matches(part, list(section), n=1)
+            return f'"{path}" is missing' + (f' (there is "{near[0]}")' if near else "")
+        section = inner
+    return f'"{path}" is {section!r}'
 
 
 _REFUSED: tuple[tuple[str, str], ...] = (
@@ -121,30 +124,31 @@ _TRIVIAL: tuple[Any, ...] = (None, False, 0, 1, -1, {}, [])
 
 
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """An UnsupportedError, with key, value and remedy, of what is asked for and hytrain has not."""
+    """An UnsupportedError, with key, value and remedy, of all that is asked for and hytrain has
+    not."""
+    if found := [*_unsupported(config)]:
+        raise UnsupportedError(";\n".join(found))
+
+
+def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     for path, remedy in _REFUSED:
         value = _get(config, path)
         # Sizes of 1 and empty sections ask for nothing; `enabled: true` equals 1 in Python.
         if value is True or value not in _TRIVIAL:
-            raise UnsupportedError(f'"{path}" is {value!r}: {remedy}')
-    _refuse_zero(config)
-
-
-def _refuse_zero(config: Mapping[str, Any]) -> None:
+            yield f'"{path}" is {value!r}: {remedy}'
     stage = _get(config, "zero_optimization.stage")
     if type(stage) is not int or stage not in (1, 2, 3):
         seen = _seen(config, "zero_optimization.stage")
-        raise UnsupportedError(f"{seen}: hytrain works with ZeRO stages 1 to 3; set 2")
+        yield f"{seen}: hytrain works with ZeRO stages 1 to 3; set 2{unquoted(stage)}"
+        stage = 3
     for path, supported, remedy in _SUPPORTED:
         if _get(config, path) not in supported:
-            raise UnsupportedError(f"{_seen(config, path)}: {remedy}")
+            yield f"{_seen(config, path)}: {remedy}"
     if _get(config, "zero_optimization.offload_param.device") == "cpu" and stage != 3:
-        raise UnsupportedError(
+        yield (
             f'"zero_optimization.offload_param.device" is "cpu" with ZeRO stage {stage}: only '
             'stage 3 streams weights; set "zero_optimization.stage" to 3, or remove offload_param'
         )
     kind = _get(config, "optimizer.type")
     if kind is not None and str(kind).lower() not in ("adam", "adamw"):
-        raise UnsupportedError(
-            f'"optimizer.type" is {kind!r}: hytrain updates with Adam or AdamW; set "AdamW"'
-        )
+        yield f'"optimizer.type" is {kind!r}: hytrain updates with Adam or AdamW; set "AdamW"'

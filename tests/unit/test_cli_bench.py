@@ -100,3 +100,24 @@ def test_a_misspelt_command(words: str, meant: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         cli.main(words.split())
     assert f'did you mean "{meant}"?' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "told"),
+    [
+        ("trace report f --htm x --jsn", "trace report", 'did you mean "--json"?'),
+        ("explain --modle m f", "explain", 'did you mean "--model"?'),
+        ("plan --strage 3", "plan", 'did you mean "--stage"? unrecognized arguments: --strage'),
+        ("plan hybrid --cse x", "plan hybrid", 'did you mean "--case"?'),
+        ("checkpoint verify a b", "checkpoint verify", "unrecognized arguments: b"),
+        ("doctor -q", "doctor", "unrecognized arguments: -q"),
+    ],
+)
+def test_an_option_that_a_command_has_not(
+    words: str, command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words.split())
+    text = capsys.readouterr().err
+    assert text.startswith(f"usage: hytrain {command} ")
+    assert told in text.splitlines()[-1]

@@ -102,7 +102,10 @@ def test_ranks(metrics: Path, capsys: Capture) -> None:
     assert "4 of 26 layers on the GPU" in text
     text = _error(capsys, metrics, "--rank", 2)
     assert "rank 0, 1" in text
-    assert '".rank2" before the ending' in text
+    metrics.with_name("metrics.rank2.jsonl").write_text(metrics.read_text())
+    assert f"give {metrics.with_name('metrics.rank2.jsonl')}" in _error(
+        capsys, metrics, "--rank", 2
+    )
 
 
 def test_files_that_are_neither(tmp_path: Path, capsys: Capture) -> None:
@@ -381,6 +384,25 @@ def test_inputs_of_blocks_are_counted_on_the_gpu(
     assert bases[1] - bases[0] == inputs
 
 
+def test_all_refusals_come_at_once(config: Path, capsys: Capture) -> None:
+    values = json.loads(config.read_text())
+    wrong = {"zero_optimization": {"stage": "2", "offload_optimizer": {"device": "nvme"}}}
+    wrong |= {"gradient_clipping": "1", "optimizer": {"type": "AdamW", "params": {"lrr": 1}}}
+    config.write_text(json.dumps(values | wrong | {"hytrain": {"momemts": "bf16"}}))
+    parts = _error(capsys, config).split("; ")
+    assert {"write 1 without quotes", "write 2 without quotes"} <= set(parts)
+    keys = ("gradient_clipping", "zero_optimization.stage")
+    for words in (*keys, "nvme", 'did you mean "moments"?', 'did you mean "lr"?'):
+        assert any(words in part for part in parts)
+    zero = values.pop("zero_optimization")
+    config.write_text(json.dumps(values | {"zero_optimisation": zero}))
+    assert 'stage" is missing (there is "zero_optimisation")' in _error(capsys, config)
+    twice = {**zero, "stag": 2, "offload_optimiser": {}}
+    config.write_text(json.dumps(values | {"zero_optimization": twice}))
+    text = _error(capsys, config)
+    assert 'did you mean "stage"?; "zero_optimization.offload_optimiser"' in text
+
+
 def test_all_wrong_keys_are_told_apart(config: Path, capsys: Capture) -> None:
     config.write_text(json.dumps(CONFIG | {"hytrain": {"momemts": "fp32", "master": "bf"}}))
     assert '; hytrain.momemts: unknown key; did you mean "moments"' in _error(capsys, config)
@@ -459,4 +481,11 @@ def test_a_fixed_number_that_does_not_fit_is_no_success(
     assert cli.main([*call, "--gpu-memory", "1"]) == 1
     words = " ".join(capsys.readouterr().out.split())
     assert "The run is refused where that takes more than there is" in words
-    assert "does not fit: the run would take the reserve, or be refused." in words
+    assert "fits only in what is kept in reserve: the run would start, and take that." in words
+    assert cli.main([*call, "--gpu-memory", "0.001"]) == 1
+    words = " ".join(capsys.readouterr().out.split())
+    assert "more than the GPU has: the run would be refused." in words
+    call[-1] = "0.001"
+    assert cli.main([*call, "--gpu-memory", "64"]) == 1
+    words = " ".join(capsys.readouterr().out.split())
+    assert "more than the host has: the system may end the run." in words

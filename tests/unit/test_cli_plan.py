@@ -264,7 +264,8 @@ def test_stage_and_offload_param_are_those_of_the_configuration(
     )
 
     def write(zero: object) -> None:
-        path.write_text(json.dumps({} if zero is None else {"zero_optimization": zero}))
+        values = {} if zero is None else {"zero_optimization": zero}
+        path.write_text(json.dumps({"train_batch_size": 8} | values))
 
     cpu, none = {"device": "cpu"}, {"device": "none"}
     for zero, expected in (
@@ -289,6 +290,25 @@ def test_stage_and_offload_param_are_those_of_the_configuration(
     assert '"zero_optimization.stage" is 0: hytrain trains with 1, 2 or 3' in _error(capsys, *given)
     write([])
     assert '"zero_optimization" must be a JSON object' in _error(capsys, *given)
+
+
+def test_the_configuration_is_read_as_training_reads_it(
+    profile: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "ds.json"
+    given = ("--profile", profile, "--batch", 8, "--deepspeed-config", path)
+    assert "No such file" in _error(capsys, *given)
+    for text, words in (
+        ('{"zero_optimization": {"stage": 1}, "hytrain": {}, "hytrain": {}}', "Duplicate keys"),
+        ('{"zero_optimisation": {"stage": 1}}', 'write "zero_optimization"'),
+        ('{"hytrain": {"momemts": "bf16"}}', 'did you mean "moments"?'),
+        ('{"zero_optimization": {"stage": "2"}}', "write 2 without quotes"),
+        ('{"traceEvents": []}', "is a trace"),
+    ):
+        path.write_text(text)
+        assert words in _error(capsys, *given)
+    path.write_text('{\n  // ours\n  "zero_optimization": {"stage": 1}\n}')
+    assert _json(capsys, *given)["stage"] == 1
 
 
 def test_a_lower_stage_is_named_where_it_fits(tmp_path: Path, capsys: Capture) -> None:
@@ -386,10 +406,10 @@ def test_layers_that_are_gathered_are_those_of_the_configuration(
     shared.write_text(json.dumps({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}))
     text = _error(capsys, *arguments, shared)
     assert '"sequence_parallel_size" is 2: a plan deals samples to single ranks' in text
-    assert "must hold a JSON object" in _error(capsys, *arguments, bad)
+    assert "is a list: write a JSON object" in _error(capsys, *arguments, bad)
     bad.write_text("{")
-    assert "is not JSON" in _error(capsys, *arguments, bad)
-    assert "cannot read" in _error(capsys, *arguments, tmp_path / "none.json")
+    assert "cannot be read" in _error(capsys, *arguments, bad)
+    assert "No such file" in _error(capsys, *arguments, tmp_path / "none.json")
 
 
 def test_less_memory_and_other_choices_are_planned_with(profile: Path, capsys: Capture) -> None:
@@ -435,8 +455,13 @@ def test_files_of_two_hosts_are_planned_together(tmp_path: Path, capsys: Capture
 def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
     arguments = ("--gpus", "l4", "l4", "a6000", "p40", "--model", model, "--batch", 64)
     assert _run(*arguments) == 0
-    assert capsys.readouterr().out.startswith("estimated from data sheets")
-    record = _json(capsys, *arguments)
+    text = capsys.readouterr().out
+    assert text.startswith("estimated from data sheets")
+    for assumed in ("16 cores", "64 GiB", "100 GB/s", "GB/s between ranks (--interconnect)"):
+        assert assumed in " ".join(text.split())
+    record = _json(capsys, *arguments, "--cores", 8, "--interconnect", 5)
+    assert record["assumed"]["cores"] == 8
+    assert record["assumed"]["interconnect"] == 5e9
     assert record["estimated"] is True
     assert record["model"] == {
         "name": "small-llama",
@@ -477,7 +502,7 @@ def test_data_sheets_have_the_moments_of_the_training(
     text = _error(capsys, *given, "--moments", "bf16")
     assert f'--moments bf16, but {config} has "hytrain.moments" "8bit"' in text
     config.write_text(json.dumps({"hytrain": {"moments": "4bit"}}))
-    assert "\"hytrain.moments\" is '4bit': choose one of" in _error(capsys, *given)
+    assert "hytrain.moments = '4bit': must be" in _error(capsys, *given)
     config.write_text(json.dumps({"hytrain": {"master": "split"}}))
     text = _error(capsys, *given)
     assert "\"hytrain.master\" is 'split': plans are made for fp32 master weights" in text

@@ -82,6 +82,12 @@ def export_weights(request: ExportRequest) -> list[str]:
     """
     _refuse_existing(request.out)
     folder = locate(request.folder, request.tag)
+    out = request.out.resolve()
+    if out == request.folder.resolve() or out.is_relative_to(folder.resolve()):
+        raise CheckpointError(
+            f"--out {request.out} is the checkpoint's own folder, where files of other programs "
+            "would be taken for its: give another"
+        )
     _refuse_links(folder)
     model = _read(folder, request)
     size = sum(weight.num_bytes for weight in model.weights)
@@ -131,6 +137,8 @@ def _told(weight: StoredWeight, progress: Progress) -> StoredWeight:
 
 
 def _refuse_existing(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise CheckpointError(f"--out {out} is a file: give a folder, which is made where missing")
     for name in (SAFETENSORS, INDEX, TORCH_FILE):
         if (out / name).exists():
             raise CheckpointError(f"{out} has a {name} already: give another --out, or remove it")

@@ -78,9 +78,10 @@ def _advice(folder: Path, kinds: set[Kind]) -> list[str]:
 
 
 def verdict_text(verdict: Verdict) -> str:
-    """What verifying has found, in a line or two."""
-    if verdict.problem is not None:
-        return fold(f"{verdict.folder}: DAMAGED: {verdict.problem}")
+    """What verifying has found: a line, and one more for each problem."""
+    if verdict.problems:
+        lines = [f"{verdict.folder}: DAMAGED:", *(f"  {each}" for each in verdict.problems)]
+        return "\n".join(map(fold, lines))
     against = (
         "every byte is what was saved"
         if verdict.has_manifest

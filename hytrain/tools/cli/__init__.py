@@ -11,8 +11,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 from hytrain.errors import HostMemoryError, HyTrainError, did_you_mean
 from hytrain.tools.cli import bench, checkpoint, doctor, explain, export, plan, profile, trace
@@ -62,7 +62,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's, which guesses what a misspelt command or choice means."""
+    """argparse's, which guesses what a misspelt command, choice or option means.
+
+    What a command does not know is refused with its own usage, not with that of `hytrain`, and
+    before a value of it is taken for the name of a subcommand.
+    """
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] of overloads
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        known = self._option_string_actions
+        found = (one.choices for one in self._actions if not one.option_strings and one.choices)
+        commands = next(found, ())
+        words = list(sys.argv[1:] if args is None else args)
+        for given in words:
+            name = given.partition("=")[0]
+            if given in commands:
+                break
+            is_option = re.match("--?[a-z]", name) is not None
+            if is_option and not any(option.startswith(name) for option in known):
+                self.error(f"{did_you_mean(name, known)}unrecognized arguments: {name}")
+        parsed, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)

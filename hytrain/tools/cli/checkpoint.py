@@ -55,7 +55,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         print("\n".join(verdict_text(verdict) for verdict in verdicts))
         if len(trainer_folders(given)) > len(folders):
             print(f"one of the {len(trainer_folders(given))} checkpoints there; --all for the rest")
-    return 0 if verdicts and all(verdict.problem is None for verdict in verdicts) else 1
+    return 1 if any(verdict.problems for verdict in verdicts) else 0
 
 
 def _info(arguments: argparse.Namespace) -> int:

@@ -122,7 +122,10 @@ def _explain_metrics(arguments: argparse.Namespace, text: str) -> int:
     try:
         history = read_history(text, arguments.rank)
     except HyTrainError as error:
-        raise ConfigError(f"{arguments.file}: {error}") from error
+        file: Path = arguments.file
+        own = file.with_name(f"{file.stem}.rank{arguments.rank}{file.suffix}")
+        there = f"; give {own}" if arguments.rank is not None and own.is_file() else ""
+        raise ConfigError(f"{file}: {error}{there}") from error
     _print(arguments, run_json(history) if arguments.json else run_text(history))
     return 0
 
@@ -132,7 +135,7 @@ def _print(arguments: argparse.Namespace, found: Any) -> None:
 
 
 def _explain_config(arguments: argparse.Namespace) -> int:
-    from hytrain.config import SECTION, HyTrainConfig
+    from hytrain.config import SECTION
     from hytrain.tools.explain.config import config_words, first_decision, model_text
     from hytrain.tools.explain.report import decision_json
     from hytrain.tools.explain.training_form import read_form
@@ -140,16 +143,16 @@ def _explain_config(arguments: argparse.Namespace) -> int:
     ranks, rank = arguments.ranks, arguments.rank or 0
     with stdout_to(2):  # where DeepSpeed writes warnings
         from hytrain.engine.deepspeed_internals import load_config
-        from hytrain.tools.explain.checks import check_as_training, with_plan
+        from hytrain.tools.explain.checks import read_as_training, with_plan
 
         config = load_config(str(arguments.file))
-        section = HyTrainConfig.from_deepspeed(config)
+        section, warnings = read_as_training(config)
         if section is None:
             raise ConfigError(
                 f'{arguments.file} has no section "{SECTION}": it makes DeepSpeed\'s own engine, '
                 f'with nothing to explain; add "{SECTION}": {{}}, or give a metrics file'
             )
-        warnings, check_model = check_as_training(config, section), None
+        check_model = None
         if section.plan is not None:
             section, check_model = with_plan(config, section, arguments.file, ranks, rank)
             ranks = len(section.shard_fractions or ())

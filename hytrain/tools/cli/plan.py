@@ -47,6 +47,9 @@ _FOR_SHEETS = (
 def add(plan: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     plan.description = _DESCRIPTION
+    plan.usage = (
+        "hytrain plan (--profile FILE... | --gpus NAME... --model PATH) --batch B [OPTION...]"
+    )
     _add_subject(plan.add_argument_group("GPUs, model and batch"))
     _add_choices(plan.add_argument_group("what the plan may use"))
     _add_hosts(plan.add_argument_group("hosts of --gpus"))
@@ -57,7 +60,7 @@ def add(plan: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
     own = dict(vars(plan.parse_args([])))
-    subjects = plan.add_subparsers(metavar="[uneven | hybrid]")
+    subjects = plan.add_subparsers(metavar="[uneven | hybrid]", prog="hytrain plan")
     _add_uneven(subjects.add_parser("uneven", help="solve a folder of published cases"), own)
     words = "pipeline x data x tensor parallel over GPUs of several types"
     plan_hybrid.add(subjects.add_parser("hybrid", help=words), own)
@@ -223,12 +226,26 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         write_plan(arguments.out, plan_file(problem, plan))
         print(f"plan: {arguments.out}", file=sys.stderr)
+    host, speed = profile.hosts[0], options.interconnect
     if arguments.json:
         record = plan_report.plan_json(problem, plan, without)
-        print(json.dumps({"estimated": is_estimated, **record}, indent=2))
+        head: dict[str, Any] = {"estimated": is_estimated}
+        if is_estimated:
+            names = ("cores", "memory_bytes", "bandwidth")
+            head["assumed"] = {name: getattr(host, name) for name in names} | {
+                "interconnect": speed
+            }
+        print(json.dumps(head | record, indent=2))
     else:
         if is_estimated:
-            print("estimated from data sheets: measure with `hytrain profile` before training\n")
+            print("estimated from data sheets: measure with `hytrain profile` before training")
+            words = (
+                f"assumed of each host: {host.cores} cores (--cores), {host.memory_bytes / _GIB:g} "
+                f"GiB (--host-memory) of {host.bandwidth / 1e9:g} GB/s (--host-bandwidth)"
+            )
+            if len(problem.cluster.ranks) > 1:
+                words += f"; {speed / 1e9:.3g} GB/s between ranks (--interconnect)"
+            print(f"{fold(words)}\n")
         print(fold(plan_report.plan_text(problem, plan, without)))
     return 0
 

@@ -6,9 +6,11 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hytrain.errors import ConfigError
-from hytrain.formats.moment_kinds import FP32, MOMENTS, MomentsName
+from hytrain.errors import ConfigError, unquoted
+from hytrain.formats.file_kind import other_kind
+from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS
+from hytrain.tools.stdout import stdout_to
 
 _GIB = 1024**3
 STAGES = (1, 2, 3)
@@ -19,20 +21,26 @@ def read_deepspeed(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """The configuration of ``--deepspeed-config``; empty without.
 
     Raises:
-        ConfigError: it cannot be read.
+        OSError: there is no such file.
+        ConfigError: it cannot be read as training reads it.
     """
     path = arguments.deepspeed_config
     if path is None:
         return {}
-    # Imported here: `hytrain --help` should not wait for pydantic.
-    from hytrain.formats.record import parse_json
+    if other := other_kind(path, "DeepSpeed configuration"):
+        raise ConfigError(f"{other}: give a DeepSpeed JSON")
+    path.stat()  # what is no path DeepSpeed takes for base64
+    with stdout_to(2):  # where DeepSpeed writes warnings
+        # Imported here: `hytrain --help` should not wait for torch.
+        from hytrain.config import HyTrainConfig
+        from hytrain.engine.config_checks import misspelt_keys
+        from hytrain.engine.deepspeed_internals import load_config
 
-    try:
-        config: Any = parse_json(path.read_bytes(), str(path), ConfigError)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path} ({error.strerror})") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
+        config = load_config(str(path))
+        HyTrainConfig.from_deepspeed(config)
+        for key, meant in misspelt_keys(config):
+            if meant == "zero_optimization":
+                raise ConfigError(f'{path}: "{key}" is no key of DeepSpeed: write "{meant}"')
     zero: Any = config.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigError(f'{path}: "zero_optimization" must be a JSON object')
@@ -106,6 +114,7 @@ def zero_keys(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple
     if type(stage) is not int or stage not in STAGES:
         raise ConfigError(
             f'{path}: "zero_optimization.stage" is {stage!r}: hytrain trains with 1, 2 or 3'
+            f"{unquoted(stage)}"
         )
     if arguments.stage not in (None, stage):
         raise ConfigError(
@@ -131,19 +140,15 @@ def moments_of(config: Mapping[str, Any]) -> MomentsName:
     """How a configuration to train with keeps moments.
 
     Raises:
-        ConfigError: in none of the ways that there are.
+        ConfigError: master weights are kept otherwise than in plans.
     """
     section: Any = config.get("hytrain") or {}
-    section = section if isinstance(section, dict) else {}
     if section.get("master", FP32) != FP32:
         raise ConfigError(
             f'"hytrain.master" is {section["master"]!r}: plans are made for fp32 master weights '
             "alone; remove the key, or train without a plan"
         )
-    wanted = section.get("moments", FP32)
-    if wanted not in MOMENTS:
-        raise ConfigError(f'"hytrain.moments" is {wanted!r}: choose one of {", ".join(MOMENTS)}')
-    return wanted
+    return section.get("moments", FP32)
 
 
 def _check_moments(arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any) -> None:

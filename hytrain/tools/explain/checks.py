@@ -28,28 +28,42 @@ from hytrain.engine.training_plan import (
     refuse_other_job,
 )
 from hytrain.engine.unsupported import refuse_unsupported
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, refuse_all
 from hytrain.formats.plan_file import Actual, ActualRank, read_plan
 from hytrain.tools.explain.config import ModelSizes
 
 
-def check_as_training(config: Mapping[str, Any], section: HyTrainConfig) -> list[str]:
-    """Lines about keys that training warns of and then ignores.
+def read_as_training(config: Mapping[str, Any]) -> tuple[HyTrainConfig | None, list[str]]:
+    """The "hytrain" section, None without one, and lines about keys that training ignores.
 
     Values "auto", which a trainer fills in, are passed over.
 
     Raises:
-        ConfigError: a value is wrong, or a key is unknown in a section that DeepSpeed checks.
+        ConfigError: values are wrong, or keys unknown in a section that is checked.
         UnsupportedError: hytrain has not what is asked for.
     """
+    sections: list[HyTrainConfig | None] = []
+    warnings: list[str] = []
+    refuse_all(
+        lambda: sections.append(HyTrainConfig.from_deepspeed(config)),
+        lambda: warnings.extend(_check_deepspeeds(config) if SECTION in config else ()),
+    )
+    return sections[0], warnings
+
+
+def _check_deepspeeds(config: Mapping[str, Any]) -> list[str]:
+    """All that is not in the section; returns warnings."""
     refuse_misplaced_section(config)
     check_sections(config)
     given = _without_auto(config)
-    is_elsewhere = section.batch_sizes is not None or section.plan is not None
+    own = config[SECTION]
+    is_elsewhere = isinstance(own, Mapping) and ("batch_sizes" in own or "plan" in own)
     # Trainers fill "auto" in; Lightning's strategy has no keys of batches at all.
     is_elsewhere |= not any(key in given for key in BATCH_KEYS[:2])
-    check_config(given, batches_elsewhere=is_elsewhere)
-    refuse_unsupported(given)
+    refuse_all(
+        lambda: check_config(given, batches_elsewhere=is_elsewhere),
+        lambda: refuse_unsupported(given),
+    )
     total, micro, steps = (given.get(key, 1) for key in BATCH_KEYS)
     if not is_elsewhere and BATCH_KEYS[0] in given and total % (micro * steps):
         raise ConfigError(

@@ -12,7 +12,9 @@ from hytrain.placement.costs import LayerBytes, MemoryLimits, layers_words
 from hytrain.placement.memory import (
     bounds,
     check_fits,
+    gpu_peak_bytes,
     gpu_reserve,
+    host_bytes,
     host_reserve,
 )
 from hytrain.placement.records import Decision
@@ -186,6 +188,17 @@ def first_decision(
     )
 
 
+def _misfit(decision: Decision) -> str:
+    """What becomes of a run whose fixed number does not fit with the reserves."""
+    limits, target = decision.limits, decision.gpu_layers_target
+    gpu = gpu_peak_bytes(decision.layer_bytes, limits, target)
+    if limits.gpu is not None and gpu > limits.gpu:
+        return "takes more than the GPU has: the run would be refused"
+    if host_bytes(decision.layer_bytes, target, decision.staging_bytes) > limits.host:
+        return "takes more than the host has: the system may end the run"
+    return "fits only in what is kept in reserve: the run would start, and take that"
+
+
 def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> str:
     """Sizes and memory, for people; where a run would be refused, its table in their place."""
     target, device = decision.gpu_layers_target, decision.limits.device
@@ -206,10 +219,7 @@ def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> 
         )
     fixed = isinstance(config.gpu_fraction, float)
     if fixed and not decision.bounds.allow(target):
-        lines.append(
-            f"The fixed number of {device} layers, {target}, does not fit: the run would take the "
-            "reserve, or be refused."
-        )
+        lines.append(f"The fixed number of {device} layers, {target}, {_misfit(decision)}.")
     if not fixed and not decision.bounds.fits:
         try:
             check_fits(

@@ -114,10 +114,7 @@ def read_history(text: str, rank: int | None = None) -> History:
     rank = min(decisions) if rank is None else rank
     if rank not in decisions:
         seen = ", ".join(str(r) for r in sorted(decisions))
-        raise PlacementError(
-            f"no decision of rank {rank} in the file: it has those of rank {seen}; rank {rank} "
-            f'writes a file beside it, with ".rank{rank}" before the ending: give that'
-        )
+        raise PlacementError(f"no decision of rank {rank} in the file: it has those of rank {seen}")
     own = [step for step in steps if step["rank"] == rank]
     # Steps of rank 0 tell the time for all, since ranks step together, but only rank 0's k.
     return History(

@@ -174,6 +174,37 @@ def test_the_script_beside_the_checkpoint(saved: Saved, tmp_path: Path) -> None:
     assert "hytrain export in --out out --format fp32 --tag t" in elsewhere.stderr
 
 
+@pytest.mark.parametrize("manifest", ["whole", "damaged", "none"])
+def test_verify_names_every_damage(
+    manifest: str, saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tag = tmp_path / "tag"
+    shutil.copytree(saved.tag, tag)
+    flipped, short, *gone = sorted((tag / "zero").rglob("exp_avg.pt"))
+    flipped.write_bytes(flip(8 * 300)(bytearray(flipped.read_bytes())))
+    short.write_bytes(short.read_bytes()[:-40])
+    for path in gone:
+        path.unlink()
+    named = [flipped, short, *gone]
+    shutil.copytree(gone[0].parent, tag / "zero/no.such")
+    path = tag / "zero/hytrain_manifest.json"
+    if manifest == "whole":
+        named.append(tag / "zero/no.such/fp32.pt")
+    elif manifest == "damaged":
+        path.write_bytes(flip(8 * 100)(bytearray(path.read_bytes())))
+        named.append(path)
+    else:
+        path.unlink()
+    assert len(gone) > 5, "more than a message of a load lists"
+    assert cli.main(["checkpoint", "verify", str(tag), "--json"]) == 1
+    (verdict,) = json.loads(capsys.readouterr().out)
+    for path in named:
+        assert any(str(path) in problem for problem in verdict["problems"]), path
+    assert cli.main(["checkpoint", "verify", str(tag)]) == 1
+    text = capsys.readouterr().out
+    assert all(str(path) in text for path in named)
+
+
 def test_damage_is_refused_before_anything_is_written(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,7 +222,7 @@ def test_damage_is_refused_before_anything_is_written(
         assert "DAMAGED" in capsys.readouterr().out
     assert cli.main(["checkpoint", "verify", str(saved.folder), "--json"]) == 0
     (verdict,) = json.loads(capsys.readouterr().out)
-    assert verdict["problem"] is None
+    assert verdict["problems"] == []
     assert verdict["has_manifest"]
     assert verdict["num_bytes"] == sum(
         path.stat().st_size for path in saved.tag.rglob("*.pt") if path.is_file()
@@ -382,6 +413,14 @@ def test_existing_files_are_not_replaced(
     _export(saved, tmp_path)
     assert cli.main(["export", str(saved.folder), "--out", str(tmp_path)]) == 2
     assert "has a model.safetensors already" in capsys.readouterr().err
+    for out, words in (
+        (tmp_path / "model.safetensors", "is a file: give a folder"),
+        (saved.folder, "is the checkpoint's own folder"),
+        (saved.tag / "weights", "is the checkpoint's own folder"),
+    ):
+        assert cli.main(["export", str(saved.folder), "--out", str(out)]) == 2
+        assert words in capsys.readouterr().err
+    assert not (saved.tag / "weights").exists()
 
 
 @pytest.mark.parametrize("size", ["0", "5XB", "GB", "-1GB"])
