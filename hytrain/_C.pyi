@@ -9,6 +9,7 @@ class DType:
     float32: DType
     bfloat16: DType
     float16: DType
+    bfloat16_away: DType
 
 class MomentKind:
     float32: MomentKind

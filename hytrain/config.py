@@ -223,8 +223,8 @@ class HyTrainConfig(_Section):
 
     master: Literal["fp32", "split"] = "fp32"
     """How master weights are kept: in 4 bytes a parameter, or in 2 beside their bf16 training copy,
-    which together are the fp32 value, bit for bit. "split" updates no layer on the CPU before the
-    step's clip coefficient is known."""
+    which together are the fp32 value, bit for bit. With clipping, "split" leaves layers on the CPU
+    their 4 bytes where memory allows: split ones wait for the step's clip coefficient."""
 
     moments_seed: Count = Field(default=0, ge=0, lt=2**63)
     """Seed of the random bits that round moments; another one makes other, equally good ones."""

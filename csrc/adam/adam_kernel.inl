@@ -18,6 +18,7 @@
 #endif
 
 using Reg = Vec::Reg;
+using Bits = Vec::Bits;
 constexpr std::size_t kLanes = Vec::kLanes;
 
 inline std::size_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4U : 2U; }
@@ -38,6 +39,16 @@ struct In {
     }
 };
 
+// Both halves of split weights, as SplitWeights in hytrain/adam.h says.
+constexpr std::uint32_t kSign = 0x80000000U;
+constexpr std::uint32_t kSplitHalf = 0x8000U;
+HYTRAIN_INLINE Bits split_halves(Reg value) {
+    const Bits bits = Vec::bits_of(value);
+    const Bits quiet = Vec::set_bits(0x7FC00000U + kSplitHalf);
+    const Bits nan = Vec::pick(Vec::set_bits(kSign), bits, quiet);
+    return Vec::where_nan(value, nan, Vec::bits_add(bits, Vec::set_bits(kSplitHalf)));
+}
+
 struct NoOut {
     using Cached = NoOut;
     static constexpr std::size_t kBytes = 0;
@@ -55,6 +66,13 @@ struct Out {
         char* address = static_cast<char*>(data) + index * kBytes;
         if constexpr (kType == DType::kBFloat16) {
             Vec::template store_bf16<kStream, kCount>(address, values);
+        } else if constexpr (kType == DType::kBFloat16Away) {
+            Reg rounded[kCount];  // which leaves nothing to be rounded by the store
+            for (std::size_t j = 0; j < kCount; ++j) {
+                const Bits upper = Vec::bits_and(split_halves(values[j]), Vec::set_bits(~0xFFFFU));
+                rounded[j] = Vec::from_bits(upper);
+            }
+            Vec::template store_bf16<kStream, kCount>(address, rounded);
         } else {
             for (std::size_t j = 0; j < kCount; ++j) {
                 store_one(address + j * kLanes * kBytes, values[j]);
@@ -79,6 +97,7 @@ inline void with_in(DType dtype, Body body) {
         case DType::kFloat32:
             return body(In<DType::kFloat32>());
         case DType::kBFloat16:
+        case DType::kBFloat16Away:  // never an incoming one's
             return body(In<DType::kBFloat16>());
         case DType::kFloat16:
             return body(In<DType::kFloat16>());
@@ -99,6 +118,8 @@ inline void with_out_type(DType dtype, Body body) {
             return body(Out<DType::kFloat32, kStream>());
         case DType::kBFloat16:
             return body(Out<DType::kBFloat16, kStream>());
+        case DType::kBFloat16Away:
+            return body(Out<DType::kBFloat16Away, kStream>());
         case DType::kFloat16:
             return body(Out<DType::kFloat16, kStream>());
     }

@@ -10,8 +10,6 @@
 // docs/internals.md ("Moments in fewer bytes") has the formulas and why they are these; all of it
 // is exact arithmetic, or fp32 operations that every instruction set rounds alike.
 
-using Bits = Vec::Bits;
-
 // Elements that a loop handles between two prefetches of each array: one cache line of fp32.
 constexpr std::size_t kStep = kLanes > 16 ? kLanes : 16;
 
@@ -72,8 +70,6 @@ HYTRAIN_INLINE Bits element_bits(Bits block, std::size_t i) {
     const Bits h = Vec::bits_mul(block, Vec::bits_of(Vec::load_f32(factors)));
     return Vec::bits_xor(h, Vec::shift_right<16>(h));
 }
-
-constexpr std::uint32_t kSign = 0x80000000U;
 
 // ---- bf16 -------------------------------------------------------------------------------------
 

@@ -42,8 +42,6 @@ struct WholeWeights {
 // have been written by somebody else, who knows of no remainder: a zero stays within half a
 // spacing of zero then, and does not become a NaN.
 struct HalvedWeights {
-    static constexpr std::uint32_t kHalf = 0x8000U;
-    static constexpr std::uint32_t kNaN = 0x7FC00000U + kHalf;
     SplitRange r;
 
     HYTRAIN_INLINE Reg load(std::size_t i) const {
@@ -51,18 +49,18 @@ struct HalvedWeights {
         const Bits low = Vec::bits_of(Vec::load_bf16(r.remainder + 2 * i));
         const Bits both = Vec::bits_add(copy, Vec::template shift_right<16>(low));
         const Bits magnitude = Vec::bits_and(both, Vec::set_bits(~kSign));
-        const Bits least = Vec::bits_max(magnitude, Vec::set_bits(kHalf));
-        const Bits bits = Vec::bits_add(least, Vec::set_bits(0U - kHalf));
+        const Bits least = Vec::bits_max(magnitude, Vec::set_bits(kSplitHalf));
+        const Bits bits = Vec::bits_add(least, Vec::set_bits(0U - kSplitHalf));
         return Vec::from_bits(Vec::pick(Vec::set_bits(kSign), copy, bits));
     }
     template <std::size_t kCount>
     HYTRAIN_INLINE void store(std::size_t i, const Reg* values) const {
         if constexpr (kCount == 1) {
-            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, halves(values[0]));
+            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, split_halves(values[0]));
         } else {
             static_assert(kCount == 2, "registers are stored alone or in pairs");
-            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, halves(values[0]),
-                              halves(values[1]));
+            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, split_halves(values[0]),
+                              split_halves(values[1]));
         }
     }
     template <std::size_t kUnit>
@@ -85,11 +83,4 @@ struct HalvedWeights {
             remainder.write(of.r.remainder, i, count, 2);
         }
     };
-
-   private:
-    HYTRAIN_INLINE static Bits halves(Reg value) {
-        const Bits bits = Vec::bits_of(value);
-        const Bits nan = Vec::pick(Vec::set_bits(kSign), bits, Vec::set_bits(kNaN));
-        return Vec::where_nan(value, nan, Vec::bits_add(bits, Vec::set_bits(kHalf)));
-    }
 };

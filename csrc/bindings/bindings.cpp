@@ -47,7 +47,8 @@ void bind_adam_types(py::module_& m) {
     py::enum_<DType>(m, "DType")
         .value("float32", DType::kFloat32)
         .value("bfloat16", DType::kBFloat16)
-        .value("float16", DType::kFloat16);
+        .value("float16", DType::kFloat16)
+        .value("bfloat16_away", DType::kBFloat16Away);
     py::enum_<MomentKind>(m, "MomentKind")
         .value("float32", MomentKind::kFloat32)
         .value("bfloat16", MomentKind::kBFloat16)

@@ -1,6 +1,10 @@
 // Moving a layer's state between host and device, chunk by chunk through the outgoing buffers: the
 // state itself is pageable, and copies to or from pageable memory would block.
+//
+// Weights may be whole on the host and split on the device. The copy is the same on both sides, so
+// that the remainders alone leave; on the way back they are joined to the copy.
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <vector>
 
@@ -14,18 +18,30 @@ namespace {
 struct Run {
     char* host = nullptr;
     char* device = nullptr;
-    std::size_t bytes = 0;
+    std::size_t bytes = 0;  // on the device
+    StatePart part = StatePart::kAsKept;
+    // Where on the host a piece is that is `begin` bytes into the run on the device.
+    char* host_at(std::size_t begin) const {
+        return host + (part == StatePart::kAsKept ? begin : 2 * begin);
+    }
 };
 
 Run run_of(void* host, void* device, std::size_t begin, std::size_t bytes) {
     return {static_cast<char*>(host) + begin, static_cast<char*>(device) + begin, bytes};
 }
 
-// The arrays of a chunk's state on both sides, moved as they are kept.
+bool changes_form(const StateArrays& host, const StateArrays& device) {
+    return device.split && !host.split;
+}
+
+// The arrays of a chunk's state on both sides.
 std::vector<Run> runs(const StateArrays& host, const StateArrays& device, const Chunk& chunk) {
     const std::size_t at = chunk.shard_offset, size = moment_bytes(host.kind);
+    const std::size_t host_size = host.weight_bytes(), device_size = device.weight_bytes();
     std::vector<Run> found{
-        run_of(host.p, device.p, at * host.weight_bytes(), chunk.n * host.weight_bytes()),
+        Run{static_cast<char*>(host.p) + at * host_size,
+            static_cast<char*>(device.p) + at * device_size, chunk.n * device_size,
+            changes_form(host, device) ? StatePart::kRemainders : StatePart::kAsKept},
         run_of(host.m, device.m, at * size, chunk.n * size),
         run_of(host.v, device.v, at * size, chunk.n * size),
     };
@@ -37,6 +53,45 @@ std::vector<Run> runs(const StateArrays& host, const StateArrays& device, const 
     return found;
 }
 
+constexpr std::uint32_t kSign = 0x80000000U, kHalf = 0x8000U;
+
+template <class Bits>
+Bits load(const char* from, std::size_t i) {
+    Bits bits;
+    std::memcpy(&bits, from + i * sizeof(Bits), sizeof(Bits));
+    return bits;
+}
+
+template <class Bits>
+void store(char* to, std::size_t i, Bits bits) {
+    std::memcpy(to + i * sizeof(Bits), &bits, sizeof(Bits));
+}
+
+// A piece that is to leave: `bytes` of it.
+void pack(char* to, const char* from, std::size_t bytes, StatePart part, int num_threads) {
+    if (part == StatePart::kAsKept) return parallel_copy(to, from, bytes, num_threads);
+#pragma omp parallel for num_threads(std::max(1, num_threads)) schedule(static)
+    for (std::size_t i = 0; i < bytes / 2; ++i) {
+        const auto bits = load<std::uint32_t>(from, i);
+        const bool is_nan = (bits & ~kSign) > 0x7F800000U;
+        store(to, i, static_cast<std::uint16_t>(is_nan ? kHalf : bits + kHalf));
+    }
+}
+
+// The reverse. A weight is its remainder until its copy has come.
+void unpack(char* to, const char* from, std::size_t bytes, StatePart part, int num_threads) {
+    if (part == StatePart::kAsKept) return parallel_copy(to, from, bytes, num_threads);
+#pragma omp parallel for num_threads(std::max(1, num_threads)) schedule(static)
+    for (std::size_t i = 0; i < bytes / 2; ++i) {
+        std::uint32_t bits = load<std::uint16_t>(from, i);
+        if (part == StatePart::kCopy) {
+            const std::uint32_t copy = bits << 16, both = copy | load<std::uint32_t>(to, i);
+            bits = (std::max(both & ~kSign, kHalf) - kHalf) | (copy & kSign);
+        }
+        store(to, i, bits);
+    }
+}
+
 }  // namespace
 
 void UpdateWorker::send_state(const Layer& layer, const Chunk& chunk, const Job& job) {
@@ -46,7 +101,7 @@ void UpdateWorker::send_state(const Layer& layer, const Chunk& chunk, const Job&
             const std::size_t bytes = std::min(most, run.bytes - at);
             delay();
             const std::size_t buffer = take_outgoing();
-            parallel_copy(outgoing_.addresses[buffer], run.host + at, bytes, num_threads_);
+            pack(outgoing_.addresses[buffer], run.host_at(at), bytes, run.part, num_threads_);
             send_outgoing(buffer, run.device + at, bytes, SpanKind::kStateToDevice);
         }
     }
@@ -55,7 +110,12 @@ void UpdateWorker::send_state(const Layer& layer, const Chunk& chunk, const Job&
 void UpdateWorker::fetch_state(const Chunk& chunk, const Job& job) {
     const std::size_t most = outgoing_.bytes;
     std::deque<StatePiece> flying;
-    for (const Run& run : runs(job.host_state, job.device_state, chunk)) {
+    std::vector<Run> found = runs(job.host_state, job.device_state, chunk);
+    const Run copy{found[0].host, static_cast<char*>(chunk.weights), 2 * chunk.n, StatePart::kCopy};
+    const bool joins = changes_form(job.host_state, job.device_state);
+    // Behind the remainders that it is joined to. Its last writer is the update before the move.
+    if (joins && !chunk.weights_on_host) found.push_back(copy);
+    for (const Run& run : found) {
         for (std::size_t at = 0; at < run.bytes; at += most) {
             const std::size_t bytes = std::min(most, run.bytes - at);
             // All buffers are in flight: the next copy would overwrite the oldest piece before it
@@ -70,10 +130,14 @@ void UpdateWorker::fetch_state(const Chunk& chunk, const Job& job) {
             device_->copy(Lane::kToHost, outgoing_.addresses[buffer], run.device + at, bytes);
             device_->record(outgoing_.ends[buffer], Lane::kToHost);
             note(kToHostTask, "state", place_, outgoing_.ends[buffer]);
-            flying.push_back(StatePiece{buffer, run.host + at, bytes});
+            flying.push_back(StatePiece{buffer, run.host_at(at), bytes, run.part});
         }
     }
     for (const StatePiece& piece : flying) land_piece(piece);
+    // The remainders came after the update that wrote it.
+    if (joins && chunk.weights_on_host) {
+        unpack(copy.host, copy.device, copy.bytes, copy.part, num_threads_);
+    }
 }
 
 void UpdateWorker::land_piece(const StatePiece& piece) {
@@ -81,7 +145,8 @@ void UpdateWorker::land_piece(const StatePiece& piece) {
     wait_event(outgoing_.ends[piece.buffer]);
     trace_copy(SpanKind::kStateToHost, place_, outgoing_.begins[piece.buffer],
                outgoing_.ends[piece.buffer], static_cast<std::int64_t>(piece.bytes));
-    parallel_copy(piece.destination, outgoing_.addresses[piece.buffer], piece.bytes, num_threads_);
+    unpack(piece.destination, outgoing_.addresses[piece.buffer], piece.bytes, piece.part,
+           num_threads_);
 }
 
 }  // namespace hytrain

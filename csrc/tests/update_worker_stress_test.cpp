@@ -83,6 +83,7 @@ class Life {
             shape.gradient = draw({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
             shape.weights = draw({DType::kFloat32, DType::kBFloat16});
             shape.split = is_split_;
+            shape.whole_on_host = is_split_ && chance(0.5);
             if (is_split_) shape.weights = DType::kBFloat16;
             shape.weights_on_host = chance(0.2);
         }

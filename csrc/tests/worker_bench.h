@@ -85,7 +85,8 @@ struct Shape {
     DType gradient = DType::kBFloat16;
     DType weights = DType::kBFloat16;
     bool weights_on_host = false;
-    bool split = false;  // master weights; the training copy is in bf16 then
+    bool split = false;          // master weights; the training copy is in bf16 then
+    bool whole_on_host = false;  // nevertheless: those on the "device" alone are
 };
 
 // A layer as its owner sees it, and the serial loop's twin.
@@ -100,6 +101,10 @@ struct BenchLayer {
 
     std::size_t gradient_bytes() const { return shape.n * size_of(shape.gradient); }
 
+    bool is_split(bool on_device) const {
+        return shape.split && (on_device || !shape.whole_on_host);
+    }
+
     std::vector<char> expected_weights() const {
         std::vector<char> cast(shape.n * size_of(shape.weights));
         if (shape.split) {
@@ -112,7 +117,7 @@ struct BenchLayer {
 
     State expected_state() const {
         std::vector<char> copy;
-        return shape.split ? split_state(expected, copy) : expected;
+        return is_split(away) ? split_state(expected, copy) : expected;
     }
 
     // The step of the gradient sent last, as the serial loop makes it.
@@ -232,14 +237,14 @@ class WorkerBench {
     // must live until the layer is not moving.
     std::unique_ptr<State> move(BenchLayer& layer, EventHandle moved) {
         std::unique_ptr<State> old = std::move(layer.state);
-        layer.state = std::make_unique<State>(layer.shape.n, layer.shape.split);
-        const std::size_t bytes = old->weight_bytes();
+        layer.state = std::make_unique<State>(layer.shape.n, layer.is_split(!layer.away));
         char* const from = static_cast<char*>(old->weights());
         Job job;
         job.layer = layer.index;
         job.gradient_ready = layer.free;
         if (layer.away) {
             // The last update on the device may not have been made yet.
+            const std::size_t bytes = old->weight_bytes();
             layer.scratch.assign(from, from + bytes);
             device_->copy(Lane::kToDevice, from, layer.scratch.data(), bytes);
             device_->record(layer.free, Lane::kToDevice);
@@ -248,6 +253,7 @@ class WorkerBench {
             job.device_state = old->arrays();
         } else {
             // An earlier user of the destination may still write there.
+            const std::size_t bytes = layer.state->weight_bytes();
             layer.scratch.assign(bytes, 0x55);
             device_->copy(Lane::kToHost, layer.state->weights(), layer.scratch.data(), bytes);
             device_->record(layer.free, Lane::kToHost);
@@ -287,7 +293,7 @@ class WorkerBench {
         // A class of each layer's own: as many as it keeps pending, and a few that take new ones.
         const int slots = worker_->add_slot_class(slot_bytes);
         const std::size_t copy_bytes = shape.chunk * size_of(shape.weights);
-        const bool fetches_copy = shape.split && !shape.weights_on_host;
+        const bool fetches_copy = layer.is_split(false) && !shape.weights_on_host;
         const int copies = fetches_copy ? worker_->add_slot_class(copy_bytes) : -1;
         std::vector<Chunk> chunks;
         for (std::size_t at = 0; at < shape.n; at += shape.chunk) {
@@ -296,7 +302,7 @@ class WorkerBench {
             chunk.shard_offset = at;
             chunk.weights = layer.weights.data() + at * size_of(shape.weights);
             chunk.weights_on_host = shape.weights_on_host;
-            chunk.weights_dtype = shape.weights;
+            chunk.weights_dtype = shape.split ? DType::kBFloat16Away : shape.weights;
             chunk.slot_class = slots;
             chunk.copy_class = copies;
             chunks.push_back(chunk);

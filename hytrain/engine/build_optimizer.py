@@ -21,7 +21,7 @@ from hytrain.hardware.numa import call_on, on_cores
 from hytrain.kernels.clipping import GradientNorm
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.model.layer_state import LayerState
-from hytrain.model.state_format import StateFormat
+from hytrain.model.layer_update import Placement
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
 from hytrain.offload.streams import Streams
 from hytrain.offload.threads import ThreadChoice, place_threads
@@ -132,9 +132,8 @@ def _build_on(
         may_bind=config.offload.numa == "auto",
     )
     for state in states:
-        state.form = StateFormat(config.moments, config.moments_seed, config.master)
-        state.placement = "gpu" if state.index < first.gpu_layers_target else "cpu"
-        _allocate_state(state, threads)
+        placement: Placement = "gpu" if state.index < first.gpu_layers_target else "cpu"
+        _allocate_state(state, placement, threads)
     # The worker's threads stay there; the thread that registers pinned memory touches it.
     with on_cores(threads.cores):
         cpu = CpuUpdater(states, streams, replace(cpu_settings, num_threads=threads.num_threads))
@@ -215,22 +214,24 @@ def _check_bf16(model: nn.Module, trained: Container[int]) -> None:
             )
 
 
-def _allocate_state(state: LayerState, threads: ThreadChoice) -> None:
+def _allocate_state(state: LayerState, placement: Placement, threads: ThreadChoice) -> None:
     """Master weights from the training copy, zero moments; on the device or pageable on the host.
 
     Host memory is touched by the threads that will use it: the first steps then take what all take.
     """
-    if state.placement == "gpu":
+    size = state.bytes_at(placement)
+    if placement == "gpu":
         device = state.storage.runs[0][2].device
-        state.set_state(torch.zeros(state.state_bytes, dtype=torch.uint8, device=device))
+        memory = torch.zeros(size, dtype=torch.uint8, device=device)
     else:
         purpose = f"the optimizer state of layer '{state.name}'"
         take = partial(
             host_zeros,
-            state.state_bytes,
+            size,
             dtype=torch.uint8,
             purpose=purpose,
             touch_threads=threads.num_threads,
         )
-        state.set_state(call_on(threads.cores, take))
+        memory = call_on(threads.cores, take)
+    state.place(placement, memory)
     state.master_from_copy()

@@ -161,5 +161,5 @@ class GatheringParameters:
 
 def _remember_copy(state: LayerState) -> None:
     """Which elements are written only tells the copy, where it is half of a split master weight."""
-    if state.form.is_split:
+    if state.form.rounds_away:
         state.before_write = state.read_copy()

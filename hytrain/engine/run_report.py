@@ -12,6 +12,7 @@ from hytrain.errors import size_text
 from hytrain.formats.moment_kinds import SPLIT
 from hytrain.optimizer.statistics import StepStatistics
 from hytrain.placement.costs import counted, layers_words
+from hytrain.placement.memory import host_state_bytes, state_bytes
 from hytrain.placement.records import Decision
 from hytrain.version import __version__
 
@@ -73,8 +74,8 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
     layers, first = optimizer.weights.layers, optimizer.placement.decisions[0]
     parameters = sum(slot.numel for layer in layers for slot in layer.slots)
     ranks = int(engine.world_size)
-    state = [layer.state_bytes for layer in first.layer_bytes]
-    on_gpu, on_host = sum(state[: first.gpu_layers_target]), sum(state[first.gpu_layers_target :])
+    on_gpu = state_bytes(first.layer_bytes[: first.gpu_layers_target])
+    on_host = host_state_bytes(first.layer_bytes[first.gpu_layers_target :])
     k = "solved while training" if optimizer.placement.controller.solves else "fixed"
     kind = f"{first.layer_bytes[0].moments} moments"
     if first.layer_bytes[0].master == SPLIT:
@@ -85,9 +86,11 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
         planned += f", {size_text(first.limits.host_base)} of offloaded activations beside it"
     where = f"{size_text(on_host)} in host memory, {size_text(on_gpu)} on the GPU"
     if peak.gpu is None:
-        where = f"{size_text(sum(state))}; no accelerator: everything is on the CPU"
+        where = f"{size_text(on_gpu + on_host)}; no accelerator: everything is on the CPU"
     else:
         planned += f" and, besides activations, {size_text(peak.gpu)} of the GPU's"
+    if first.host_master_reason:
+        planned += f"; {first.host_master_reason}"
     shared = ""
     if engine.sequence_parallel_size > 1:
         shared = f"; {engine.sequence_parallel_size} ranks share each sequence"

@@ -101,6 +101,10 @@ class LayerState:
         """Of master weights and moments."""
         return self.form.state_bytes(self.shard_size)
 
+    def bytes_at(self, placement: Placement) -> int:
+        """:attr:`state_bytes` of the layer on that side."""
+        return self.form.at(placement).state_bytes(self.shard_size)
+
     @property
     def state(self) -> StateArrays:
         """Master weights and moments, where they are."""
@@ -115,6 +119,11 @@ class LayerState:
         size = self.form.master_bytes(self.shard_size)
         self._set_parts(memory[:size], memory[size:])
         self.memory = memory
+
+    def place(self, placement: Placement, memory: torch.Tensor) -> None:
+        """The state is there from now on, in this memory: :meth:`bytes_at` of that side."""
+        self.placement, self.form = placement, self.form.at(placement)
+        self.set_state(memory)
 
     def _set_parts(self, master: torch.Tensor, moments: torch.Tensor) -> None:
         self._moments_memory = moments
@@ -199,7 +208,7 @@ class LayerState:
         if self.form.is_split:
             return
         for start, copy in self._copies(0, self.shard_size):
-            copy.copy_(self.master[start : start + copy.numel()])
+            self.form.round(self.master[start : start + copy.numel()], copy)
 
     def read_copy(self) -> torch.Tensor:
         """A copy of the shard's training copy, 1-D; of one dtype."""
@@ -209,26 +218,25 @@ class LayerState:
         """What was written into some parameters' training copy becomes their master weights'.
 
         An element that is its master weight, rounded, was not written: that keeps its fp32 bits.
-        Where master weights are split, only :attr:`before_write` can tell; without it all elements
-        of these parameters become what the copy is.
+        Where master weights are split, or are on the other side, only :attr:`before_write` can
+        tell; without it all elements of these parameters become what the copy is.
         """
         before = self.before_write
         for slot in slots:
             begin, end = max(slot.offset, self.begin), min(slot.offset + slot.numel, self.end)
             for start, copy in self._copies(begin - self.begin, max(begin, end) - self.begin):
-                master = self.master[start : start + copy.numel()]
-                written = copy.to(master.device)
-                bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
+                part = slice(start, start + copy.numel())
+                master, written = self.master[part], copy.to(self.master.device)
+                value = written.to(master.dtype)
                 if self.form.is_split:
-                    old = None if before is None else before[start : start + copy.numel()]
-                    if old is None:
-                        master.fill_(split_weights.NO_REMAINDER)
-                    else:
-                        is_new = written.view(bits) != old.to(master.device).view(bits)
-                        master.masked_fill_(is_new, split_weights.NO_REMAINDER)
+                    value = torch.tensor(split_weights.NO_REMAINDER, dtype=master.dtype)
+                if before is None and self.form.rounds_away:
+                    master.copy_(value)
                     continue
-                is_new = written.view(bits) != master.to(copy.dtype).view(bits)
-                master.copy_(torch.where(is_new, written.to(master.dtype), master))
+                old = master.to(copy.dtype) if before is None else before[part].to(master.device)
+                bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
+                is_new = written.view(bits) != old.view(bits)
+                master.copy_(torch.where(is_new, value, master))
 
     def hold_for(self, wait: Callable[[], None], *, updates: bool) -> None:
         """Somebody reads the state beside training.

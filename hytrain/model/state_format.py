@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from hytrain.formats.moment_kinds import (
 from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment, Rounding
 from hytrain.kernels.rounded_runs import RoundedRuns, Run
 from hytrain.kernels.split_weights import REMAINDER, split
+from hytrain.model.layer_update import Placement
 from hytrain.model.layout import LayerLayout
 
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
@@ -74,12 +75,21 @@ class StateFormat:
     Attributes:
         name: of the moments, as in the configuration.
         seed: of the random bits that round them, the same on all ranks.
-        master: of the master weights, as in the configuration.
+        master: of the master weights.
+        host_master: of those of layers on the CPU, where it is another one: whole, beside split
+            ones on the GPU.
     """
 
     name: MomentsName = FP32
     seed: int = 0
     master: MasterName = FP32
+    host_master: MasterName | None = None
+
+    def at(self, placement: Placement) -> StateFormat:
+        """That of a layer that is there."""
+        if self.host_master is None:
+            return self
+        return replace(self, master=self.host_master if placement == "cpu" else SPLIT)
 
     @property
     def kind(self) -> torch.dtype:
@@ -96,13 +106,18 @@ class StateFormat:
         """Whether master weights are the remainders of their training copy."""
         return self.master == SPLIT
 
+    @property
+    def rounds_away(self) -> bool:
+        """Whether copies are rounded with ties away from zero, as split master weights' are."""
+        return self.is_split or self.host_master is not None
+
     def master_bytes(self, numel: int) -> int:
         """Bytes of a shard's master weights."""
         return master_bytes(self.master) * numel
 
     def round(self, values: torch.Tensor, copy: torch.Tensor) -> None:
         """Writes values to their training copy as an update would round them."""
-        if self.is_split:
+        if self.rounds_away:
             split(values, copy)
         else:
             copy.copy_(values)

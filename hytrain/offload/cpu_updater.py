@@ -434,7 +434,7 @@ def native_state(layer: LayerState) -> _C.StateArrays:
 
 def _fetches_copy(layer: LayerState) -> bool:
     """Whether the worker fetches a layer's training copy, as half of its master weights."""
-    return layer.form.is_split and not layer.storage.on_host
+    return layer.form.at("cpu").is_split and not layer.storage.on_host
 
 
 def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int, copy_class: int) -> _C.Chunk:
@@ -442,7 +442,7 @@ def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int, copy_clas
         n=span.end - span.begin,
         shard_offset=span.begin - layer.begin,
         weights=layer.storage.address(span.begin, span.end),
-        weights_dtype=_NATIVE[span.dtype],
+        weights_dtype=_C.DType.bfloat16_away if layer.form.rounds_away else _NATIVE[span.dtype],
         group=span.group,
         slot_class=slot_class,
         **({"weights_on_host": True} if layer.storage.on_host else {}),

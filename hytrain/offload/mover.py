@@ -56,13 +56,12 @@ class LayerMover:
         if layer.state_ready is None:
             layer.state_ready = self._streams.new_event()
         self._keep(layer, free)
-        layer.placement = "gpu"
-        layer.set_state(memory)
+        layer.place("gpu", memory)
         self._cpu.submit_leave(layer, native_state(layer), free)
         layer.moving = True
 
     def _device_memory(self, layer: LayerState) -> torch.Tensor:
-        size = layer.state_bytes
+        size = layer.bytes_at("gpu")
         while True:
             give_back_cached(self._streams.device, size)
             try:
@@ -87,13 +86,12 @@ class LayerMover:
         # back could read state that has not arrived there.
         self.wait(layer)
         self._cpu.allocate_for([layer])
-        memory = host_zeros(layer.state_bytes, dtype=torch.uint8, purpose=_state_of(layer))
+        memory = host_zeros(layer.bytes_at("cpu"), dtype=torch.uint8, purpose=_state_of(layer))
         # Without the event the copy could read state that the last update still writes.
         ready = self._streams.record_update()
         device = native_state(layer)
         self._keep(layer, ready)
-        layer.placement = "cpu"
-        layer.set_state(memory)
+        layer.place("cpu", memory)
         self._cpu.submit_arrive(layer, native_state(layer), device, ready)
         layer.moving = True
 

@@ -385,7 +385,7 @@ class PassTracker:
     def adopt_written(self, layer: LayerState, slots: Sequence[ParameterSlot]) -> None:
         """:meth:`LayerState.adopt_written`; warns once where unchanged elements are rounded."""
         layer.adopt_written(slots)
-        is_whole = layer.form.is_split and layer.before_write is None
+        is_whole = layer.form.rounds_away and layer.before_write is None
         if is_whole and slots and not self._has_warned_of_writes:
             self._has_warned_of_writes = True
             logger.warning(

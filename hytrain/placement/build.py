@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -13,14 +14,17 @@ import torch
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError, MemoryBudgetError
-from hytrain.formats.moment_kinds import SPLIT
+from hytrain.formats.moment_kinds import FP32, MASTER_BYTES, SPLIT
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import GROUP, host_memory_pools
+from hytrain.model.layer_state import LayerState
+from hytrain.model.state_format import StateFormat
 from hytrain.offload.cpu_updater import CpuSettings, pinned_bytes, staging_bytes
 from hytrain.offload.threads import ThreadChoice
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.placement.calibration import gpu_seconds_per_parameter
 from hytrain.placement.costs import LayerBytes, MemoryLimits
+from hytrain.placement.host_master import whole_on_host
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds, bounds, check_fits, taken_of_host
@@ -76,26 +80,15 @@ def plan_placement(
             ``gpu_fraction``, not in its own; raised on all ranks.
     """
     states = weights.states
-    layer_bytes = tuple(
-        LayerBytes(
-            state.name,
-            state.shard_size,
-            state.gradient_dtype.itemsize,
-            max(segment.dtype.itemsize for segment in state.layout.segments),
-            keeps_pending=not cpu.direct,
-            moments=config.moments,
-            master=config.master,
-        )
-        for state in states
-    )
     gpu_base = _known_gpu_bytes(weights, collectives.world_size, device)
-    staging = staging_bytes(states, cpu)
-    limits = MemoryProbe(layer_bytes, device).limits(config.solver, gpu_base, 0, host)
+    limits = MemoryProbe((), device).limits(config.solver, gpu_base, 0, host)
+    largest = max(slot.numel for layer in weights.layers for slot in layer.slots)
+    layer_bytes, staging, why = _choose_form(states, config, cpu, limits, largest)
     shared = partial(
         PeakMemoryInputs,
         layers=layer_bytes,
         home_bytes=0 if weights.home is None else weights.home.num_bytes,
-        largest_parameter=max(slot.numel for layer in weights.layers for slot in layer.slots),
+        largest_parameter=largest,
         gradients=_gradients(weights),
         gpu_base=gpu_base if device.type == "cuda" else None,
         num_ranks=collectives.world_size,
@@ -138,8 +131,53 @@ def plan_placement(
         layer_bytes=layer_bytes,
         limits=limits,
         staging_bytes=staging,
+        host_master_reason=why,
     )
     return decision, peak_inputs
+
+
+def _choose_form(
+    states: Sequence[LayerState],
+    config: HyTrainConfig,
+    cpu: CpuSettings,
+    limits: MemoryLimits,
+    largest_parameter: int,
+) -> tuple[tuple[LayerBytes, ...], int, str]:
+    """Sets how the layers' state is kept; their bytes with it, pinned staging, and why it is so.
+
+    Each rank chooses by itself: results are the same, bit for bit.
+    """
+    form = StateFormat(config.moments, config.moments_seed, config.master)
+
+    def keep(form: StateFormat) -> tuple[tuple[LayerBytes, ...], int]:
+        for state in states:
+            state.form = form
+        return tuple(_bytes_of(state, cpu) for state in states), staging_bytes(states, cpu)
+
+    if config.master != SPLIT or cpu.direct:
+        return *keep(form), ""
+    layers, staging = keep(replace(form, host_master=FP32))
+    fraction = config.gpu_fraction
+    fixed = None if fraction == "solve" else round(fraction * len(states))
+    # A fixed number is refused where a save does not fit beside it: then late updates do.
+    saved = 0 if fixed is None else 2 * MASTER_BYTES * largest_parameter
+    is_whole, why = whole_on_host(layers, limits, staging + saved, fixed)
+    if not is_whole:
+        layers, staging = keep(form)
+    return layers, staging, why
+
+
+def _bytes_of(state: LayerState, cpu: CpuSettings) -> LayerBytes:
+    return LayerBytes(
+        state.name,
+        state.shard_size,
+        state.gradient_dtype.itemsize,
+        max(segment.dtype.itemsize for segment in state.layout.segments),
+        keeps_pending=not cpu.direct,
+        moments=state.form.name,
+        master=state.form.master,
+        host_master=state.form.host_master,
+    )
 
 
 def _gradients(weights: BuiltWeights) -> list[int]:
@@ -272,7 +310,7 @@ def build_placement(
         config.offload.chunk_elements,
         InitialRates(cpu_rate, gpu_rate),
         updates_overlap=device.type == "cuda",
-        late=config.master == SPLIT and not pipeline.norm.settings.direct,
+        late=pipeline.layers[0].form.at("cpu").is_split and not pipeline.norm.settings.direct,
     )
     tuned = None
     if config.offload.cpu_threads is None:

@@ -21,6 +21,7 @@ class LayerBytes:
         weights_itemsize: bytes of an element of the training copy that comes back.
         moments: how Adam's moments are kept ("hytrain.moments").
         master: how master weights are kept ("hytrain.master").
+        host_master: how those of layers on the host are, where that is another way.
     """
 
     name: str
@@ -30,11 +31,17 @@ class LayerBytes:
     keeps_pending: bool = True
     moments: MomentsName = FP32
     master: MasterName = FP32
+    host_master: MasterName | None = None
 
     @property
     def state_bytes(self) -> int:
-        """Of master weights and both moments, on whichever side."""
+        """Of master weights and both moments, on the GPU."""
         return state_bytes(self.moments, self.parameters, self.master)
+
+    @property
+    def host_state_bytes(self) -> int:
+        """The same on the host."""
+        return state_bytes(self.moments, self.parameters, self.host_master or self.master)
 
 
 def layers_words(layers: Sequence[LayerBytes]) -> str:

@@ -16,7 +16,7 @@ from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
 from hytrain.placement.costs import MemoryLimits
 from hytrain.placement.measure import CONFIRMING, MANY_STEPS, CostEstimator
-from hytrain.placement.memory import check_fits, state_bytes
+from hytrain.placement.memory import check_fits, host_state_bytes, state_bytes
 from hytrain.placement.memory_probe import LOOK_EVERY, MemoryProbe
 from hytrain.placement.move import PlacementController
 from hytrain.placement.peak_memory import PeakMemoryInputs, PhasePeak, predict_peaks
@@ -204,7 +204,7 @@ class PlacementManager:
     def host_bytes(self) -> int:
         """State and pinned memory that this rank has on the host."""
         here = self._bytes[self.controller.num_gpu_layers :]
-        return state_bytes(here) + self._pipeline.cpu.pinned.num_bytes
+        return host_state_bytes(here) + self._pipeline.cpu.pinned.num_bytes
 
     def end_step(self, outcome: Outcome | None, statistics: _C.WorkerStatistics) -> None:
         """The step is final: layers may move."""

@@ -1,10 +1,10 @@
 """The memory budget: which numbers of GPU layers fit, on one rank. Bytes in, bytes out.
 
 A layer's optimizer state (fp32 master weights and two moments: 12 bytes a parameter, 8 or 6 where
-moments are kept in fewer, 2 less where master weights are split) is on the GPU or on the host. On
-either side its gradient waits for the step's outcome as well: on the GPU for the update, on the
-host, pinned, for the commit. Where updates are committed directly it waits for neither: on the GPU
-those of two launches are there at one time.
+moments are kept in fewer, 2 less where master weights are split, perhaps on the GPU alone) is on
+the GPU or on the host. On either side its gradient waits for the step's outcome as well: on the
+GPU for the update, on the host, pinned, for the commit. Where updates are committed directly it
+waits for neither: on the GPU those of two launches are there at one time.
 """
 
 from __future__ import annotations
@@ -97,8 +97,13 @@ def host_reserve(given: int | None, total: int) -> int:
 
 
 def state_bytes(layers: Sequence[LayerBytes]) -> int:
-    """Optimizer state of these layers, on either side."""
+    """Optimizer state of these layers on the GPU."""
     return sum(layer.state_bytes for layer in layers)
+
+
+def host_state_bytes(layers: Sequence[LayerBytes]) -> int:
+    """Optimizer state of these layers on the host."""
+    return sum(layer.host_state_bytes for layer in layers)
 
 
 def pending_bytes(layers: Sequence[LayerBytes]) -> int:
@@ -187,7 +192,7 @@ def host_bytes(layers: Sequence[LayerBytes], k: int, staging_bytes: int) -> int:
         PlacementError: ``k`` is not in 0..L.
     """
     _check_number(k, len(layers))
-    return state_bytes(layers[k:]) + pending_bytes(layers[k:]) + staging_bytes
+    return host_state_bytes(layers[k:]) + pending_bytes(layers[k:]) + staging_bytes
 
 
 def taken_of_host(
@@ -228,7 +233,7 @@ def bounds(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: in
     """
     num_layers = len(layers)
     _check(layers, limits, 0)
-    moved = [state_bytes([layer]) + pending_bytes([layer]) for layer in layers]
+    moved = [host_state_bytes([layer]) + pending_bytes([layer]) for layer in layers]
     on_host = sum(moved) + staging_bytes + limits.host_base
     host_limit = limits.host - limits.host_reserve
     needed = [on_host - gone for gone in accumulate(moved, initial=0)]
@@ -419,7 +424,7 @@ def _split(
         _GPU_LIMIT: limits.gpu or 0,
         _GPU_RESERVE: limits.gpu_reserve,
         _GPU_MISSING: 0 if gpu is None else max(0, peak + limits.gpu_reserve - gpu),
-        "host: optimizer state": state_bytes(layers[k:]),
+        "host: optimizer state": host_state_bytes(layers[k:]),
         "host: waiting gradients, pinned": pending_bytes(layers[k:]),
         "host: staging, pinned": staging_bytes,
         **more,

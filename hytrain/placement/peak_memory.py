@@ -14,7 +14,12 @@ from hytrain.errors import MemoryBudgetError, size_text
 from hytrain.formats.moment_kinds import FP32, MASTER_BYTES, SPLIT
 from hytrain.formats.text_table import align
 from hytrain.placement.costs import LayerBytes
-from hytrain.placement.memory import gradient_bytes, state_bytes, waiting_bytes
+from hytrain.placement.memory import (
+    gradient_bytes,
+    host_state_bytes,
+    state_bytes,
+    waiting_bytes,
+)
 
 _MIB = 1024**2
 _GIB = 1024**3
@@ -89,7 +94,7 @@ def predict_peaks(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
     if inputs.gpu_base is None:
         return _of_one_memory(inputs)
     away, here = inputs.layers[: inputs.gpu_layers], inputs.layers[inputs.gpu_layers :]
-    base, on_host = inputs.gpu_base + state_bytes(away), state_bytes(here)
+    base, on_host = inputs.gpu_base + state_bytes(away), host_state_bytes(here)
     gathered, left = _gathered(inputs), gradient_bytes(here)
     rounded = any(layer.moments != FP32 for layer in away)
     copied = gathered + _ROUNDED_BYTES * inputs.largest_parameter * rounded
@@ -115,8 +120,8 @@ def predict_peaks(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
 
 def _of_one_memory(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
     """On a CPU: what would be the device's is the host's."""
-    state = state_bytes(inputs.layers)
-    left = gradient_bytes(inputs.layers[inputs.gpu_layers :])
+    away, here = inputs.layers[: inputs.gpu_layers], inputs.layers[inputs.gpu_layers :]
+    state, left = state_bytes(away) + host_state_bytes(here), gradient_bytes(here)
     gathered = _gathered(inputs)
     # A backward may be that far ahead of the update; autograd's own of one layer is copied.
     ahead = sum(inputs.gradients) + max(inputs.gradients)

@@ -35,6 +35,8 @@ class Decision:
         staging_bytes: pinned staging on the host.
         corrections: seconds that measured steps add to what ``costs`` predict for 0..L GPU layers;
             empty where nothing was corrected.
+        host_master_reason: why master weights of layers on the host are whole or split, where
+            those on the GPU are split; else empty.
     """
 
     step: int
@@ -51,6 +53,7 @@ class Decision:
     limits: MemoryLimits
     staging_bytes: int = 0
     corrections: tuple[float, ...] = ()
+    host_master_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

@@ -188,6 +188,7 @@ class Case:
         follows: this is such a job.
         moments: "hytrain.moments".
         master: "hytrain.master".
+        late: master weights of layers on the CPU are split, too, as where host memory is short.
         precision: of a case that is not in bf16, see `precision.py`.
         async_saves: "hytrain.checkpoint.async".
         traced: "hytrain.trace.steps"; None: no trace.
@@ -220,6 +221,7 @@ class Case:
     follows: bool = False
     moments: str = "fp32"
     master: str = "fp32"
+    late: bool = False
     precision: str = ""
     async_saves: bool = False
     traced: tuple[int, int] | None = None

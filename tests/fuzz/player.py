@@ -23,7 +23,7 @@ from deepspeed.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from support.engines import built, device, environment
+from support.engines import built, device, environment, room_for_whole_masters
 from support.gradient_ways import taking_gradients
 from support.sequences import sequence_ranks_of
 from support.short_memory import short_of_memory
@@ -284,7 +284,8 @@ class Player:
         if self.case.has_sequence_group:
             keywords["mpu"] = sequence_ranks
         self._engine_context = built(model, config, **keywords)
-        self.engine = self._engine_context.__enter__()
+        with room_for_whole_masters(not self.case.late):
+            self.engine = self._engine_context.__enter__()
         self._stack.callback(self.engine.destroy)
         for event in self._toggles:
             between.toggle(model, event)

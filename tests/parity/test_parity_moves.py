@@ -26,11 +26,17 @@ CASES = [
     Case("vit", 0.5, "always", 1, "fp32", steps=20),
     Case("llama", 0.5, "sometimes", 1, "bf16", steps=20, moments="bf16"),
     Case("llama", 0.5, "sometimes", 1, "bf16", steps=20, moments="8bit"),
+    Case("llama", 0.5, "sometimes", 1, "bf16", steps=20, master="split"),
+    Case("vit", 0.0, "always", 4, "bf16", 3, steps=20, master="split", offload_param=True),
+    Case("gpt2", 0.5, "sometimes", 1, "bf16", steps=20, moments="8bit", master="split"),
+    Case("llama", 0.5, "sometimes", 1, "bf16", steps=20, master="split", late=True),
 ]
-DAILY = CASES[1], CASES[3], CASES[5]
+DAILY = CASES[1], CASES[3], *CASES[5:]
 DELAYED = [
     *(pytest.param(case, marks=full) for case in CASES[:2]),
     Case("gpt2", 0.5, "always", 1, "fp32", steps=20, moments="8bit"),
+    Case("gpt2", 0.5, "sometimes", 1, "bf16", 2, steps=20, moments="8bit", master="split"),
+    Case("llama", 0.5, "always", 1, "bf16", 3, steps=20, master="split"),
 ]
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -132,6 +133,13 @@ def built(model: nn.Module, config: dict[str, Any], **keywords: Any) -> Iterator
         yield engine
     finally:
         engine.destroy()
+
+
+@contextmanager
+def room_for_whole_masters(has_room: bool) -> Iterator[None]:
+    """Whether engines built in the block have whole master weights on the CPU beside split ones."""
+    with patch("hytrain.placement.build.whole_on_host", lambda *_: (has_room, "as asked for")):
+        yield
 
 
 @contextmanager

@@ -19,7 +19,14 @@ from hytrain.kernels.clipping import Outcome
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, sum_of_squares
 from hytrain.kernels.moments import Moment
 from hytrain.model.layer_state import LayerState
-from support.engines import OFFLOAD_AT_SCALE, built, device, from_all_ranks, make_config
+from support.engines import (
+    OFFLOAD_AT_SCALE,
+    built,
+    device,
+    from_all_ranks,
+    make_config,
+    room_for_whole_masters,
+)
 from support.models import loss_of, make_batch, make_model
 from support.reference_adam import copy_away_from_zero
 from support.rounded_moments import commit_by_definition, copy_of, joined, part_of, rounding_of
@@ -41,6 +48,7 @@ class Case:
         observe: steps after which the training copy is read.
         moments: how they are kept.
         master: how master weights are.
+        late: the host has no memory for whole ones beside split ones on the GPU.
         offload_param: the training copy is kept in host memory (ZeRO-3).
     """
 
@@ -56,6 +64,7 @@ class Case:
     moments: str = "fp32"
     offload_param: bool = False
     master: str = "fp32"
+    late: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -68,6 +77,7 @@ class Case:
             f"-{self.dtype}-z{self.stage}-{shards}"
             f"{'' if self.moments == 'fp32' else '-' + self.moments}"
             f"{'' if self.master == 'fp32' else '-' + self.master}"
+            f"{'-late' if self.late else ''}"
             f"{'-host' if self.offload_param else ''}"
         )
 
@@ -139,11 +149,11 @@ class Shard:
     """(name, begin, end) of its parameters in the layer, padding included."""
     placement: str = "cpu"
     copy_dtype: torch.dtype = torch.float32
-    is_split: bool = False
+    rounds_away: bool = False
 
     def training_copy(self) -> torch.Tensor:
         """Its master weights, rounded."""
-        return copy_away_from_zero(self.p) if self.is_split else self.p.to(self.copy_dtype)
+        return copy_away_from_zero(self.p) if self.rounds_away else self.p.to(self.copy_dtype)
 
     def clone(self) -> Shard:
         return replace(self, p=self.p.clone(), m=copy_of(self.m), v=copy_of(self.v))
@@ -209,7 +219,7 @@ def shard_of(state: LayerState) -> Shard:
         _slots(state),
         placement=state.placement,
         copy_dtype=state.storage.runs[0][2].dtype,
-        is_split=state.form.is_split,
+        rounds_away=state.form.rounds_away,
     )
 
 
@@ -241,8 +251,13 @@ def train(case: Case, disturb: Callable[[Any], None] | None = None) -> Run:
     """
     rank = dist.get_rank()
     model = make_model(case.model)
-    with built(model, case.config(), model_parameters=parameter_groups(model)) as engine:
+    with (
+        room_for_whole_masters(not case.late),
+        built(model, case.config(), model_parameters=parameter_groups(model)) as engine,
+    ):
         states = engine.optimizer.layer_states
+        is_whole = case.master == "split" and case.clipping != "off" and not case.late
+        assert all((state.form.host_master == "fp32") is is_whole for state in states)
         run = Run(case, dist.get_world_size(), [shard_of(state) for state in states])
         recorded: dict[int, torch.Tensor] = {}
 

@@ -96,7 +96,7 @@ class Shadow:
             for start, weights in state.storage.shard_slices(state.begin, state.end):
                 at = start - state.begin
                 p = shard.p[at : at + weights.numel()]
-                expected = copy_away_from_zero(p) if shard.is_split else p.to(weights.dtype)
+                expected = copy_away_from_zero(p) if shard.rounds_away else p.to(weights.dtype)
                 assert_same_bits(f"copy of {state.name}", weights.detach().cpu(), expected)
 
     def check(self) -> None:

@@ -462,13 +462,36 @@ def test_a_reader_that_leaves_early_is_no_error(metrics: Path) -> None:
         assert process.stderr.read() == ""
 
 
-def test_split_master_weights_are_not_previewed(config: Path, capsys: Capture) -> None:
-    text = json.loads(config.read_text()) | {"hytrain": {"master": "split"}}
-    config.write_text(json.dumps(text))
-    assert cli.main(["explain", str(config)]) == 0
-    words = " ".join(capsys.readouterr().out.split())
-    assert "updated during backward" not in words
-    assert "updated after backward, when the norm is known" in words
+@pytest.mark.parametrize("gpu_fraction", ["solve", 0.0])
+def test_where_split_master_weights_are_previewed(
+    gpu_fraction: float | str, config: Path, model: Path, capsys: Capture
+) -> None:
+    def explained(*flags: str) -> Any:
+        assert cli.main(["explain", str(config), *flags]) == 0
+        return capsys.readouterr().out
+
+    reserves = {"gpu_memory_reserve_bytes": 0, "host_memory_reserve_bytes": 0}
+    section = {"master": "split", "gpu_fraction": gpu_fraction, "solver": reserves}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hytrain": section}))
+    words = " ".join(explained().split())
+    assert "2 bytes of master weight beside the bf16 weight" in words
+    assert "(of layers on the CPU 4, whole, where memory allows)" in words
+    assert "or where it has split master weights, after backward" in words
+
+    def planned(host: float) -> tuple[int, str]:
+        sizes = ["--gpu-memory", "0.03125", "--host-memory", f"{host:.9f}"]
+        found = json.loads(explained("--model", str(model), *sizes, "--json"))["decision"]
+        (form,) = {layer["host_master"] for layer in found["layer_bytes"]}
+        assert (form == "fp32") is ("previewed" in found["host_master_reason"])
+        needed = sum(layer["parameters"] for layer in found["layer_bytes"]) * (14 if form else 12)
+        return needed + found["staging_bytes"], found["host_master_reason"]
+
+    needed, why = planned(64.0)
+    assert "previewed" in why
+    assert "previewed" in planned(needed / 2**30)[1]
+    least, why = planned((needed - 4096) / 2**30)
+    assert ("split, too" in why) is (gpu_fraction == 0.0)
+    assert gpu_fraction == "solve" or least != needed
 
 
 def test_a_fixed_number_that_does_not_fit_is_no_success(

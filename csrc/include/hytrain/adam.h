@@ -21,7 +21,9 @@
 
 namespace hytrain {
 
-enum class DType : std::int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+// kBFloat16Away is for outgoing copies alone: bf16 rounded as SplitWeights is. So fp32 weights that
+// become split ones elsewhere, and back, keep every bit, and their copy does not change.
+enum class DType : std::int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBFloat16Away = 3 };
 
 inline std::size_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 

@@ -9,7 +9,8 @@
 //   submit_withdraw the step is not taken yet: the gradient returns to the device, likewise
 // A gradient stays pending in its pinned slot until the next update, or a flush, commits it.
 //
-// Where master weights are split, the state is half of what the training copy is the other half of:
+// Where master weights are split on the host, the state is half of what the training copy is the
+// other half of:
 // nothing is previewed, and no gradient stays pending between steps.
 //   submit_update   fetches the new gradient into its slot
 //   finalize        the copy is fetched, a commit with the final scale follows (kLate), and the new
@@ -56,6 +57,10 @@ struct StateArrays {
     bool split = false;  // p: remainders
     std::size_t weight_bytes() const { return split ? 2 : 4; }
 };
+
+// What of a layer's state a copy to or from the device carries: an array as both sides keep it, or
+// one half of weights that are whole on the host and split on the device.
+enum class StatePart { kAsKept, kRemainders, kCopy };
 
 // A fixed-size piece of one parameter group's run within a layer's shard.
 struct Chunk {
@@ -274,6 +279,7 @@ class UpdateWorker {
         std::size_t buffer = 0;
         char* destination = nullptr;
         std::size_t bytes = 0;
+        StatePart part = StatePart::kAsKept;
     };
     // Whose pass or copy it is.
     struct Place {

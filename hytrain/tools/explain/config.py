@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import MemoryBudgetError
-from hytrain.formats.moment_kinds import SPLIT, master_bytes, state_bytes_each
+from hytrain.formats.moment_kinds import MASTER_BYTES, SPLIT, master_bytes, state_bytes_each
 from hytrain.placement.build import first_number
 from hytrain.placement.costs import LayerBytes, MemoryLimits, layers_words
+from hytrain.placement.host_master import whole_on_host, with_whole_on_host
 from hytrain.placement.memory import (
     bounds,
     check_fits,
@@ -49,6 +50,8 @@ def _state_words(config: HyTrainConfig, form: TrainingForm) -> str:
     whole = (
         "beside the bf16 weight, which is its other half" if config.master == SPLIT else "(fp32)"
     )
+    if config.master == SPLIT and not form.is_direct:
+        whole += f" (of layers on the CPU {MASTER_BYTES}, whole, where memory allows)"
     both = f"{state_bytes_each(moments, config.master) - master:.3g}"
     return (
         f"Adam state ({form.optimizer}): a parameter takes {master} bytes of master weight {whole} "
@@ -95,10 +98,9 @@ def _clipping_words(form: TrainingForm, *, is_split: bool) -> str:
     if form.clipping is not None:
         what = f"at a gradient norm of {form.clipping:g}" if form.clipping > 0.0 else "none"
     checks = "a step with inf or NaN is skipped" if form.check_overflow else "no overflow check"
+    how = "updated during backward; their state is written when the norm is known"
     if is_split:
-        how = "updated after backward, when the norm is known, beside the next forward"
-    else:
-        how = "updated during backward; their state is written when the norm is known"
+        how += ", or where it has split master weights, after backward"
     layers = f"Layers on the CPU are {how}. Gradients are kept until then."
     return f"Clipping: {what}; {checks}. {layers}"
 
@@ -123,6 +125,7 @@ class ModelSizes:
         parameters: of each whole layer.
         training_copy_bytes: of weights on this rank's GPU at the peak of a step.
         staging_bytes: pinned staging on the host, weights that are kept there included.
+        copies_bytes: of it, what takes training copies that split master weights need there.
         num_ranks: ranks that share the state.
         rank: this one.
         shards_weights: ZeRO-3: the first backward keeps no whole gradients.
@@ -136,6 +139,7 @@ class ModelSizes:
     num_ranks: int
     rank: int
     shards_weights: bool = False
+    copies_bytes: int = 0
 
 
 def first_decision(
@@ -165,7 +169,15 @@ def first_decision(
         host_base=solver.host_activation_bytes,
         shares_host=shares_host,
     )
-    fitting = bounds(sizes.layers, limits, sizes.staging_bytes)
+    layers, staging, why = sizes.layers, sizes.staging_bytes, ""
+    if config.master == SPLIT and layers[0].keeps_pending:
+        whole, least = with_whole_on_host(layers), staging - sizes.copies_bytes
+        fraction = config.gpu_fraction
+        fixed = None if fraction == "solve" else round(fraction * len(layers))
+        is_whole, why = whole_on_host(whole, limits, least, fixed)
+        if is_whole:
+            layers, staging = whole, least
+    fitting = bounds(layers, limits, staging)
     target, reason = 0, "no number fits"
     if fitting.fits:
         target, reason = first_number(solver.start, fitting, sizes.rank, sizes.num_ranks)
@@ -182,9 +194,10 @@ def first_decision(
         closed_form_k=None,
         bounds=fitting,
         costs=None,
-        layer_bytes=sizes.layers,
+        layer_bytes=layers,
         limits=limits,
-        staging_bytes=sizes.staging_bytes,
+        staging_bytes=staging,
+        host_master_reason=why,
     )
 
 

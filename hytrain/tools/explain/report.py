@@ -61,6 +61,8 @@ def decision_text(decision: Decision, measured_at: Callable[[int], Median | None
     measured, columns = "", sorted({0, target, num_layers})
     if decision.costs is not None:
         measured, columns = f"Measured\n\n{costs_text(decision.costs, device)}\n\n", [target]
+    form = decision.host_master_reason.replace("GPU", device)
+    form = f"Split master weights: {form}.\n\n" if form else ""
     fitting = fitting_bounds(decision)
     fits = f"No number of the {num_layers} layers on the {device} fits."
     if fitting.fits:
@@ -70,6 +72,7 @@ def decision_text(decision: Decision, measured_at: Callable[[int], Median | None
     return (
         f"{target} of {num_layers} layers on the {device} (k = {target / num_layers:.3g}): "
         f"{reason.replace('GPU', device)}\n\n"
+        f"{form}"
         f"{measured}"
         f"Candidates\n\n{candidates_text(rows, device)}\n\n"
         f"Memory\n\n{fits}\n{memory}"

@@ -80,6 +80,7 @@ def read_model_sizes(
         num_ranks=num_ranks,
         rank=rank,
         shards_weights=form.shards_weights,
+        copies_bytes=plan.copy_bytes,
     )
 
 

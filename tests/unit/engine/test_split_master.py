@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from deepspeed.utils import (
 )
 from support.comparisons import assert_same_bits, assert_same_states
 from support.covering import everyday
-from support.engines import GATHERS, built, environment, make_config
+from support.engines import GATHERS, built, environment, make_config, room_for_whole_masters
 from support.models import make_model
 from support.plans import a_plan, write_a_plan
 from support.precision import fp16_on_a_cpu
@@ -31,43 +32,59 @@ from support.shadow import Shadow
 from training import backward, inputs, make_steps, untouched
 
 from hytrain.errors import ConfigError, PlanError
-from hytrain.placement.memory import state_bytes
+from hytrain.placement.memory import host_state_bytes, state_bytes
 
 pytestmark = pytest.mark.timeout(120)
 SPLIT = {"master": "split"}
-WAYS = {"late": False, "direct": True}
-"""Updates on the CPU follow the step's outcome, or their gradient."""
+WAYS: dict[str, dict[str, bool]] = {
+    "previewed": {},
+    "late": {"late": True},
+    "direct": {"direct": True},
+}
+"""Updates on the CPU are previewed, follow the step's outcome, or their gradient."""
 RUN = Run(master="split", gpu_fraction=0.5)
+LATE = replace(RUN, late=True)
 DIRECT = replace(RUN, clipping=0.0, check_overflow=False)
-BOTH = pytest.mark.parametrize("run", [RUN, DIRECT], ids=list(WAYS))
+RUNS = (RUN, LATE, DIRECT)
+ALL = pytest.mark.parametrize("run", RUNS, ids=list(WAYS))
 
 
 @contextmanager
 def _engine(
-    *, direct: bool = False, gpu_fraction: float = 0.5, is_sharded: bool = True, **more: Any
+    *,
+    direct: bool = False,
+    late: bool = False,
+    gpu_fraction: float = 0.5,
+    is_sharded: bool = True,
+    **more: Any,
 ) -> Iterator[Any]:
     """After two steps, each update with a delay."""
     config = make_config(gpu_fraction=gpu_fraction, hytrain=SPLIT, direct=direct, **more)
     if more.get("stage") == 3 and is_sharded:
         # One rank shards nothing unless its weights are kept on the host.
         config["zero_optimization"].update(GATHERS["each"], offload_param={"device": "cpu"})
-    with environment("HYTRAIN_DELAYS", "3:500"), built(make_model("mlp"), config) as engine:
+    with (
+        environment("HYTRAIN_DELAYS", "3:500"),
+        room_for_whole_masters(not late),
+        built(make_model("mlp"), config) as engine,
+    ):
         make_steps(engine, range(2))
         yield engine
 
 
 @pytest.fixture(params=[(d, k) for d in WAYS for k in (0.0, 0.5, 1.0)], ids=str)
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Of both ways to update, with state on either side and on both."""
+    """Of all ways to update, with state on either side and on both."""
     way, gpu_fraction = request.param
-    with _engine(direct=WAYS[way], gpu_fraction=gpu_fraction) as found:
+    with _engine(**WAYS[way], gpu_fraction=gpu_fraction) as found:
         yield found
 
 
-@pytest.fixture(params=[0.0, 0.5, 1.0])
-def late(request: pytest.FixtureRequest) -> Iterator[Shadow]:
-    """Steps that may be taken back, with the serial loop beside them."""
-    with _engine(gpu_fraction=request.param) as found:
+@pytest.fixture(params=[(w, k) for w in ("previewed", "late") for k in (0.0, 0.5, 1.0)], ids=str)
+def shadow(request: pytest.FixtureRequest) -> Iterator[Shadow]:
+    """Of steps that may be taken back: the serial loop beside them."""
+    way, gpu_fraction = request.param
+    with _engine(**WAYS[way], gpu_fraction=gpu_fraction) as found:
         yield Shadow(found)
 
 
@@ -82,9 +99,10 @@ def _hard_values(like: torch.Tensor) -> torch.Tensor:
     return values.view(like.shape).to(like.device)
 
 
-def _remainders(engine: Any) -> torch.Tensor:
+def _masters(engine: Any) -> torch.Tensor:
     engine.optimizer.flush()
-    return torch.cat([state.master.cpu() for state in engine.optimizer.layer_states])
+    states = engine.optimizer.layer_states
+    return torch.cat([state.read_master(0, state.shard_size).cpu() for state in states])
 
 
 # -- what is refused, and what it takes -----------------------------------------------------------
@@ -124,12 +142,16 @@ def test_bytes_are_those_that_placement_counts(moments: str, each: float) -> Non
     config = make_config(gpu_fraction=0.5, hytrain={"moments": moments, **SPLIT})
     with built(make_model("llama"), config) as engine:
         states = engine.optimizer.layer_states
-        held = sum(state.memory.nbytes for state in states)
-        assert held == each * sum(state.shard_size for state in states)
-        assert state_bytes(engine.optimizer.placement.decisions[0].layer_bytes) == held
-        engine.set_gpu_fraction(1.0)
-        engine.optimizer.pipeline.mover.finish()
-        assert sum(state.memory.nbytes for state in states) == held
+        counted = engine.optimizer.placement.decisions[0].layer_bytes
+        for number in (len(states) // 2, len(states), 0):
+            engine.set_gpu_fraction(number / len(states))
+            engine.optimizer.pipeline.mover.finish()
+            held = [state.memory.nbytes for state in states]
+            sizes = [state.shard_size for state in states]
+            assert sum(held[:number]) == each * sum(sizes[:number])
+            assert sum(held[number:]) == (each + 2) * sum(sizes[number:])
+            assert sum(held[:number]) == state_bytes(counted[:number])
+            assert sum(held[number:]) == host_state_bytes(counted[number:])
 
 
 # -- access by hand, and writes -------------------------------------------------------------------
@@ -161,20 +183,20 @@ def test_steps_go_on_from_what_was_set(engine: Any) -> None:
             assert_same_bits(kind, safe_get_full_optimizer_state(parameter, kind), value)
         assert_same_bits("master", safe_get_full_fp32_param(parameter), master * 1.001)
     shadow = Shadow(engine)
-    assert (_remainders(engine) != -(2**15)).any()
+    assert (_masters(engine) != _masters(engine).bfloat16()).any()
     make_steps(shadow, range(3))
     shadow.check()
 
 
-def test_setting_between_backward_and_step(late: Shadow) -> None:
+def test_setting_between_backward_and_step(shadow: Shadow) -> None:
     for number in range(2):
-        backward(late.engine, number)
-        parameter = next(late.engine.module.parameters())
+        backward(shadow.engine, number)
+        parameter = next(shadow.engine.module.parameters())
         value = _hard_values(safe_get_full_fp32_param(parameter)).clamp(-1.0, 1.0)
         safe_set_full_fp32_param(parameter, value)
-        late.shards[0].p[: value.numel()] = value.flatten().cpu()
-        late.step()
-        late.check()
+        shadow.shards[0].p[: value.numel()] = value.flatten().cpu()
+        shadow.step()
+        shadow.check()
 
 
 def test_a_write_becomes_the_master_weight_and_is_told_once(
@@ -214,13 +236,13 @@ def test_what_the_engine_writes_itself_is_not_told(
     assert not [r for r in caplog.records if "hytrain.master" in r.getMessage()]
 
 
-@pytest.mark.parametrize("direct", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "resident"])
 def test_elements_that_were_not_written_where_gathered_stay(
-    is_sharded: bool, direct: bool, caplog: pytest.LogCaptureFixture
+    is_sharded: bool, way: dict[str, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
-        _engine(stage=3, direct=direct, is_sharded=is_sharded) as engine,
+        _engine(stage=3, is_sharded=is_sharded, **way) as engine,
         caplog.at_level(logging.WARNING, "hytrain"),
     ):
         before = engine.fp32_state_dict()
@@ -275,44 +297,44 @@ def test_a_write_where_gathered_waits_for_a_save(master: str) -> None:
 # -- steps that are taken back --------------------------------------------------------------------
 
 
-def test_a_forward_between_backward_and_step(late: Shadow) -> None:
+def test_a_forward_between_backward_and_step(shadow: Shadow) -> None:
     for number in range(4):
-        backward(late.engine, number)
-        late.engine.eval()
+        backward(shadow.engine, number)
+        shadow.engine.eval()
         with torch.no_grad():
-            late.engine(**inputs(77))
-        late.engine.train()
-        late.assert_copy_is_current()
-        late.step()
-    late.check()
+            shadow.engine(**inputs(77))
+        shadow.engine.train()
+        shadow.assert_copy_is_current()
+        shadow.step()
+    shadow.check()
 
 
-def test_two_backward_passes_in_a_step(late: Shadow) -> None:
+def test_two_backward_passes_in_a_step(shadow: Shadow) -> None:
     for number in range(0, 6, 2):
-        backward(late.engine, number)
-        backward(late.engine, number + 1)
-        late.step()
-    late.check()
+        backward(shadow.engine, number)
+        backward(shadow.engine, number + 1)
+        shadow.step()
+    shadow.check()
 
 
-def test_skipped_steps(late: Shadow) -> None:
+def test_skipped_steps(shadow: Shadow) -> None:
     for number, factor in enumerate([1.0, float("inf"), float("inf"), 1.0, float("nan")]):
-        loss = late.engine(**inputs(number)) * factor
-        late.engine.backward(loss)
-        assert late.step() is (factor != 1.0)
-        late.check()
+        loss = shadow.engine(**inputs(number)) * factor
+        shadow.engine.backward(loss)
+        assert shadow.step() is (factor != 1.0)
+        shadow.check()
 
 
-def test_gradients_that_are_dropped(late: Shadow) -> None:
+def test_gradients_that_are_dropped(shadow: Shadow) -> None:
     for number in range(3):
-        backward(late.engine, 40 + number)
-        late.engine.zero_grad()
-        late.engine.step()
-        late.gradients.clear()
-        assert late.engine.optimizer.overflow
-        late.check()
-        make_steps(late, [number])
-    late.check()
+        backward(shadow.engine, 40 + number)
+        shadow.engine.zero_grad()
+        shadow.engine.step()
+        shadow.gradients.clear()
+        assert shadow.engine.optimizer.overflow
+        shadow.check()
+        make_steps(shadow, [number])
+    shadow.check()
 
 
 # -- moves ----------------------------------------------------------------------------------------
@@ -335,7 +357,7 @@ def test_moves_keep_every_bit(engine: Any) -> None:
 SETS = [None, ["lp_params"], ["hp_params"], ["optim_states", "lp_params"]]
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("stage", [2, 3])
 def test_states_that_were_away(run: Run, stage: int) -> None:
     run = replace(run, stage=stage, accumulation=2)
@@ -365,10 +387,19 @@ def _check_loaded(engine: Any, saved: Snapshot) -> None:
         assert_same_bits(name, rounded, expected)
 
 
-@everyday({"run": (RUN, DIRECT), "first": ("split", "fp32"), "stage": (2, 3)}, ids=str)
-def test_one_resumes_the_other(run: Run, first: str, stage: int, tmp_path: Path) -> None:
-    second = "fp32" if first == "split" else "split"
-    with engine_of(replace(run, master=first, stage=stage)) as engine:
+FORMS: dict[str, dict[str, Any]] = {
+    "split": {"master": "split"},
+    "late": {"master": "split", "late": True},
+    "fp32": {"master": "fp32"},
+}
+
+
+@everyday({"run": (RUN, DIRECT), "forms": tuple(permutations(FORMS, 2)), "stage": (2, 3)}, ids=str)
+def test_one_resumes_the_other(
+    run: Run, forms: tuple[str, str], stage: int, tmp_path: Path
+) -> None:
+    first, second = (FORMS[name] for name in forms)
+    with engine_of(replace(run, **first, stage=stage)) as engine:
         train(engine, 0, 3)
         parameter = engine.module.blocks[0].up.weight
         hard = _hard_values(safe_get_full_fp32_param(parameter)).clamp(-1.0, 1.0)
@@ -376,7 +407,7 @@ def test_one_resumes_the_other(run: Run, first: str, stage: int, tmp_path: Path)
         engine.save_checkpoint(tmp_path)
         saved = snapshot(engine)
         assert_same_bits("set", saved.state["blocks.0.up.weight"]["fp32"], hard.cpu())
-    other = run.another(master=second, stage=stage)
+    other = run.another(**second, stage=stage)
     for fraction in (0.0, 1.0):
         with engine_of(replace(other, gpu_fraction=fraction)) as engine:
             train(engine, 40, 41)
@@ -390,7 +421,7 @@ def test_one_resumes_the_other(run: Run, first: str, stage: int, tmp_path: Path)
             shadow.check()
 
 
-@everyday({"run": (RUN, DIRECT), "gpu_fraction": (0.0, 0.5, 1.0)}, pairs=False, ids=str)
+@everyday({"run": RUNS, "gpu_fraction": (0.0, 0.5, 1.0)}, pairs=False, ids=str)
 def test_an_asynchronous_save_is_a_synchronous_one(
     run: Run, gpu_fraction: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -415,9 +446,7 @@ def test_an_asynchronous_save_is_a_synchronous_one(
         assert_same(snapshot(engine), saved)
 
 
-@everyday(
-    {"run": (RUN, DIRECT), "fractions": ((0.0, 0.0), (0.5, 1.0), (1.0, 0.0))}, pairs=False, ids=str
-)
+@everyday({"run": RUNS, "fractions": ((0.0, 0.0), (0.5, 1.0), (1.0, 0.0))}, pairs=False, ids=str)
 def test_the_optimizers_state_dict(run: Run, fractions: tuple[float, float]) -> None:
     first, second = fractions
     with engine_of(replace(run, gpu_fraction=first)) as engine:

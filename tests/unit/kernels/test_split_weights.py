@@ -7,12 +7,13 @@ import torch
 from kernel_cases import INTERPRETED, ISAS, NEEDS_CUDA
 from support.reference_adam import copy_away_from_zero
 
+from hytrain import _C
 from hytrain.errors import KernelArgumentError
 from hytrain.kernels import cpu_adam, split_weights
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, commit_split
 from hytrain.kernels.device_adam import cuda_adam, device_adam
 from hytrain.kernels.grouped_adam import GroupedAdam, Segment
-from hytrain.kernels.moments import EightBit, Moment, Rounding, zero_moment
+from hytrain.kernels.moments import EightBit, Moment, Rounding, native_moments, zero_moment
 
 KINDS = (torch.float32, torch.bfloat16, torch.uint8)
 LENGTHS = (1, 15, 16, 17, 63, 64, 100, 16384 + 5, 3 * 16384 + 129)
@@ -51,8 +52,17 @@ def same(one: Moment, other: Moment) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+def published(values: torch.Tensor) -> torch.Tensor:
+    """The copy that a pass writes of whole master weights beside which others are split."""
+    copy = torch.empty(values.numel(), dtype=torch.bfloat16)
+    out = _C.Outgoing(copy.data_ptr(), _C.DType.bfloat16_away, values.numel() % 2 == 0)
+    _C.publish(values.data_ptr(), values.numel(), out, 2)
+    return copy
+
+
 def check_halves(values: torch.Tensor) -> None:
     copy, remainder = halves(values)
+    assert torch.equal(bits(published(values)), bits(copy))
     joined = split_weights.join(copy, remainder)
     is_nan = values.isnan()
     assert torch.equal(bits(joined)[~is_nan], bits(values)[~is_nan])
@@ -61,7 +71,9 @@ def check_halves(values: torch.Tensor) -> None:
     assert torch.equal(bits(copy), bits(copy_away_from_zero(values)))
 
 
-def test_halves_are_the_value() -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_halves_are_the_value(isa: str) -> None:
+    cpu_adam.set_isa(isa)
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     check_halves((upper[:, None] | lower).flatten().view(torch.float32))
@@ -121,6 +133,29 @@ def test_a_step_is_that_of_whole_weights(isa: str, kind: torch.dtype) -> None:
             assert torch.equal(remainder, expected), n
             assert same(own_m, m), n
             assert same(own_v, v), n
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+def test_copies_of_whole_weights_are_those_of_split_ones(isa: str, kind: torch.dtype) -> None:
+    """By every pass, so that a layer that becomes a split one has its copy already."""
+    cpu_adam.set_isa(isa)
+    for n in LENGTHS:
+        p, m, v = weights_of(n), zero_moment(kind, n), zero_moment(kind, n)
+        moments = native_moments(m, v, ROUNDING)
+        copies = [torch.empty(n, dtype=torch.bfloat16) for _ in range(3)]
+        outs = [_C.Outgoing(x.data_ptr(), _C.DType.bfloat16_away, n % 2 == 0) for x in copies]
+        one, two = (gradient_of(n, step, torch.bfloat16) for step in (1, 2))
+        steps = [
+            _C.GradientStep(g.tensor.data_ptr(), _C.DType.bfloat16, g.scale, g.hyper.native())
+            for g in (one, two)
+        ]
+        _C.preview(p.data_ptr(), moments, n, steps[0], outs[0], 2)
+        _C.commit_then_preview(p.data_ptr(), moments, n, *steps, outs[1], 2)
+        assert torch.equal(bits(copies[0]), bits(halves(p)[0])), n
+        _C.commit(p.data_ptr(), moments, n, steps[1], outs[2], 2)
+        for copy in copies[1:]:
+            assert torch.equal(bits(copy), bits(halves(p)[0])), n
 
 
 def test_wrong_buffers_are_refused() -> None:
