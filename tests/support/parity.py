@@ -256,7 +256,8 @@ def train(case: Case, disturb: Callable[[Any], None] | None = None) -> Run:
         built(model, case.config(), model_parameters=parameter_groups(model)) as engine,
     ):
         states = engine.optimizer.layer_states
-        is_whole = case.master == "split" and case.clipping != "off" and not case.late
+        is_direct = engine.optimizer.pipeline.norm.settings.direct
+        is_whole = case.master == "split" and not case.late and not is_direct
         assert all((state.form.host_master == "fp32") is is_whole for state in states)
         run = Run(case, dist.get_world_size(), [shard_of(state) for state in states])
         recorded: dict[int, torch.Tensor] = {}

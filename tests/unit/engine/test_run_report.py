@@ -67,7 +67,7 @@ def test_lines_at_the_start_when_k_has_settled_and_at_the_end(
 
 
 def test_the_start_says_how_state_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(32, 32).bfloat16()
+    model = nn.Linear(1024, 1024).bfloat16()
     solver = {"host_activation_bytes": 2**20}
     section = {"master": "split", "moments": "bf16", "solver": solver}
     with (
@@ -76,8 +76,8 @@ def test_the_start_says_how_state_is_kept(caplog: pytest.LogCaptureFixture) -> N
     ):
         pass
     start = next(record.getMessage() for record in caplog.records)
-    assert "1,056 trained parameters in 1 layer, ZeRO-2; k = 0.00 (0 of 1 layer)" in start
-    assert "Adam state (split master weights, bf16 moments) 8.2 KiB" in start  # 8 bytes each
+    assert "1,049,600 trained parameters in 1 layer, ZeRO-2; k = 0.00 (0 of 1 layer)" in start
+    assert "Adam state (split master weights, bf16 moments) 8.0 MiB;" in start  # 8 bytes each
     assert " of host memory, 1.0 MiB of offloaded activations beside it" in start
     assert start.endswith("layers on the CPU are whole, and updates there previewed")
 
