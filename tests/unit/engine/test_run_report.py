@@ -76,7 +76,7 @@ def test_the_start_says_how_state_is_kept(caplog: pytest.LogCaptureFixture) -> N
     ):
         pass
     start = next(record.getMessage() for record in caplog.records)
-    assert "1,049,600 trained parameters in 1 layer, ZeRO-2; k = 0.00 (0 of 1 layer)" in start
+    assert "1.05 million trained parameters in 1 layer, ZeRO-2; k = 0.00 (0 of 1 layer)" in start
     assert "Adam state (split master weights, bf16 moments) 8.0 MiB;" in start  # 8 bytes each
     assert " of host memory, 1.0 MiB of offloaded activations beside it" in start
     assert start.endswith("layers on the CPU are whole, and updates there previewed")
