@@ -154,6 +154,27 @@ def test_bytes_are_those_that_placement_counts(moments: str, each: float) -> Non
             assert sum(held[number:]) == host_state_bytes(counted[number:])
 
 
+@pytest.mark.parametrize("reserve", [0, 2**50], ids=["room", "none"])
+def test_updates_are_previewed_where_the_host_has_room(reserve: int) -> None:
+    config = make_config(clipping=1e6, hytrain=SPLIT)
+    config["hytrain"]["solver"] = {"host_memory_reserve_bytes": reserve}
+    with built(make_model("mlp"), config) as engine:
+        states = engine.optimizer.layer_states
+        why = engine.optimizer.placement.decisions[0].host_master_reason
+        assert ("previewed" in why) is (reserve == 0)
+        assert all(state.form.is_split is (reserve != 0) for state in states)
+        make_steps(engine, range(2))
+        engine.synchronize()
+        before = [state.read_copy() for state in states]
+        backward(engine, 2)
+        engine.optimizer.pipeline.cpu.wait_copies()
+        is_ahead = [
+            not torch.equal(state.read_copy(), b) for state, b in zip(states, before, strict=True)
+        ]
+        assert is_ahead == [reserve == 0] * len(states)
+        engine.step()
+
+
 # -- access by hand, and writes -------------------------------------------------------------------
 
 

@@ -50,6 +50,7 @@ def train(
     steps: int = STEPS,
     micro_batches: int = MICRO_BATCHES,
     bf16: bool = False,
+    master: str = "fp32",
     overflow_check: bool = True,
     clipping: float = 0.5,
     trained: Callable[[nn.Module], Sequence[nn.Parameter]] | None = None,
@@ -57,7 +58,7 @@ def train(
     **config: Any,
 ) -> Outcome:
     """Trains with ``engine.train_batch``; ``watch`` is called with the engine before the steps."""
-    section = {"accumulation": accumulation, "activations": activations}
+    section = {"accumulation": accumulation, "activations": activations, "master": master}
     torch.manual_seed(11)
     model = make_model()
     keywords = {} if trained is None else {"model_parameters": trained(model)}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from layer_major_runs import assert_same, mlp_batch, train, train_both
 from support.covering import everyday
+from support.engines import room_for_whole_masters
 from support.models import LENGTH, VOCABULARY, Mlp, make_batch, make_model
 from torch import nn
 
@@ -36,6 +37,19 @@ def test_models(kind: str, bf16: bool, gpu_fraction: float) -> None:
         bf16=bf16,
         gpu_fraction=gpu_fraction,
     )
+
+
+@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
+def test_split_master_weights(gpu_fraction: float) -> None:
+    """Updates on the CPU may be previewed or late."""
+    options: dict[str, Any] = {"bf16": True, "master": "split", "gpu_fraction": gpu_fraction}
+    make = (lambda: make_model("llama"), lambda number: make_batch("llama", number))
+    train_both(*make, **options)
+    outcomes: list[Any] = []
+    for has_room in (True, False):
+        with room_for_whole_masters(has_room):
+            outcomes.append(train(*make, **options))
+    assert_same(*outcomes)
 
 
 @everyday({"activations": ("keep", "offload"), "clipping": (0.0, 0.01, 1e6)}, pairs=False)
