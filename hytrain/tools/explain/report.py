@@ -62,7 +62,7 @@ def decision_text(decision: Decision, measured_at: Callable[[int], Median | None
     if decision.costs is not None:
         measured, columns = f"Measured\n\n{costs_text(decision.costs, device)}\n\n", [target]
     form = decision.host_master_reason.replace("GPU", device)
-    form = f"Split master weights: {form}.\n\n" if form else ""
+    form = f"{form[0].upper()}{form[1:]}.\n\n" if form else ""
     fitting = fitting_bounds(decision)
     fits = f"No number of the {num_layers} layers on the {device} fits."
     if fitting.fits:

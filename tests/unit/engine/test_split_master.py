@@ -163,7 +163,10 @@ def test_updates_are_previewed_where_the_host_has_room(reserve: int) -> None:
         why = engine.optimizer.placement.decisions[0].host_master_reason
         assert ("previewed" in why) is (reserve == 0)
         assert all(state.form.is_split is (reserve != 0) for state in states)
-        make_steps(engine, range(2))
+        make_steps(engine, range(3))
+        costs = engine.optimizer.placement._estimator.costs()
+        assert costs is not None
+        assert costs.late is (reserve != 0)
         engine.synchronize()
         before = [state.read_copy() for state in states]
         backward(engine, 2)
