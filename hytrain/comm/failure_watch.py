@@ -60,7 +60,13 @@ STORE_SECONDS = 4.0
 CONFIRM_SECONDS = 0.4
 """A process must be gone for so long before it is reported: its last words may be on the way."""
 UNREACHABLE_SECONDS = 60.0
-"""After that a host that does not answer is given up, by ranks that wait for it."""
+"""After that a host that does not answer is given up, by ranks that wait for it. (That it does not
+is known after a quarter of a minute.)"""
+STORE_UNREACHABLE_SECONDS = 75.0
+"""The same of the store, whose last answer is the beginning."""
+RECONNECT_SECONDS = 10.0
+"""For which a look at the store waits before another one is made, by a connection of its own: when
+the network is there again, what was sent before may be sent once more only after a minute."""
 SAME_NUMBER = (
     "With ZeRO-2 and higher all ranks must make the same number of backward passes between two "
     "steps: where they have different numbers of micro-batches, use engine.train_batch. Start the "
@@ -141,6 +147,7 @@ class RankWatch:
         self._store_lane = DaemonExecutor("hytrain-store", then=self._wake.set)
         self._looking: Ended | None = None
         self._looked_at = self._asked_at = self._news_began = -math.inf
+        self._unanswered_since: float | None = None
         self._store_lost_since: float | None = None
         self._requests: tuple[float, int] = (0.0, 0)
         self._warned_of: float | None = None
@@ -234,7 +241,7 @@ class RankWatch:
         if self._failure is None and is_new and is_connection_error(error):
             self._broken, self._broken_at = error, time.monotonic()
             self._wake.set()
-            self._failed.wait(EXPLAIN_SECONDS + 2 * POLL_SECONDS)  # in which _decide() gives up
+            self._failed.wait(EXPLAIN_SECONDS + 6 * POLL_SECONDS)  # in which _decide() gives up
             self._broken_at = None
         if self._failure is not None:
             self._hold_ending()
@@ -355,19 +362,24 @@ class RankWatch:
 
     def _use_store(self, now: float) -> None:
         """Begins a look at the store, or takes what one has found; never waits for it."""
+        silent = now - (self._unanswered_since or now) if self._peers is not None else 0.0
         if self._looking is not None and self._looking.is_set():
             ended, self._looking = self._looking, None
             try:
                 take = ended.result()
             except Exception as error:
                 logger.debug("the store: %s", error)
-                self._store_lost_since = self._store_lost_since or now
+                if silent < RECONNECT_SECONDS:  # else the network may be down
+                    self._store_lost_since = self._store_lost_since or now
             else:
-                self._store_lost_since = None
+                self._store_lost_since = self._unanswered_since = None
                 take(now)
             with self._changed:
                 self._is_flushing = self._is_flushing and not self._is_flushed()
                 self._changed.notify_all()
+        elif self._looking is not None and min(silent, now - self._looked_at) > RECONNECT_SECONDS:
+            self._status, self._looking = self._status.again(), None
+            self._store_lane = DaemonExecutor("hytrain-store", then=self._wake.set)
         if self._looking is not None or self._closed.is_set() or now < self._next_look():
             return
         since = self._late_since(now) if now - self._asked_at >= ASK_SECONDS else None
@@ -382,10 +394,12 @@ class RankWatch:
         for word in words:
             self._words.hear(word)
         self._looked_at = now
+        self._unanswered_since = self._unanswered_since or now
+        status = self._status
 
         def look() -> Callable[[float], None]:
             faults.point("watch: a look")
-            news = self._status.look(
+            news = status.look(
                 words,
                 self._history,
                 lambda: place_of(self._training_thread),
@@ -451,8 +465,9 @@ class RankWatch:
             for rank, seconds in self._peers.unreachable().items():
                 if seconds > UNREACHABLE_SECONDS:
                     gone[rank] = f"{self._name(rank)}, has not answered for {seconds:.0f} s"
-            if self._looking is not None and now - self._looked_at > UNREACHABLE_SECONDS:
-                self._lose_store(f"has not answered for {now - self._looked_at:.0f} s")
+            silent = now - (self._unanswered_since or now)
+            if silent > STORE_UNREACHABLE_SECONDS:
+                self._lose_store(f"has not answered for {silent:.0f} s")
         cause = self._words.cause(gone, number=self._history.last[0] if is_late else None)
         if cause is not None:
             about, failure = cause
@@ -478,17 +493,22 @@ class RankWatch:
 
     def _lose_connection(self, text: str) -> None:
         """Fails where a connection broke off to a rank whose watch cannot say why."""
-        unheard = set[int]() if self._peers is None else self._peers.unheard()
-        if self._peers is None or not unheard:
+        if self._peers is None:
             return
-        ranks = sorted(self._peers.ranks_at(text) - self._watched.keys() or unheard)
+        unheard, lost = self._peers.unheard(), self._peers.unreachable().keys()
+        ranks = sorted(self._peers.ranks_at(text) - self._watched.keys() or unheard or lost)
+        if not ranks:
+            return
         names = " or ".join(f"rank {rank} ({self._name(rank)})" for rank in ranks)
-        failure = (
-            f"the connection to {names} was lost, and its watch has not answered since the "
-            "start: a firewall forbids the ranks' watches to connect, so that it cannot be "
-            "told whether that rank has failed or was killed, or its host is gone. See its "
-            f"log. Start the job again from a checkpoint (torch says: {text})"
-        )
+        why = "and its host does not answer: it was shut down or restarted, or the network is down"
+        if unheard.intersection(ranks):
+            why = (
+                "and its watch has not answered since the start: a firewall forbids the ranks' "
+                "watches to connect, so that it cannot be told whether that rank has failed or "
+                "was killed, or its host is gone"
+            )
+        failure = f"the connection to {names} was lost, {why}. See its log. Start the job again "
+        failure += f"from a checkpoint (torch says: {text})"
         about = ranks[0] if len(ranks) == 1 else None
         self._fail(RankFailedError(failure), "error" if about is None else "found", about)
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 GREETING_SECONDS = 5.0
 REDIAL_SECONDS = 1.0
-_CONNECT_SECONDS = 1.0
+_CONNECT_SECONDS = 0.2
+"""The watch waits for it: of a host that does not answer, once a second."""
 _MOST_CALLERS = 8
 """Connections that have not shown the secret yet: any process can open one."""
 _MOST_ACCEPTED = 64

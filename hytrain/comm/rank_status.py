@@ -7,6 +7,7 @@ publish which collectives they have issued and where they stand.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections import deque
@@ -86,6 +87,12 @@ class StatusStore:
         self._missing_since: float | None = None
         self._asked = 0
         self._knows_end = False
+
+    def again(self) -> StatusStore:
+        """The same on a connection of its own, where this one's call does not return."""
+        other = copy.copy(self)
+        other._store = None
+        return other
 
     def look(
         self,

@@ -282,7 +282,7 @@ def test_a_host_that_does_not_answer_is_said_and_given_up(
 def test_a_store_on_a_host_that_does_not_answer_is_given_up(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "UNREACHABLE_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "STORE_UNREACHABLE_SECONDS", 0.5)
     job.store.answers.clear()
     time.sleep(QUIET)
     with job.ranks[0].waiting():
@@ -293,6 +293,44 @@ def test_a_store_on_a_host_that_does_not_answer_is_given_up(
         job.ranks[1].waiting(),
     ):
         assert job.ranks[1]._failed.wait(LONGEST_WAIT)
+
+
+def test_a_store_that_does_not_answer_is_asked_again_on_a_connection_of_its_own(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was sent while the network was down may be sent again only long after it is back."""
+    monkeypatch.setattr(watch, "RECONNECT_SECONDS", 0.3)
+    job.store.answers.clear()
+    time.sleep(QUIET)  # looks have begun
+    other = Store()
+    other.store = job.store.store
+    fails = [OSError("no route to host")]
+
+    def connect() -> Store:
+        if fails:
+            raise fails.pop()
+        return other
+
+    rank = job.ranks[1]
+    monkeypatch.setattr(rank._status, "_connect", connect)
+    monkeypatch.setattr(rank, "_peers", _Peers())
+    assert within(lambda: not fails and rank._unanswered_since is None)
+    assert rank._store_lost_since is None
+    assert job.finds_nothing(1)
+    job.store.answers.set()
+
+
+def test_a_connection_lost_to_a_rank_whose_host_does_not_answer(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Any:
+        raise RuntimeError(GLOO)
+
+    monkeypatch.setattr(watch, "EXPLAIN_SECONDS", 0.2)
+    monkeypatch.setattr(job.ranks[2], "_peers", _Peers(lost={1: 3.0}))
+    with pytest.raises(RankFailedError, match=r"connection to rank 1 .*host does not answer"):
+        job.ranks[2].run(broken)
+    assert "the connection to rank 1 (its process) was lost" in str(job.wait_for(0))
 
 
 def test_a_connection_lost_to_a_rank_whose_watch_is_not_heard(
