@@ -233,7 +233,7 @@ class Cluster:
         hosts: in rank order.
         all_gather_ms: of an evenly split layer over all ranks, against its bytes.
         reduce_scatter_ms: likewise.
-        uneven_factor: what unequal shards cost in both.
+        uneven_factors: what unequal shards cost in the two.
         contention: share of a collective's time by which it delays what is computed beside it:
             it takes multiprocessors and bandwidth.
     """
@@ -241,14 +241,14 @@ class Cluster:
     hosts: tuple[Host, ...]
     all_gather_ms: Table
     reduce_scatter_ms: Table
-    uneven_factor: float = UNEVEN_FACTOR
+    uneven_factors: tuple[float, float] = (UNEVEN_FACTOR, UNEVEN_FACTOR)
     contention: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.hosts:
             raise PlanError("a cluster needs at least one host")
-        if not 1.0 <= self.uneven_factor < math.inf:
-            raise PlanError(f"uneven_factor must be at least 1, got {self.uneven_factor}")
+        if not all(1.0 <= factor < math.inf for factor in self.uneven_factors):
+            raise PlanError(f"uneven_factors must be at least 1, got {self.uneven_factors}")
         if not 0.0 <= self.contention <= 1.0:
             raise PlanError(f"contention must be in [0, 1], got {self.contention}")
 
@@ -263,8 +263,9 @@ class Cluster:
         """An all-gather and a reduce-scatter of so many bytes, over even or unequal shards."""
         if self.num_ranks == 1:
             return 0.0, 0.0
-        factor = (1.0 if even else self.uneven_factor) / 1e3
-        return factor * self.all_gather_ms.at(gathered), factor * self.reduce_scatter_ms.at(reduced)
+        of_gather, of_scatter = (1.0, 1.0) if even else self.uneven_factors
+        gather, scatter = self.all_gather_ms.at(gathered), self.reduce_scatter_ms.at(reduced)
+        return of_gather * gather / 1e3, of_scatter * scatter / 1e3
 
     @property
     def host_ranks(self) -> list[tuple[Host, range]]:

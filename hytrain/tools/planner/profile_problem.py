@@ -369,15 +369,15 @@ def _host(host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions) -
 
 def _collectives(
     profile: ProfileFile, hosts: Sequence[str], options: PlanOptions
-) -> tuple[Table, Table, float, float]:
-    """All-gather, reduce-scatter (against bytes), what unequal shards cost of both, contention."""
+) -> tuple[Table, Table, tuple[float, float], float]:
+    """All-gather, reduce-scatter (against bytes), what unequal shards cost in each, contention."""
     if len(hosts) == 1:
-        return FREE, FREE, 1.0, 0.0
+        return FREE, FREE, (1.0, 1.0), 0.0
     if options.interconnect is not None:
         ms = 1e3 * (len(hosts) - 1) / len(hosts) / options.interconnect
         line = Table(((1.0, ms),))
         # A bandwidth that is given is that of a network: a few multiprocessors keep it busy.
-        return line, line, UNEVEN_FACTOR, 0.0
+        return line, line, (UNEVEN_FACTOR, UNEVEN_FACTOR), 0.0
     for measured in profile.collectives:
         if measured.hosts == tuple(hosts):
             return _measured_collectives(measured, profile.model, 1.0)
@@ -403,7 +403,7 @@ def _spans(hosts: Sequence[str]) -> bool:
 
 def _measured_collectives(
     measured: CollectiveProfile, model: ProfiledModel, factor: float
-) -> tuple[Table, Table, float, float]:
+) -> tuple[Table, Table, tuple[float, float], float]:
     def column(value: Callable[[CollectiveSample], float]) -> Table:
         points = tuple((float(row.num_bytes), factor * value(row)) for row in measured.samples)
         return Table(points)
@@ -415,10 +415,9 @@ def _measured_collectives(
     uneven_gather = column(lambda row: row.uneven_all_gather_ms)
     uneven_scatter = column(lambda row: row.uneven_reduce_scatter_ms)
     size = ITEMSIZE[model.dtype] * (model.layer_parameters + model.frozen_layer_parameters)
-    ratios = [
-        uneven.at(size) / even.at(size)
+    factors = [
+        max(1.0, uneven.at(size) / even.at(size)) if even.at(size) > 0.0 else 1.0
         for even, uneven in ((gather, uneven_gather), (scatter, uneven_scatter))
-        if even.at(size) > 0.0
     ]
     contention = 0.0 if _spans(measured.hosts) else _CONTENTION
-    return gather, scatter, max(1.0, *ratios) if ratios else 1.0, contention
+    return gather, scatter, (factors[0], factors[1]), contention

@@ -124,8 +124,9 @@ def test_collectives_are_those_of_these_ranks() -> None:
     cluster = problem_from(a_profile(), options()).cluster
     assert cluster.all_gather_ms.at(64 * MIB) == pytest.approx(0.05 + 64 / 400)
     size = 200_000_000 / MIB  # of a layer
-    factor = (0.06 + size / 350) / (0.05 + size / 400)
-    assert cluster.uneven_factor == pytest.approx(factor)
+    gather = (0.06 + size / 350) / (0.05 + size / 400)
+    scatter = (0.07 + size / 350) / (0.06 + size / 400)
+    assert cluster.uneven_factors == pytest.approx((gather, scatter))
 
 
 def test_collectives_of_fewer_ranks_stand_in() -> None:
