@@ -36,7 +36,7 @@ PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
     -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: all install demo check docs keys lint format bench bench-plan test-hybrid-plans test-uneven-plans clean
-.PHONY: test test-parity test-experiments test-stress test-gpu test-fuzz test-configs
+.PHONY: test test-hosts test-parity test-experiments test-stress test-gpu test-fuzz test-configs
 .PHONY: test-ecosystem test-dropin test-deepspeed-versions test-architectures test-aarch64 wheels
 .PHONY: sanitize sanitize-memory sanitize-threads
 
@@ -79,6 +79,11 @@ test-experiments: install
 test-architectures: TEST_SECONDS = 7200
 test-architectures: install
 	$(PYTEST) -m architectures $(TEST_ARGS) tests/architectures
+
+# Two hosts, which are network namespaces: launchers, failures, checkpoints, slow networks (as root, with
+# iproute2; by ssh where sshd and pdsh are installed).
+test-hosts: install
+	$(PYTEST) -m 'not gpu' $(TEST_ARGS) tests/dist/test_hosts_*.py
 
 # A training on two ranks that is killed KILLS times (20) at random moments and resumed each time.
 test-stress: TEST_SECONDS = 3600

@@ -1,6 +1,10 @@
-"""Trains on two hosts until rank 1 kills itself; rank 0 says what it raises. See test_two_hosts.py.
+"""What runs on each host of support/hosts.py: python training_on_hosts.py WHAT FOLDER.
 
-Arguments: "reachable", or "firewall": then the ranks' watches cannot connect to each other.
+train       trainings whose every weight is compared with plain torch's
+differ      builds that differ between the ranks; each prints what it raises
+fail        trains until another rank fails, and prints what it raises
+firewall    as fail; the watch's port is closed by a firewall before anybody knows it
+network     collectives, as the planner predicts them and as they are
 """
 
 from __future__ import annotations
@@ -9,41 +13,193 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import rank_batches
+import torch
 import torch.distributed as dist
-from support.engines import built, make_config
+from rank_batches import Shares
+from support.engines import built, from_all_ranks, make_config
 from support.models import loss_of, make_batch, make_model
+from support.plans import a_plan, write_a_plan
 
-from hytrain.comm.peers import Link
-from hytrain.errors import RankFailedError
+from hytrain.comm.collectives import ShardCollectives
+from hytrain.comm.peers import Listener
+from hytrain.errors import HyTrainError, RankFailedError
+from hytrain.formats.profile_file import CollectiveProfile, ProfiledModel
+from hytrain.hardware.host_share import machine_identity
+from hytrain.tools.planner import profile_problem
+from hytrain.tools.planner.cluster import Cluster
+from hytrain.tools.profiler import collective_profile
+from hytrain.tools.profiler.collective_profile import collective_samples
+from hytrain.tools.profiler.ranks import Ranks
+
+_SIZES = {2: (3, 1), 3: (1, 4, 2), 4: (3, 1, 0, 2)}
+_SHARDS = {2: (0.7, 0.3), 3: (0.2, 0.5, 0.3), 4: (0.4, 0.3, 0.1, 0.2)}
 
 
-def _listens_at(engine: Any) -> str:
-    """The address of the watch's port."""
-    return str(engine._collectives.watch._peers._listener._socket.getsockname()[0])
+def say(word: str, *values: object) -> None:
+    """A line that the test looks for; of one line whatever the value."""
+    print(word, *(str(value).replace("\n", " ") for value in values), flush=True)
 
 
-def main(how: str) -> None:
-    """See the module."""
-    if how == "firewall":
-        Link.turn = lambda self: None  # type: ignore[method-assign]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+def train(folder: Path) -> None:
+    """ZeRO-2 and 3, equal and unequal, by keys and by a plan."""
+    world = dist.get_world_size()
+    equal = Shares((2,) * world, (1,) * world, (1 / world,) * world, 2, 1.0, (0.5,) * world)
+    unequal = replace(
+        equal,
+        sizes=_SIZES[world],
+        micro_sizes=tuple(max(1, min(2, size)) for size in _SIZES[world]),
+        fractions=_SHARDS[world],
+        stage=3,
+        gpu_fractions=(1.0, 0.0, 0.5, 0.3)[:world],
+    )
+    for case in (equal, replace(equal, stage=3), replace(unequal, stage=2), unequal):
+        rank_batches.trains_as_one_process(case)
+        say("TRAINED", case)
+    _train_by_plan(unequal, folder)
+    say("HOSTS", sorted({each[0] for each in from_all_ranks((os.uname().nodename, 0))}))
+
+
+def _train_by_plan(case: Shares, folder: Path) -> None:
+    """The ranks of the plan are on the hosts that the ranks are on."""
+    plan = a_plan(make_model("llama"), case.sizes, case.micro_sizes, fractions=case.fractions)
+    hosts = from_all_ranks(machine_identity())
+    ranks = [r.model_copy(update={"host": h}) for r, h in zip(plan.ranks, hosts, strict=True)]
+    plan = plan.model_copy(update={"ranks": tuple(ranks), "stage": case.stage})
+    if dist.get_rank() == 0:
+        write_a_plan(folder, plan)
+    dist.barrier()
+    config = make_config(
+        bf16=False,
+        stage=case.stage,
+        clipping=case.clipping,
+        hytrain={"plan": str(folder / "plan.json")},
+        optimizer=rank_batches.ADAMW,
+        train_batch_size=sum(case.sizes),
+        train_micro_batch_size_per_gpu=None,
+        gradient_accumulation_steps=None,
+    )
+    with pytest.MonkeyPatch.context() as patch, rank_batches.built_quickly(patch, config) as engine:
+        data = rank_batches.samples(case.batches, dist.get_rank())
+        losses = [float(engine.train_batch(data)) for _ in range(rank_batches.STEPS)]
+        state = engine.fp32_state_dict()
+    if dist.get_rank() == 0:
+        weights = {name: tensors["fp32"] for name, tensors in state.items()}
+        rank_batches.assert_as_alone(case, losses, weights)
+    say("TRAINED", "by a plan")
+
+
+def differ(_: Path) -> None:
+    """The test has put another version of hytrain on one of the hosts."""
+    rank = dist.get_rank()
+    own = {
+        "version": make_config(),
+        "config": make_config(clipping=1.0 + rank),
+        "seed": make_config(seed=100 + rank),
+        "plan": make_config(hytrain={"shard_fractions": [0.5, 0.5] if rank else [0.6, 0.4]}),
+        "world": make_config(train_batch_size=2 + rank),
+    }
+    for name, config in own.items():
+        try:
+            with built(make_model("mlp"), config):
+                say("BUILT", name)
+        except (HyTrainError, ValueError, AssertionError) as error:
+            say("REFUSED", name, type(error).__name__, error)
+
+
+def _close_port(here: Listener) -> None:
+    """Asks the test, which can, and waits until it has."""
+    say("LISTENS", here.address.port)
+    while not Path(sys.argv[-1], f"closed{dist.get_rank()}").exists():
+        time.sleep(0.05)
+
+
+def fail(_: Path) -> None:
+    """Trains for ever; rank 1 ends when the test says so."""
     with built(make_model("mlp"), make_config()) as engine:
-        print("LISTENS", _listens_at(engine), flush=True)
-        while how == "reachable" and engine._collectives.watch._peers.unheard():
-            time.sleep(0.1)
-        for number in range(1000):
-            if number == 5 and dist.get_rank() == 1:
+        say("WATCHES", *engine._collectives.watch._peers._listener._socket.getsockname()[:1])
+        for number in range(10**9):
+            if dist.get_rank() == 1 and Path(sys.argv[-1], "die").exists():
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 engine.backward(loss_of(engine(**make_batch("mlp", number))))
                 engine.step()
+                if number % 50 == 0:
+                    say("STEP", number, f"{float(engine.get_global_grad_norm() or 0):.6f}")
             except RankFailedError as error:
-                print("RAISED", str(error).replace("\n", " "), flush=True)
+                say("RAISED", f"{time.time():.1f}", error)
                 raise
 
 
+def firewall(folder: Path) -> None:
+    """See the module."""
+    listen = Listener.__init__
+
+    def closed(self: Listener, host: str) -> None:
+        listen(self, host)
+        _close_port(self)
+
+    Listener.__init__ = closed  # type: ignore[method-assign]
+    fail(folder)
+
+
+def network(_: Path) -> None:
+    """What the planner expects of collectives, and what they take: milliseconds."""
+    cpu, rank = torch.device("cpu"), dist.get_rank()
+    hosts = tuple(from_all_ranks(os.uname().nodename))
+    samples = collective_samples(cpu, Ranks(), dtype=torch.float32)
+    now = datetime.now(UTC)
+    measured = CollectiveProfile(hosts=hosts, backend="gloo", samples=samples, measured=now)
+    model = ProfiledModel.model_construct(
+        dtype="fp32", layer_parameters=1 << 20, frozen_layer_parameters=0
+    )
+    gather, scatter, uneven, _ = profile_problem._measured_collectives(measured, model, 1.0)
+    cluster: Any = SimpleNamespace(
+        num_ranks=2, all_gather_ms=gather, reduce_scatter_ms=scatter, uneven_factors=uneven
+    )
+    collectives = ShardCollectives(None)
+    for mebibytes in (1, 3, 8, 24):
+        elements = mebibytes << 18
+        for shares in ((0.5, 0.5), (0.25, 0.75)):
+            sizes = [round(elements * share) for share in shares]
+            flat, part = torch.zeros(elements), torch.zeros(sizes[rank])
+            size, even = 4 * elements, shares == (0.5, 0.5)
+            expected = Cluster.collective_seconds(cluster, size, size, even=even)
+            runs = {
+                "all-gather": lambda f=flat, s=sizes: collectives.all_gather(f, s),
+                "reduce-scatter": lambda f=flat, s=sizes, p=part: collectives.reduce_scatter(
+                    f, s, p
+                ),
+            }
+            for (name, run), seconds in zip(runs.items(), expected, strict=True):
+                took = collective_profile._seconds(run, cpu, Ranks())
+                say("NETWORK", name, mebibytes, shares[0], f"{1e3 * seconds:.1f} {1e3 * took:.1f}")
+
+
+def main(what: str, folder: Path) -> None:
+    """See the module."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    _ACTS[what](folder)
+    dist.barrier()
+    dist.destroy_process_group()
+    say("ENDED")
+
+
+_ACTS: dict[str, Any] = {
+    "train": train,
+    "differ": differ,
+    "fail": fail,
+    "firewall": firewall,
+    "network": network,
+}
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[-2], Path(sys.argv[-1]))  # launchers put theirs first
