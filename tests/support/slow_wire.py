@@ -17,9 +17,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # Linux, include/uapi/linux/if_tun.h
 _MOST_BYTES = 60_000
+_SMALL_BYTES = 200
 _CATCH_UP_SECONDS = 0.005
 """A wire that was not scheduled in time brings so much of what waited all at once."""
 
@@ -37,22 +40,41 @@ def _interface(process: str, address: str) -> int:
 
 
 def _carry(source: int, target: int, bits_per_second: float, delay: float) -> None:
+    """One direction: packets with data one after another, others beside them."""
+    waiting: queue.Queue[bytes] = queue.Queue()
+
+    def pace() -> None:
+        free_at = time.monotonic()
+        arrive = _after(target, delay)
+        while True:
+            packet = waiting.get()
+            free_at = max(free_at, time.monotonic() - _CATCH_UP_SECONDS)
+            free_at += 8.0 * len(packet) / bits_per_second
+            time.sleep(max(0.0, free_at - time.monotonic()))
+            arrive(packet)
+
+    threading.Thread(target=pace, daemon=True).start()
+    arrive = _after(target, delay)
+    with suppress(OSError):  # its host has ended
+        while True:
+            packet = os.read(source, 1 << 17)
+            # Acknowledgements behind all that this side sends would halve what the other can.
+            (waiting.put if len(packet) > _SMALL_BYTES else arrive)(packet)
+
+
+def _after(target: int, delay: float) -> Callable[[bytes], None]:
+    """Writes packets so much later."""
     on_the_way: queue.Queue[tuple[float, bytes]] = queue.Queue()
 
     def arrive() -> None:
         while True:
             due, packet = on_the_way.get()
             time.sleep(max(0.0, due - time.monotonic()))
-            os.write(target, packet)
+            with suppress(OSError):
+                os.write(target, packet)
 
     threading.Thread(target=arrive, daemon=True).start()
-    free_at = time.monotonic()
-    while True:
-        packet = os.read(source, 1 << 17)
-        free_at = max(free_at, time.monotonic() - _CATCH_UP_SECONDS)
-        free_at += 8.0 * len(packet) / bits_per_second
-        on_the_way.put((free_at + delay, packet))
-        time.sleep(max(0.0, free_at - time.monotonic()))
+    return lambda packet: on_the_way.put((time.monotonic() + delay, packet))
 
 
 def main(one: str, address: str, other: str, other_address: str, rate: str, delay: str) -> None:

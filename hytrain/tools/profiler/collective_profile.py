@@ -20,7 +20,7 @@ _MOST_ON_CPU = 2**24
 """The largest size without GPUs, where a profile is for trying."""
 _REPEATS = 5
 _WARM = 2
-_SLOW_SECONDS = 0.1
+_SLOW_SECONDS = 0.5
 """Sizes do not go on after one of the collectives has taken as long."""
 
 
