@@ -426,6 +426,7 @@ def test_ranks_divide_state_and_host(config: Path, model: Path, capsys: Capture)
     assert result["decision"]["limits"]["host"] == 8 * 1024**3
     assert result["decision"]["layer_bytes"][1]["parameters"] == BLOCK // 2
     assert "ranks count from 0" in _error(capsys, config, *arguments, "--rank", 2)
+    assert "--rank 1: ranks count from 0, and --ranks is 1" in _error(capsys, config, "--rank", 1)
 
 
 def test_models_that_cannot_be_built(config: Path, model: Path, capsys: Capture) -> None:

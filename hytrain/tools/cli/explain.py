@@ -157,7 +157,7 @@ def _explain_config(arguments: argparse.Namespace) -> int:
             section, check_model = with_plan(config, section, arguments.file, ranks, rank)
             ranks = len(section.shard_fractions or ())
     if rank >= (ranks or 1):
-        raise ConfigError(f"--rank {rank} of --ranks {ranks}: ranks count from 0")
+        raise ConfigError(f"--rank {rank}: ranks count from 0, and --ranks is {ranks or 1}")
     form = read_form(config)
     words = "\n".join([*warnings, config_words(section, form)])
     result: dict[str, Any] = {"words": words.splitlines()}
