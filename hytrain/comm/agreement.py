@@ -100,7 +100,8 @@ class _Notes:
     """The notes of one comparison."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.ranks = dist.get_process_group_ranks(group)
+        # Which torch 2.6 does not take None for.
+        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         # Its type is too general to say what it has.
         self._store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         name = hashlib.sha256(repr(self.ranks).encode()).hexdigest()

@@ -178,7 +178,12 @@ class RankPool:
         import torch.distributed as dist
 
         self._store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+            "127.0.0.1",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            use_libuv=False,  # which Debian's torch is built without
         )
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         context = process_context(bool(self._environment))
@@ -421,7 +426,12 @@ def _join(with_deepspeed: bool, on_gpu: bool) -> None:
     backend = "nccl" if on_gpu else "gloo"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    wait = timedelta(seconds=60)
+    port = int(os.environ["MASTER_PORT"])
+    # By name, torch 2.6 would ask for libuv.
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait, use_libuv=False)
+    rank, number = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=number, timeout=wait)
     if not with_deepspeed:
         return
     from deepspeed import comm
