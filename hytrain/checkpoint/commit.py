@@ -9,7 +9,8 @@ two, or, between the renames, neither: the old one is then found under the name 
 <save_dir>/hytrain-replaced-<tag>           gave way: loaded where there is no <tag>
 <save_dir>/hytrain-lock-<tag>               see tag_lock.py
 
-All of this is rank 0's. The others only write into the folder that it names.
+All of this is rank 0's, and the first rank's of each further host that has a folder of its own
+(parts.py). The others only write into the folder that it names.
 """
 
 from __future__ import annotations
@@ -94,8 +95,24 @@ def begin_save(folder: Path) -> tuple[Path, TagLock]:
     return saving, lock
 
 
+def join_save(saving: Path, folder: Path) -> TagLock:
+    """As :func:`begin_save` where a folder was made under a name that another host has found.
+
+    Raises:
+        CheckpointError, OSError: as there.
+    """
+    folder = _target(folder)
+    lock = TagLock(folder)
+    try:
+        _tidy(folder, but=saving)
+    except OSError:
+        lock.release()
+        raise
+    return lock
+
+
 def finish_save(saving: Path, folder: Path) -> None:
-    """Puts a checkpoint that all ranks have written in its tag's place.
+    """Puts a checkpoint that all ranks have written in its tag's place; the old one is beside it.
 
     Raises:
         OSError: it cannot be renamed for good; the tag is as it was.
@@ -110,12 +127,24 @@ def finish_save(saving: Path, folder: Path) -> None:
         # Before the old one goes: after a loss of power there is one of the two.
         sync_folder(folder.parent)
     except OSError:
-        if not saving.exists():
-            folder.rename(saving)
-        if replaced.exists():
-            replaced.rename(folder)
+        undo_save(saving, folder)
         raise
+
+
+def undo_save(saving: Path, folder: Path) -> None:
+    """Puts back what :func:`finish_save` has put in its place."""
+    folder = _target(folder)
+    replaced = _replaced_name(folder)
+    if not saving.exists():
+        folder.rename(saving)
     if replaced.exists():
+        replaced.rename(folder)
+
+
+def discard_replaced(folder: Path) -> None:
+    """Removes the checkpoint that was replaced."""
+    folder = _target(folder)
+    if (replaced := _replaced_name(folder)).exists():
         _discard(replaced, folder)
 
 
@@ -156,9 +185,11 @@ def _unused_name(folder: Path) -> Path:
     return folder.with_name(f"{_SAVING}{folder.name}-{secrets.token_hex(4)}")
 
 
-def _tidy(folder: Path) -> None:
+def _tidy(folder: Path, but: Path | None = None) -> None:
     """What broken-off saves have left. A folder of another tag may be another run's, at work."""
     for path in list(folder.parent.iterdir()):
+        if path == but:
+            continue
         if path.name.startswith(PREFIX) and path.name != PREFIX + folder.name:
             _try_lock(path.with_name(path.name.removeprefix(PREFIX)))  # which removes it
         elif is_unfinished(path):

@@ -22,20 +22,25 @@ from hytrain.errors import CheckpointError, DamagedCheckpointError
 from hytrain.formats.record import Record, checked, parse_json
 
 MANIFEST = "hytrain_manifest.json"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+"""1 where one folder has all files: older versions of hytrain read those."""
 
 
-def pack_manifest(files: Mapping[str, FileSums], *, saved_at: float) -> bytes:
+def pack_manifest(
+    files: Mapping[str, FileSums], *, saved_at: float, hosts: Mapping[str, str] | None = None
+) -> bytes:
     """The file's contents; see :class:`Manifest`."""
+    hosts = hosts or {}
     entries = {
         name: {
             "bytes": sums.num_bytes,
             "blocks": " ".join(f"{block:08x}" for block in sums.blocks),
+            **({"host": hosts[name]} if name in hosts else {}),
         }
         for name, sums in sorted(files.items())
     }
     body = {
-        "version": MANIFEST_VERSION,
+        "version": MANIFEST_VERSION if hosts else 1,
         "sum": "crc32",
         "block_bytes": BLOCK_BYTES,
         "saved_at": saved_at,
@@ -52,10 +57,12 @@ class Manifest:
     Attributes:
         files: path in the tag's folder, with "/" -> sums.
         saved_at: seconds since 1970, when it was written; 0 in those of older versions.
+        hosts: of files that one host alone has saved, its name; see parts.py.
     """
 
     files: Mapping[str, FileSums]
     saved_at: float
+    hosts: Mapping[str, str]
 
 
 def unpack_manifest(path: Path) -> Manifest:
@@ -92,12 +99,14 @@ def unpack_manifest(path: Path) -> Manifest:
         if not is_plain_path(name) or len(blocks) != -(-entry.bytes // BLOCK_BYTES):
             raise DamagedCheckpointError(f"{path} has sums of {name[:80]!r} that are none")
         files[name] = FileSums(entry.bytes, blocks)
-    return Manifest(files, stored.saved_at)
+    hosts = {name: entry.host for name, entry in stored.files.items() if entry.host is not None}
+    return Manifest(files, stored.saved_at, hosts)
 
 
 class _Entry(Record):
     bytes: int = Field(ge=0)
     blocks: str = Field(pattern=r"^([0-9a-f]{8}( [0-9a-f]{8})*)?$")
+    host: str | None = None
 
 
 class _Body(Record):

@@ -35,6 +35,7 @@ from hytrain.checkpoint.load_sources import (
     groups_left_alone,
     merge_steps,
 )
+from hytrain.checkpoint.part_holders import find_holders
 from hytrain.checkpoint.progress import Progress
 from hytrain.checkpoint.stored_files import StoredFiles, shortened
 from hytrain.checkpoint.universal import (
@@ -44,7 +45,7 @@ from hytrain.checkpoint.universal import (
     no_parameters,
     restore_group,
 )
-from hytrain.comm.exchange import from_first, raise_together
+from hytrain.comm.exchange import Transfer, exchange, from_first, raise_together
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 from hytrain.model.state_format import StateFormat
 from hytrain.optimizer.kept_state import KeptState
@@ -165,6 +166,9 @@ class _Load:
         self._origins: list[Origin] = []
         # Whole state tensors of those that this rank has looked at, mapped.
         self._states: dict[tuple[str, str], torch.Tensor] = {}
+        # Where hosts have parts of the checkpoint: who reads which file; else empty.
+        self._holders: dict[str, int] = {}
+        self._failure: Exception | None = None
 
     def inspect(self) -> None:
         """Checks all bytes, reads the small files and checks what they say; a collective.
@@ -174,7 +178,11 @@ class _Load:
         ranks = self._kept.collectives
         files = from_first(lambda: StoredFiles.of(self._paths), ranks)
         self._files = replace(files, paths=self._paths)  # the folder may have another name here
-        damage = self._files.find_damage(self._wanted(), ranks.rank, ranks.world_size)
+        wanted, share = self._wanted(), (ranks.rank, ranks.world_size)
+        if files.hosts:
+            self._files, self._holders = find_holders(self._files, ranks)
+            wanted, share = [n for n in wanted if self._holders.get(n) == ranks.rank], (0, 1)
+        damage = self._files.find_damage(wanted, *share)
         raise_together(damage, ranks, DamagedCheckpointError)
         try:
             failure = shortened(list(self._look()), "; ") or None
@@ -230,8 +238,10 @@ class _Load:
             yield from check_begun(places, self._origins)
         # Every state file is looked at once, by the rank that will read most of it.
         rank = kept.collectives.rank
-        mine = [place for place in places if place.name in states and _reader_of(place) == rank]
+        mine = [place for place in places if place.name in states]
         for place, kind in product(mine, request.kinds):
+            if self._reader_of(place, kind) != rank:
+                continue
             try:
                 self._states[place.name, kind] = read_state(paths, place, kind)
             except CheckpointError as error:
@@ -246,9 +256,12 @@ class _Load:
         progress = Progress(f"loading {self._paths.folder}", _STATE_BYTES * sum(sizes), rank)
         with torch.no_grad():
             for place, origin, piece in zip(self._places, self._origins, pieces, strict=True):
-                if piece is not None:
+                if piece is not None or self._holders:
+                    piece = piece or _NOTHING
                     self._restore_state(place, piece, origin)
                     progress.add(_STATE_BYTES * (piece.end - piece.begin))
+        if self._failure is not None:
+            raise self._failure
         self._restore_progress()
         _own_memory({key: self.stored[key] for key in self.stored.keys() - _LARGE})
 
@@ -292,16 +305,50 @@ class _Load:
         kinds = self._request.kinds
         for kind in STATES:
             if origin is Origin.CHECKPOINT and kind in kinds:
-                whole = self._states.pop((place.name, kind), None)
-                if whole is None:
-                    whole = read_state(self._paths, place, kind)
-                place.write(kind, piece, whole.reshape(-1)[piece.begin : piece.end])
+                values = self._values(place, kind, piece)
+                if piece is not _NOTHING:
+                    place.write(kind, piece, values)
+            elif piece is _NOTHING:
+                pass
             elif origin is Origin.ENGINE and kind in (*kinds, STATES[0]):
                 pass  # its training copy may be rounded: the master weights stay, too
             elif kind == STATES[0]:
                 place.write(kind, piece, place.weights(piece))
             else:
                 place.write(kind, piece, torch.zeros(1).expand(piece.end - piece.begin))
+
+    def _values(self, place: ParameterPlace, kind: str, piece: Piece) -> torch.Tensor:
+        """This rank's piece of a state tensor; a collective where hosts have parts."""
+        ranks, holder = self._kept.collectives, self._reader_of(place, kind)
+        if not self._holders:
+            return self._whole(place, kind)[piece.begin : piece.end]
+        whole, mine = None, torch.empty(piece.end - piece.begin)
+        if ranks.rank == holder:
+            try:
+                whole = self._whole(place, kind).to(mine.dtype)
+            except Exception as error:  # the others wait for it
+                self._failure, whole = self._failure or error, torch.zeros(place.numel)
+        transfers = [
+            Transfer(
+                holder,
+                each.rank,
+                each.end - each.begin,
+                outgoing=None if whole is None else whole[each.begin : each.end],
+                incoming=mine if each.rank == ranks.rank else None,
+            )
+            for each in place.pieces
+        ]
+        exchange(transfers, ranks, self._kept.device)
+        return mine
+
+    def _whole(self, place: ParameterPlace, kind: str) -> torch.Tensor:
+        whole = self._states.pop((place.name, kind), None)
+        return (read_state(self._paths, place, kind) if whole is None else whole).reshape(-1)
+
+    def _reader_of(self, place: ParameterPlace, kind: str) -> int:
+        """Who looks at a state tensor: who has the file, else who has most of the parameter."""
+        name = self._paths.name_of(self._paths.state(place.name, kind))
+        return self._holders.get(name, _reader_of(place))
 
     def _restore_progress(self) -> None:
         """Step counts and hyper-parameters of the groups."""

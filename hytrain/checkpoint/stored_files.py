@@ -12,7 +12,7 @@ import os
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,12 +46,14 @@ class StoredFiles:
         found: path in the folder -> bytes, of all that might be a checkpoint's.
         manifest: what was saved; None where nothing says so.
         saved_at: when, in seconds since 1970; 0 where nothing says so.
+        hosts: of files that one host alone has saved, its name.
     """
 
     paths: CheckpointPaths
     found: Mapping[str, int]
     manifest: Mapping[str, FileSums] | None
     saved_at: float = 0.0
+    hosts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def of(cls, paths: CheckpointPaths) -> StoredFiles:
@@ -91,7 +93,7 @@ class StoredFiles:
             )
             return cls(paths, found, None)
         manifest = unpack_manifest(path)
-        return cls(paths, found, manifest.files, manifest.saved_at)
+        return cls(paths, found, manifest.files, manifest.saved_at, manifest.hosts)
 
     @property
     def saved(self) -> Collection[str]:
@@ -125,7 +127,7 @@ class StoredFiles:
     def missing(self, wanted: Iterable[str]) -> list[str]:
         """In words, which of these files are not there."""
         return [
-            f"{_named(self.paths, name)} {inert.IS_MISSING}"
+            f"{_named(self.paths, name)} {self._missing(name)}"
             for name in wanted
             if name not in self.found
         ]
@@ -145,6 +147,14 @@ class StoredFiles:
             results = _in_threads(check, mine)
             return [problem for problem in results if problem is not None]
         return _damage_by_manifest(self.paths, self.manifest, wanted, rank, num_ranks)
+
+    def _missing(self, name: str) -> str:
+        if name not in self.hosts:
+            return inert.IS_MISSING
+        return (
+            f"is missing: host {self.hosts[name]} has saved it, into a folder of its own; put the "
+            "parts together with `hytrain checkpoint merge`"
+        )
 
     def check(self, wanted: Iterable[str]) -> None:
         """As :meth:`find_damage`, for all of the bytes; raises a DamagedCheckpointError."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hytrain.checkpoint.commit import begin_save, remove_save, seen_from
+from hytrain.checkpoint.commit import begin_save, join_save, remove_save, seen_from
 from hytrain.checkpoint.contents import SaveContents
 from hytrain.checkpoint.file_writers import UNCHANGED
+from hytrain.checkpoint.parts import Parts, find_parts
 from hytrain.checkpoint.stored_files import listed
 from hytrain.checkpoint.tag_lock import TagLock
 from hytrain.checkpoint.universal import is_plain_path
 from hytrain.comm.collectives import ShardCollectives
-from hytrain.comm.exchange import from_first
+from hytrain.comm.exchange import from_first, raise_together
 from hytrain.errors import CheckpointError
 
 _ROOM_FACTOR = 1.1
@@ -44,8 +45,10 @@ class SaveTarget:
 @contextmanager
 def writing(
     target: SaveTarget, contents: SaveContents, collectives: ShardCollectives
-) -> Generator[Path]:
+) -> Generator[tuple[SaveTarget, Path, Parts]]:
     """The folder to write into, for the length of a block; a collective at its beginning.
+
+    Gives the target as rank 0 has it, the folder, and which ranks have it.
 
     What is there when the block fails with a CheckpointError, on all ranks, is removed.
 
@@ -63,15 +66,27 @@ def writing(
     lock: TagLock | None = None
     saving: Path | None = None
 
-    def begin() -> str:
+    def begin() -> tuple[str, str]:
         nonlocal lock, saving
         saving, lock = begin_save(target.folder)
-        _check_room(saving, contents)
-        return seen_from(target.save_dir, saving)
+        return target.tag, seen_from(target.save_dir, saving)
 
     try:
         # Of different tags, which DeepSpeed warns of, rank 0's counts: all write into one folder.
-        yield target.save_dir / from_first(begin, collectives)
+        tag, name = from_first(begin, collectives)
+        target = replace(target, tag=tag)
+        there, rank = target.save_dir / name, collectives.rank
+        parts = find_parts(there, collectives)
+        failure: str | None = None
+        if parts.has_made(rank):
+            saving = there
+            try:
+                lock = lock or join_save(saving, target.folder)
+                _check_room(saving, contents, parts.share_of(rank))
+            except (CheckpointError, OSError) as error:
+                failure = str(error)
+        raise_together(failure, collectives)
+        yield target, there, parts
     except CheckpointError:
         if saving is not None and saving.exists():
             remove_save(saving)
@@ -98,8 +113,9 @@ def room_text(saving: Path, contents: SaveContents) -> str:
     )
 
 
-def _check_room(saving: Path, contents: SaveContents) -> None:
-    size, free = contents.num_bytes, free_bytes(saving)
+def _check_room(saving: Path, contents: SaveContents, share: float) -> None:
+    states = sum(12 * place.numel for place in contents.places)
+    size, free = int(contents.num_bytes - (1.0 - share) * states), free_bytes(saving)
     if free < _ROOM_FACTOR * size:
         raise CheckpointError(
             f"{saving.parent} has {free / 1e9:.3f} GB free, and the checkpoint takes "

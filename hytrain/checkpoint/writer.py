@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from hytrain.checkpoint.archive_writer import ArchiveWriter
-from hytrain.checkpoint.commit import finish_save
+from hytrain.checkpoint.commit import discard_replaced, finish_save, undo_save
 from hytrain.checkpoint.contents import ModelStates, SaveContents, key_of
 from hytrain.checkpoint.export_script import put_beside
 from hytrain.checkpoint.file_writers import UNCHANGED, WRITERS, FileWriters
@@ -30,6 +30,7 @@ from hytrain.checkpoint.gather import (
     whole_on_host,
 )
 from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
+from hytrain.checkpoint.parts import Parts, copy_to_parts
 from hytrain.checkpoint.target import SaveTarget, room_text, writing
 from hytrain.checkpoint.universal import (
     LATEST,
@@ -40,6 +41,7 @@ from hytrain.checkpoint.universal import (
 )
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import raise_together
+from hytrain.errors import CheckpointError
 from hytrain.kernels.host_memory import host_copy
 from hytrain.testing import faults
 
@@ -76,8 +78,8 @@ def write_contents(
         CheckpointError: a file could not be written on some rank; raised on all. The tag and
             ``latest`` are as they were, unless the message says otherwise.
     """
-    with writing(target, contents, collectives) as saving:
-        save = _Save(saving, contents, collectives, device, source, written, threads)
+    with writing(target, contents, collectives) as (target, saving, parts):
+        save = _Save(saving, contents, collectives, device, source, written, threads, parts)
         files = save.files
         try:
             save.write(frozen)
@@ -86,13 +88,21 @@ def write_contents(
         files.try_to(lambda: sync_names(saving, list(files.sums)), f"{saving} could not be synced")
         faults.point("save.synced")
         raise_together(files.failure, collectives)
-        sums = _all_sums(files, saving, collectives)
-        if collectives.rank == 0:
-            files.try_to(lambda: _write_manifest(saving, sums), f"{MANIFEST} could not be written")
+        manifest = _manifest(files, saving, parts, collectives)
+        if has_made := parts.has_made(collectives.rank):
+            write = partial(_write_manifest, saving, manifest)
+            files.try_to(write, f"{MANIFEST} could not be written")
             faults.point("save.manifest")
-            _commit(files, saving, target)
+            problem = f"{target.folder} could not be replaced by {saving}"
+            files.try_to(lambda: finish_save(saving, target.folder), problem)
+        if parts.are_several:
+            _agree(files, saving, target, collectives)
+        if has_made:
+            _commit(files, target)
         # No rank returns before the checkpoint is there for all.
         raise_together(files.failure, collectives)
+        if parts.are_several and collectives.rank == 0:
+            parts.tell(target.folder)
 
 
 class _ModelStatesFile:
@@ -157,9 +167,10 @@ class _Save:
         source: StateSource,
         written: Callable[[ParameterPlace], None],
         threads: int,
+        parts: Parts,
     ) -> None:
         """Arguments as of :func:`write_contents`."""
-        self._paths, self._contents = CheckpointPaths(saving), contents
+        self._paths, self._contents, self._parts = CheckpointPaths(saving), contents, parts
         self._collectives, self._device = collectives, device
         self._source, self._written = source, written
         self._keys = {place.name: key_of(index) for index, place in enumerate(contents.places)}
@@ -167,7 +178,7 @@ class _Save:
         # Of copies there may be, at a time, one state tensor of the largest parameter.
         most_bytes = 4 * max((place.numel for place in contents.places), default=0)
         room = partial(room_text, saving, contents)
-        self.files = FileWriters(threads, most_bytes, failure or _missing(saving), room)
+        self.files = FileWriters(threads, most_bytes, failure, room)
         self._archive = _ModelStatesFile(
             self._paths.model_states, self.files, contents.model_states
         )
@@ -185,6 +196,9 @@ class _Save:
         if states is not None:
             self.files.put(self._paths.folder / MODEL_STATES_OF_ZERO3, states.metadata)
         self._archive.finish()
+        paths = self._paths
+        for_all = paths.model_states, paths.folder / MODEL_STATES_OF_ZERO3, paths.optimizer_state
+        copy_to_parts(for_all, self.files, self._parts, self._collectives, self._device)
 
     def _write_round(self, deliveries: Sequence[Delivery]) -> None:
         """Brings a round's parameters to where they are written; a collective."""
@@ -261,34 +275,41 @@ class _Save:
         return lambda: self._archive.write(key, rounded)
 
 
-def _missing(saving: Path) -> str | None:
-    if saving.is_dir():
-        return None
-    return (
-        f"{saving}, which rank 0 has made, is not there for this rank: save into a folder that all "
-        "hosts share (node-local storage is not possible); nothing was saved"
-    )
-
-
-def _all_sums(
-    files: FileWriters, saving: Path, collectives: ShardCollectives
-) -> dict[str, FileSums]:
-    """Path in the tag's folder -> sums, of all files that all ranks have written; a collective."""
+def _manifest(
+    files: FileWriters, saving: Path, parts: Parts, collectives: ShardCollectives
+) -> bytes:
+    """Of all files that all ranks have written, the same on all; a collective."""
     mine = {path.relative_to(saving).as_posix(): sums for path, sums in files.sums.items()}
-    everywhere: list[dict[str, FileSums]] = collectives.gather_objects(mine, "the files' sums")
-    return {name: sums for part in everywhere for name, sums in part.items()}
+    everywhere: list[tuple[dict[str, FileSums], float]] = collectives.gather_objects(
+        (mine, time.time()), "the files' sums"
+    )
+    sums = {name: sums for part, _ in everywhere for name, sums in part.items()}
+    hosts = parts.hosts_of([part.keys() for part, _ in everywhere])
+    return pack_manifest(sums, saved_at=everywhere[0][1], hosts=hosts)
 
 
-def _write_manifest(saving: Path, sums: dict[str, FileSums]) -> None:
+def _write_manifest(saving: Path, content: bytes) -> None:
     path = CheckpointPaths(saving).zero / MANIFEST
-    write_file(path, pack_manifest(sums, saved_at=time.time()))
+    write_file(path, content)
     sync_names(saving, [path])
 
 
-def _commit(files: FileWriters, saving: Path, target: SaveTarget) -> None:
-    """On rank 0, when all files of all ranks are whole: the tag is the new checkpoint's."""
-    problem = f"{target.folder} could not be replaced by {saving}"
-    files.try_to(lambda: finish_save(saving, target.folder), problem)
+def _agree(
+    files: FileWriters, saving: Path, target: SaveTarget, collectives: ShardCollectives
+) -> None:
+    """All hosts have put their parts in the tag's place, or none has; a collective."""
+    try:
+        raise_together(files.failure, collectives)
+    except CheckpointError:
+        if files.failure is None and not saving.exists():
+            undo_save(saving, target.folder)
+        raise
+
+
+def _commit(files: FileWriters, target: SaveTarget) -> None:
+    """When the tag is the new checkpoint's, on all hosts."""
+    problem = f"the checkpoint that {target.folder} has replaced could not be removed"
+    files.try_to(lambda: discard_replaced(target.folder), problem)
     faults.point("save.renamed")
     if not target.is_latest or files.failure is not None:
         return
@@ -298,13 +319,14 @@ def _commit(files: FileWriters, saving: Path, target: SaveTarget) -> None:
     for path in (target.save_dir / name for name in reversed(LATEST)):
         faults.point(f"save.{path.name}")
         files.try_to(
-            lambda path=path: _write_latest(path, tag.encode()),
+            lambda path=path: write_latest(path, tag.encode()),
             f"{path} could not be written",
             f"the checkpoint is whole all the same: pass the tag '{tag}' to load it",
         )
 
 
-def _write_latest(path: Path, content: bytes) -> None:
+def write_latest(path: Path, content: bytes) -> None:
+    """Writes a file that names the latest tag."""
     # Only when the tag is there for good: after a loss of power it must not name what is gone.
     write_file(path, content)
     sync_names(path.parent, [path])

@@ -796,7 +796,8 @@ class HyTrainEngine(DeepSpeedEngine):
         after a later step, by :meth:`wait_for_checkpoint`, or by the next save.
 
         Args:
-            save_dir: folder of checkpoints; made where missing; one that all hosts share.
+            save_dir: folder of checkpoints, made where missing. If hosts do not share it, each has
+                a part, and ``hytrain checkpoint merge`` makes one of them.
             tag: name of the checkpoint, the same on all ranks; default ``global_step<n>``.
             client_state: saved along, returned by :meth:`load_checkpoint`.
             save_latest: whether loading without a tag finds this one.

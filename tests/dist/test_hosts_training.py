@@ -16,10 +16,10 @@ from support.ports import free_port
 
 import hytrain.version
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(700)
 full = pytest.mark.parity_full
 SCRIPT = str(Path(__file__).with_name("training_on_hosts.py"))
-SECONDS = 200.0
+SECONDS = 300.0
 
 
 @pytest.fixture

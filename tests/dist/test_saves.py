@@ -246,9 +246,11 @@ def test_what_one_rank_cannot_do_fails_on_both(tmp_path: Path) -> None:
                     engine.save_checkpoint(tmp_path, tag=TAG)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                from_first = target.from_first
-                patch.setattr(target, "from_first", lambda *a: str(from_first(*a)) + "-not-here")
-            with pytest.raises(CheckpointError, match=r"on rank 1: .*that all hosts share"):
+                find_parts = target.find_parts
+                patch.setattr(target, "find_parts", lambda f, c: find_parts(f / "elsewhere", c))
+            with pytest.raises(
+                CheckpointError, match=r"on rank 1: .*that all ranks of a host share"
+            ):
                 engine.save_checkpoint(tmp_path, tag=TAG)
         with pytest.raises(CheckpointError, match="on rank 1: client_state has the keys module"):
             engine.save_checkpoint(tmp_path, tag=TAG, client_state={"module": 1} if rank else None)
@@ -263,6 +265,24 @@ def test_what_one_rank_cannot_do_fails_on_both(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path, tag="of rank 0")
         assert_same(snapshot(engine), saved)
         assert not (tmp_path / "of rank 1").exists()
+
+
+@on_ranks(2)
+def test_a_folder_that_another_host_does_not_see_yet_is_shared_all_the_same(tmp_path: Path) -> None:
+    """As on NFS: a host remembers for a while that there was none, and its server knows better."""
+    is_dir = Path.is_dir
+    with engine_of(RUN) as engine, pytest.MonkeyPatch.context() as patch:
+        train(engine, 0, 1)
+        if dist.get_rank() == 1:
+            saving = "hytrain-saving-"
+            patch.setattr(Path, "is_dir", lambda p: not p.name.startswith(saving) and is_dir(p))
+        engine.save_checkpoint(tmp_path, tag=TAG)
+        patch.undo()
+        saved = snapshot(engine)
+        train(engine, 1, 2)
+        engine.load_checkpoint(tmp_path)
+        assert_same(snapshot(engine), saved)
+    assert {path.name for path in tmp_path.iterdir()} == LEFT
 
 
 @on_ranks(2)

@@ -4,11 +4,14 @@ train       trainings whose every weight is compared with plain torch's
 differ      builds that differ between the ranks; each prints what it raises
 fail        trains until another rank fails, and prints what it raises
 firewall    as fail; the watch's port is closed by a firewall before anybody knows it
+save        saves into FOLDER/apart, which is each host's own, and loads it again
+load        loads FOLDER/apart and FOLDER/merged, and goes on as `save` has
 network     collectives, as the planner predicts them and as they are
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sys
@@ -30,7 +33,7 @@ from support.plans import a_plan, write_a_plan
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.peers import Listener
-from hytrain.errors import HyTrainError, RankFailedError
+from hytrain.errors import CheckpointError, HyTrainError, RankFailedError
 from hytrain.formats.profile_file import CollectiveProfile, ProfiledModel
 from hytrain.hardware.host_share import machine_identity
 from hytrain.tools.planner import profile_problem
@@ -150,6 +153,56 @@ def firewall(folder: Path) -> None:
     fail(folder)
 
 
+def _checkpointed(stage: int, *, is_async: bool) -> Any:
+    """An engine with unequal shards and a loss that all ranks can compute."""
+    section = {"shard_fractions": [0.3, 0.7], "checkpoint": {"async": is_async}}
+    return built(make_model("llama"), make_config(stage=stage, hytrain=section, gpu_fraction=0.5))
+
+
+def _goes_on(engine: Any, what: str) -> None:
+    """Says what the state is, and after two steps more."""
+    for _ in range(2):
+        digest = hashlib.sha256()
+        for name, tensors in sorted(engine.fp32_state_dict().items()):
+            for kind, tensor in sorted(tensors.items()):
+                digest.update(f"{name} {kind}".encode() + tensor.numpy().tobytes())
+        if dist.get_rank() == 0:
+            say("STATE", what, engine.global_steps, digest.hexdigest())
+        _steps(engine, 2)
+
+
+def _steps(engine: Any, number: int) -> None:
+    for _ in range(number):
+        batch = make_batch("llama", 10 * engine.global_steps + dist.get_rank())
+        engine.backward(loss_of(engine(**batch)))
+        engine.step()
+
+
+def save(folder: Path) -> None:
+    """See the module."""
+    for stage, is_async in ((2, False), (3, True)):
+        with _checkpointed(stage, is_async=is_async) as engine:
+            _steps(engine, 3)
+            for _ in range(2):  # the second replaces the first
+                engine.save_checkpoint(str(folder / "apart"), tag=f"zero{stage}")
+                engine.wait_for_checkpoint()
+            _goes_on(engine, f"saved{stage}")
+            engine.load_checkpoint(str(folder / "apart"))
+            _goes_on(engine, f"loaded{stage}")
+
+
+def load(folder: Path) -> None:
+    """See the module."""
+    for stage in (2, 3):
+        with _checkpointed(stage, is_async=False) as engine:
+            for where in ("apart", "merged"):
+                try:
+                    engine.load_checkpoint(str(folder / where), tag=f"zero{stage}")
+                    _goes_on(engine, f"{where}{stage}")
+                except CheckpointError as error:
+                    say("REFUSED", where, stage, error)
+
+
 def network(_: Path) -> None:
     """What the planner expects of collectives, and what they take: milliseconds."""
     for task in Path("/proc/self/task").iterdir():
@@ -202,6 +255,8 @@ _ACTS: dict[str, Any] = {
     "differ": differ,
     "fail": fail,
     "firewall": firewall,
+    "save": save,
+    "load": load,
     "network": network,
 }
 

@@ -1,4 +1,4 @@
-"""`hytrain checkpoint`: looks at what was saved."""
+"""`hytrain checkpoint`: looks at what was saved, and puts hosts' parts of it together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from hytrain.errors import CheckpointError
 
 def add(checkpoint: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    actions = checkpoint.add_subparsers(required=True, metavar="{info,verify}")
+    actions = checkpoint.add_subparsers(required=True, metavar="{info,verify,merge}")
     words = "read every byte and compare it with what was saved"
     verify = actions.add_parser("verify", help=words)
     verify.add_argument("--all", action="store_true", help="all checkpoints of the folder")
     verify.set_defaults(run=_verify)
     info = actions.add_parser("info", help="list the checkpoints, and what is in them")
     info.set_defaults(run=_info)
+    merge = actions.add_parser("merge", help="make one of the parts that hosts have saved apart")
+    merge.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="a host's checkpoints")
+    merge.add_argument("--out", type=Path, required=True, help="folder of the whole checkpoint")
+    merge.add_argument("--tag", help="which checkpoint (default: each folder's latest)")
+    merge.set_defaults(run=_merge)
     for action, which in ((verify, "the latest"), (info, "all")):
         help_text = "folder of checkpoints, or a Trainer's output folder"
         action.add_argument("folder", type=Path, metavar="DIR", help=help_text)
@@ -56,6 +61,15 @@ def _verify(arguments: argparse.Namespace) -> int:
         if len(trainer_folders(given)) > len(folders):
             print(f"one of the {len(trainer_folders(given))} checkpoints there; --all for the rest")
     return 1 if any(verdict.problems for verdict in verdicts) else 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from hytrain.checkpoint.inspection import locate
+    from hytrain.checkpoint.merge import merge_parts
+
+    folders = [locate(folder, arguments.tag) for folder in arguments.folders]
+    print(f"{merge_parts(folders, arguments.out)} is whole, of {len(folders)} parts")
+    return 0
 
 
 def _info(arguments: argparse.Namespace) -> int:
