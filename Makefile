@@ -85,10 +85,11 @@ test-architectures: install
 test-hosts: install
 	$(PYTEST) -m 'not gpu' $(TEST_ARGS) tests/dist/test_hosts_*.py
 
-# A training on two ranks that is killed KILLS times (20) at random moments and resumed each time.
+# A training on two ranks that is killed KILLS times (20) at random moments and resumed each time; what 512
+# ranks ask of their store.
 test-stress: TEST_SECONDS = 3600
 test-stress: install
-	$(PYTEST) -s -m stress $(TEST_ARGS) tests/dist/test_stress.py
+	$(PYTEST) -s -m stress $(TEST_ARGS) tests/dist/test_stress.py tests/unit/comm/test_comm_scale.py
 
 # Plans of 200 random clusters held against an independent oracle (20 minutes); `test` has some of them.
 test-uneven-plans: install

@@ -166,7 +166,7 @@ def take_contents(
         later, failure = _attempt(model_states)
 
     def put_together() -> SaveContents:
-        everywhere = collectives.gather_objects(randomness, "random number generators")
+        everywhere = collectives.objects_on_first(randomness, "random number generators")
         states, problem = None, failure
         if later is not None:
             states, problem = _attempt(partial(later, everywhere))

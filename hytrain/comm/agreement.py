@@ -1,7 +1,9 @@
 """What all ranks of a group must have alike, compared on the process group's store.
 
 On the store, and not by a collective: where one rank has come somewhere else, two collectives that
-do not fit would meet, and hang. Each rank leaves a hash; values only where the hashes differ.
+do not fit would meet, and hang. Each rank leaves a hash; the last one to come compares them for all
+and leaves what it has found, so that no rank but one reads all others' notes. Values only where the
+hashes differ, of a few ranks.
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ _LONGEST_PAUSE = 0.2
 _LINGER_SECONDS = 5.0
 _MOST_LINES = 8
 _MOST_RANKS = 4
+_MOST_KINDS = 8
+"""Ranks with different facts whose values are read by all."""
+_MOST_SAMPLES = 64
+_MOST_ASKING = 64
+"""Ranks that find out which ones have not come."""
 _started: Counter[str] = Counter()
 """Comparisons of each group: all its ranks make them in one order."""
 
@@ -39,7 +46,7 @@ class Comparison:
 
     Attributes:
         differences: a line for each key, with the values and who has them.
-        other_samples: ranks whose sample is not that of the first one.
+        other_samples: ranks whose sample is not that of the first one; some, where they are many.
     """
 
     differences: Sequence[str]
@@ -61,25 +68,19 @@ def compare(
     """
     notes = _Notes(group)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    notes.put("facts' hash", [digest, sample, socket.gethostname()])
-    found = notes.all("facts' hash", notes.ranks)
-    first = found[notes.ranks[0]]
-    others = [rank for rank, (_, theirs, _) in found.items() if theirs != first[1]]
-    ranks_of: dict[str | None, list[int]] = {}
-    for rank, (theirs, *_) in found.items():
-        ranks_of.setdefault(theirs, []).append(rank)
-    if len(ranks_of) == 1:
+    notes.come(digest, sample)
+    outcome = notes.outcome()
+    # Who stays away has no hash, and few facts.
+    kinds, away, others = outcome["kinds"], outcome["away"], outcome["others"]
+    if len(kinds) == 1:
         return Comparison((), others)
     notes.put("facts", facts)
-    values = notes.all("facts", [ranks[0] for ranks in ranks_of.values()])
+    words = {int(rank): text for rank, text in kinds.items()}
+    values = notes.all("facts", list(words))
     notes.linger()
-    # Who stays away has no hash, and few facts.
-    away = ranks_of.get(None)
     keys = dict.fromkeys(key for of_rank in values.values() for key in of_rank)
     if away is not None:
-        keys = values[away[0]]
-    hosts = {rank: host for rank, (_, _, host) in found.items()}
-    words = {ranks[0]: _words(ranks, hosts) for ranks in ranks_of.values()}
+        keys = values[away]
     return Comparison(differences(values, list(keys), words), others)
 
 
@@ -91,9 +92,9 @@ def stay_away(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> None
         group: None for the default one.
     """
     notes = _Notes(group)
-    for kind, value in (("facts", facts), ("read", True)):
-        notes.put(kind, value)
-    notes.put("facts' hash", [None, "", socket.gethostname()])
+    notes.put("facts", facts)
+    notes.count("read")
+    notes.come(None)
 
 
 class _Notes:
@@ -111,16 +112,52 @@ class _Notes:
     def put(self, kind: str, value: Any) -> None:
         self._store.set(self._key(kind, dist.get_rank()), json.dumps(value))
 
+    def count(self, kind: str, amount: int = 1) -> int:
+        """How many ranks have counted so far, this one included."""
+        return int(self._store.add(f"{self._prefix}/{kind}", amount))
+
+    def come(self, digest: str | None, sample: str = "") -> None:
+        """Leaves the hash of this rank's facts; compares all ranks', where it is the last one."""
+        self.put("hash", [digest, sample, socket.gethostname()])
+        if self.count("come") < len(self.ranks):
+            return
+        found = self._read("hash", self.ranks)
+        ranks_of: dict[str | None, list[int]] = {}
+        for rank, (theirs, *_) in found.items():
+            ranks_of.setdefault(theirs, []).append(rank)
+        hosts = {rank: host for rank, (_, _, host) in found.items()}
+        sample = found[self.ranks[0]][1]
+        away = ranks_of.pop(None, None)
+        kinds = [*([] if away is None else [away]), *ranks_of.values()]
+        others = [rank for rank, (_, theirs, _) in found.items() if theirs != sample]
+        outcome = {
+            "kinds": {ranks[0]: _words(ranks, hosts) for ranks in sorted(kinds[:_MOST_KINDS])},
+            "away": away and away[0],
+            "others": others[:_MOST_SAMPLES],
+        }
+        self._store.set(f"{self._prefix}/outcome", json.dumps(outcome))
+
+    def outcome(self) -> Any:
+        """What the last rank to come has found; waits for it."""
+        self._wait([f"{self._prefix}/outcome"], "hash", self.ranks)
+        return json.loads(self._store.get(f"{self._prefix}/outcome"))
+
     def all(self, kind: str, ranks: Sequence[int]) -> dict[int, Any]:
         """The notes of some ranks; waits for them."""
-        keys = [self._key(kind, rank) for rank in ranks]
+        self._wait([self._key(kind, rank) for rank in ranks], kind, ranks)
+        return self._read(kind, ranks)
+
+    def _read(self, kind: str, ranks: Sequence[int]) -> dict[int, Any]:
+        return {rank: json.loads(self._store.get(self._key(kind, rank))) for rank in ranks}
+
+    def _wait(self, keys: Sequence[str], kind: str, ranks: Sequence[int]) -> None:
         begin, pause, is_told = time.monotonic(), 0.002, False
         # Not the store's own wait, which holds its connection and says nothing meanwhile.
         while not self._store.check(keys):
             waited = time.monotonic() - begin
             if waited > (limit := self._store.timeout.total_seconds()):
                 raise RankFailedError(
-                    f"{self._missing(kind, ranks)} not come to hytrain.initialize within "
+                    f"{self._missing('end', kind, ranks)} not come to hytrain.initialize within "
                     f"{limit:.0f} s, the process group's timeout: see what became of them"
                 )
             if waited > WARN_SECONDS and not is_told:
@@ -129,25 +166,34 @@ class _Notes:
                     "hytrain.initialize has waited for %.0f s: %s not come to it. All ranks must "
                     "build the engine, with the same configuration",
                     waited,
-                    self._missing(kind, ranks),
+                    self._missing("warning", kind, ranks),
                 )
             time.sleep(pause)
             pause = min(2.0 * pause, _LONGEST_PAUSE)
-        texts = map(self._store.get, keys)
-        return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
 
     def linger(self) -> None:
         """Until the others have read, for a while: this process may hold the store, and ends."""
-        self.put("read", True)
-        keys = [self._key("read", rank) for rank in self.ranks]
+        self.count("read")
         until = time.monotonic() + _LINGER_SECONDS
         with suppress(RuntimeError):  # the store's holder has ended: all have read
-            while not self._store.check(keys) and time.monotonic() < until:
-                time.sleep(0.01)
+            while self.count("read", 0) < len(self.ranks) and time.monotonic() < until:
+                time.sleep(0.05)
 
-    def _missing(self, kind: str, ranks: Sequence[int]) -> str:
-        missing = [rank for rank in ranks if not self._store.check([self._key(kind, rank)])]
-        return f"ranks {missing} have" if len(missing) != 1 else f"rank {missing[0]} has"
+    def _missing(self, when: str, kind: str, ranks: Sequence[int]) -> str:
+        """Who has no note, for a sentence; where very many ask, how many."""
+        if self.count(f"asks at the {when}") > _MOST_ASKING:
+            return f"{len(self.ranks) - self.count('come', 0)} of {len(self.ranks)} ranks have"
+        missing = self._without(kind, ranks) or ranks[-1:]
+        return f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
+
+    def _without(self, kind: str, ranks: Sequence[int]) -> list[int]:
+        # By halves: one question tells of any number of ranks that all are there.
+        if self._store.check([self._key(kind, rank) for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return list(ranks)
+        middle = len(ranks) // 2
+        return self._without(kind, ranks[:middle]) + self._without(kind, ranks[middle:])
 
     def _key(self, kind: str, rank: int) -> str:
         return f"{self._prefix}/{kind}/{rank}"

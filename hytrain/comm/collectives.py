@@ -232,6 +232,17 @@ class ShardCollectives:
                 self._run(what, dist.all_gather_object, values, value)
         return values
 
+    def objects_on_first(self, value: Any, what: str) -> list[Any]:
+        """A value of every rank, on rank 0, and nothing elsewhere; a collective that waits.
+
+        Arguments as of :meth:`gather_objects`.
+        """
+        values: list[Any] | None = [value] * self.world_size if self.rank == 0 else None
+        if self.world_size > 1:
+            with self.waiting() if self.is_nccl else nullcontext():
+                self._run(what, dist.gather_object, value, values, self.global_rank(0))
+        return values or []
+
     def object_from_first(self, value: Any, what: str) -> Any:
         """Rank 0's value, on every rank; a collective that waits.
 
@@ -401,11 +412,10 @@ class ShardCollectives:
             if self.watch is not None:
                 self.watch.issue(what)
             return
-        codes = torch.zeros(self.world_size, dtype=torch.int64)
         mine = (what, dict(alike()))
-        codes[self.rank] = zlib.crc32(repr(mine).encode())
-        self._run("the ranks' meeting", dist.all_reduce, codes)
-        if len(set(codes.tolist())) == 1:
+        code = zlib.crc32(repr(mine).encode())
+        largest, negated = self.maximum([code, -code], "the ranks' meeting")
+        if largest == -negated:
             return
         ranks: list[tuple[str, dict[str, str]]] = self.gather_objects(mine, "the ranks' words")
         others = [rank for rank, (where, _) in enumerate(ranks) if where != what]

@@ -116,6 +116,8 @@ def raise_together(
             raise kind(failure)
         return
     what = "the ranks' agreement on success"
+    if not collectives.maximum([int(failure is not None)], what)[0]:
+        return  # a number each, where a text of each rank would go to every rank
     failures: list[str | None] = collectives.gather_objects(failure, what)
     if any(text is not None for text in failures):
         _raise_all(failures, kind)

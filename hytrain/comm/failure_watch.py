@@ -142,6 +142,7 @@ class RankWatch:
         # What follows is of the watching thread alone.
         self._words = Words(rank)
         self._know_end = 0
+        self._is_behind = False
         self._gone_since: dict[int, float] = {}
         self._status = StatusStore(rank, world_size, connect, prefix)
         self._store_lane = DaemonExecutor("hytrain-store", then=self._wake.set)
@@ -405,6 +406,7 @@ class RankWatch:
                 lambda: place_of(self._training_thread),
                 ask=since is not None,
                 want_standings=warns,
+                hears=self._failure is None,
             )
             return lambda now: self._take(now, news, len(words), since)
 
@@ -415,11 +417,13 @@ class RankWatch:
             # The holder has ended in order, and torch warns of every use.
             return math.inf
         is_unread = any(self._news_began < since for since in self._gone_since.values())
-        is_urgent = self._is_flushing or self._unsent or is_unread
+        is_urgent = self._is_flushing or self._unsent or is_unread or self._is_behind
         return self._looked_at + (0.1 if is_urgent else 1.0) * POLL_SECONDS
 
     def _take(self, now: float, news: News, said: int, since: float | None) -> None:
-        self._news_began = news.began
+        self._is_behind = news.is_behind
+        if not news.is_behind:
+            self._news_began = news.began
         for word in news.words:
             self._words.hear(word)
         with self._changed:
@@ -482,7 +486,8 @@ class RankWatch:
         """Whether the last words of a rank that is gone would have come."""
         since = self._gone_since[rank]
         is_read = self._news_began > since or self._store_lost_since is not None
-        return now - since > CONFIRM_SECONDS and (is_read or now - since > STORE_SECONDS)
+        is_overdue = now - since > STORE_SECONDS and not self._is_behind
+        return now - since > CONFIRM_SECONDS and (is_read or is_overdue)
 
     def _lose_store(self, how: str) -> None:
         is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,11 @@ from hytrain.testing import faults
 _HISTORY = 256
 _UNWRITTEN_SECONDS = 2.0
 """After that a word that was announced is not waited for: its rank was killed in between."""
+_MOST_WORDS = 16
+"""That a rank reads in a look: where all fail, each reads until it knows why, not all that is said.
+Rank 0 reads everything, as it may hold the store and counts who knows of its end."""
+_MOST_WARNERS = 8
+"""Ranks that read where all others stand, of those that wait at one collective."""
 
 
 class History:
@@ -55,6 +61,7 @@ class News:
     Attributes:
         began: when, of time.monotonic(): what was written before is in here.
         words: those that are new.
+        is_behind: there are more, which the next look finds.
         know_end: ranks that know that the first one ends, or have ended themselves.
         histories: of this rank's neighbours, if it has asked.
         standings: of all ranks, if wanted: collectives issued, and the line that they stand at.
@@ -62,6 +69,7 @@ class News:
 
     began: float
     words: list[Word]
+    is_behind: bool
     know_end: int
     histories: dict[int, list[tuple[int, str]]]
     standings: dict[int, tuple[int, str]]
@@ -102,6 +110,7 @@ class StatusStore:
         *,
         ask: bool = False,
         want_standings: bool = False,
+        hears: bool = True,
     ) -> News:
         """Tells and hears everything; to be made again with the same words where it has failed.
 
@@ -110,7 +119,8 @@ class StatusStore:
             history: of this rank.
             place: says where its thread stands.
             ask: all ranks to publish; and to read what its neighbours have.
-            want_standings: of all ranks.
+            want_standings: of all ranks, where few have wanted them at this collective.
+            hears: False: this rank ends, whatever others say.
         """
         began = time.monotonic()
         try:
@@ -123,21 +133,23 @@ class StatusStore:
                 self._put("history", self._rank, history.recent())
                 self._put("standing", self._rank, (history.issued, place()))
                 self._asked = asked
-            words = self._new_words()
+            words = self._new_words() if hears or self._rank == 0 else []
             know_end = self._tell_end([*say, *words])
             # Two sequences that differ do so between some neighbours: no rank has to read all.
             around = neighbours_of(self._rank, self._world_size) if ask else ()
             histories = {r: list(map(tuple, self._find("history", r) or ())) for r in around}
-            everyone = range(self._world_size) if want_standings else ()
+            warners = self._add(f"warners/{history.issued}", 1) if want_standings else math.inf
+            everyone = range(self._world_size) if warners <= _MOST_WARNERS else ()
             standings = {r: self._find("standing", r) or (0, "") for r in everyone}
         except BaseException:
             self._store = None  # the next look makes a new connection
             raise
-        return News(began, words, know_end, histories, standings)
+        return News(began, words, len(words) == _MOST_WORDS, know_end, histories, standings)
 
     def _new_words(self) -> list[Word]:
         words: list[Word] = []
-        while self._heard < self._add("said", 0):
+        said = self._add("said", 0)
+        while self._heard < said and (len(words) < _MOST_WORDS or self._rank == 0):
             note = self._find("word", self._heard + 1)
             if note is not None:
                 words.append(Word(**note))
