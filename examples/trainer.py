@@ -4,7 +4,13 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 import hytrain
 
@@ -15,6 +21,7 @@ parser.add_argument("--config", default=str(Path(__file__).with_name("ds_config.
 parser.add_argument("--batch", type=int, default=2, help="samples at once on each GPU")
 parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
 parser.add_argument("--steps", type=int, default=50)
+parser.add_argument("--save", help="a folder for the trained weights")
 parser.add_argument("--local_rank", type=int, help="given by the deepspeed launcher")
 options = parser.parse_args()
 
@@ -40,4 +47,7 @@ samples = ids[: len(ids) // options.length * options.length].view(-1, options.le
 data = [{"input_ids": sample, "labels": sample} for sample in samples]
 
 with hytrain.register():
-    Trainer(model, arguments, train_dataset=data).train()
+    trainer = Trainer(model, arguments, default_data_collator, data, processing_class=tokenizer)
+    trainer.train()
+    if options.save:
+        trainer.save_model(options.save)  # in the model's dtype, bf16

@@ -17,6 +17,7 @@ import pytest
 
 from hytrain import errors
 from hytrain.config import HyTrainConfig
+from hytrain.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -79,6 +80,15 @@ def test_every_error_has_its_cause_and_remedy() -> None:
     names = {c.__name__ for c in classes if issubclass(c, errors.HyTrainError)}
     assert len(names) > 10
     assert names <= set(HEADING.findall(_read(DOCS / "troubleshooting.md")))
+
+
+def test_every_command_has_its_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    commands = re.findall(r"^    (\w+)(?: |$)", capsys.readouterr().out, flags=re.MULTILINE)
+    assert {"explain", "checkpoint", "trace"} <= set(commands)
+    headings = HEADING.findall(_prose(_read(DOCS / "cli.md")))
+    assert [name for name in commands if f"hytrain {name}" not in headings] == []
 
 
 def test_every_key_has_its_type_and_default_on_the_page() -> None:

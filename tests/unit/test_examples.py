@@ -75,6 +75,7 @@ def _needs(module: str) -> pytest.MarkDecorator:
 )
 def test_a_script(name: str, model: str, models: Path, tmp_path: Path) -> None:
     options = ["--text", str(models / "text"), "--length", "16", "--steps", "20"]
+    options += ["--save", "model"] * (name == "trainer")
     script = str(EXAMPLES / f"{name}.py")
     text = _run([script, "--model", str(models / model), *options], tmp_path)
     losses = [float(found) for found in re.findall(r"loss'?:? '?([0-9.]+)", text)]
@@ -82,6 +83,9 @@ def test_a_script(name: str, model: str, models: Path, tmp_path: Path) -> None:
     assert all(0 < loss < 10 for loss in losses)
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert sum("step_s" in json.loads(line) for line in lines) == 20
+    if name == "trainer":
+        saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+        assert str(saved.dtype) == "torch.bfloat16"
 
 
 @pytest.mark.experiment
