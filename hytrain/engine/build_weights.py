@@ -1,7 +1,7 @@
 """Takes the model's weights into the storage of their stage, one layer at a time.
 
 Under ZeRO-3 the model need not fit on a GPU: it stays where it was built (host, or partitioned
-by ``deepspeed.zero.Init``), and no more than one layer is whole on the device at a time.
+by ``deepspeed.zero.Init``), and no more than one part of a layer is whole on the device at a time.
 """
 
 from __future__ import annotations
@@ -60,31 +60,32 @@ def build_weights(
             remedy='use more ranks, or remove "zero_optimization.offload_param"',
             as_taken=True,  # the model gives its memory back layer by layer meanwhile
         )
-    num_trained = sum(layer.trained is not None for layer in cut)
+    num_trained = sum(len(layer.trained) for layer in cut)
     beyond = itertools.count(num_trained)
     layers: list[LayerWeights] = []
     placed: set[int] = set()
     for layer in cut:
-        slots = [slot for part in layer.parts for slot in part.layout.slots]
-        placed.update(id(slot.parameter) for slot in slots)
-        if is_zero3:
-            _bring([slot.parameter for slot in slots], device, collectives)
-        state: LayerState | None = None
-        if layer.trained is not None:
-            storage = _make_storage(layer.trained, device, home, rank)
-            state = _make_state(layer.trained, storage, rank, settings.gradient_dtype)
+        trained: list[LayerState] = []
         frozen: ShardedWeights | None = None
-        if layer.frozen is not None:
-            storage = _make_storage(layer.frozen, device, home, rank)
-            assert isinstance(storage, ShardedStorage)
-            frozen = ShardedWeights(storage, layer.frozen.sizes)
-        layers.append(LayerWeights(next(beyond) if state is None else state.index, state, frozen))
+        for part in layer.parts:
+            parameters = [slot.parameter for slot in part.layout.slots]
+            placed.update(map(id, parameters))
+            if is_zero3:
+                _bring(parameters, device, collectives)
+            storage = _make_storage(part, device, home, rank)
+            if part is layer.frozen:
+                assert isinstance(storage, ShardedStorage)
+                frozen = ShardedWeights(storage, part.sizes)
+            else:
+                trained.append(_make_state(part, storage, rank, settings.gradient_dtype))
+        index = trained[0].index if trained else next(beyond)
+        layers.append(LayerWeights(index, tuple(trained), frozen))
     others = [parameter for parameter in model.parameters() if id(parameter) not in placed]
     if is_zero3:
         for parameter in others:
             _bring([parameter], device, collectives)
         model.to(device)  # buffers
-    states = [layer.trained for layer in layers if layer.trained is not None]
+    states = [state for layer in layers for state in layer.trained]
     largest_frozen = max((x.nbytes for x in others), default=0)
     return BuiltWeights(states, layers, home, live_bytes(cut, settings.gathers), largest_frozen)
 

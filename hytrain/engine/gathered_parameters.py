@@ -74,8 +74,8 @@ class GatheringParameters:
                 continue  # gathered by the engine: it stays when this context ends
             self._weights.gather_layer(layer)
             self._weights.gatherer.pinned.add(layer.index)
-            if layer.resident is not None:
-                _remember_copy(layer.resident)  # writes go into it; of a shard they go elsewhere
+            for state in layer.resident:
+                _remember_copy(state)  # writes go into it; of a shard they go elsewhere
             self._claims[layer.index] += 1
 
     def part(
@@ -125,21 +125,20 @@ class GatheringParameters:
 
     def _keep_written(self, layer: LayerWeights, parameters: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
-            trained = layer.trained
-            if trained is not None:
+            for trained in layer.trained:
                 # A save beside training may not have read the state yet.
                 trained.before_change()
-                if layer.resident is None:
+                if not layer.resident:
                     _remember_copy(trained)
             if self._weights.gatherer.is_live(layer):
                 for part in layer.sharded:
                     part.storage.keep_gathered()
-            if trained is not None:
-                written = {id(parameter) for parameter in parameters}
+            written = {id(parameter) for parameter in parameters}
+            for trained in layer.trained:
                 slots = [x for x in trained.layout.slots if id(x.parameter) in written]
                 self._kept.adopt_written(trained, slots)
                 trained.before_write = None
-                if layer.resident is not None:
+                if layer.resident:
                     _remember_copy(trained)  # for a context around this one
 
     def _release(self, layer: LayerWeights) -> None:
@@ -148,8 +147,8 @@ class GatheringParameters:
         self._claims[layer.index] -= 1
         if not self._claims[layer.index]:
             del self._claims[layer.index]
-            if layer.resident is not None:
-                layer.resident.before_write = None
+            for state in layer.resident:
+                state.before_write = None
             self._weights.gatherer.pinned.discard(layer.index)
             self._weights.release_layer(layer)
 

@@ -135,9 +135,7 @@ class ParameterAttributes:
 
 def _owned_by_layer(layer: LayerWeights) -> dict[int, tuple[bool, torch.Tensor]]:
     """id of each of a layer's parameters -> whether it is sharded, and this rank's part."""
-    parts: list[LayerState | ShardedWeights] = [*layer.sharded]
-    if layer.resident is not None:
-        parts.append(layer.resident)
+    parts: list[LayerState | ShardedWeights] = [*layer.sharded, *layer.resident]
     found: dict[int, tuple[bool, torch.Tensor]] = {}
     for part in parts:
         owner = part.storage if isinstance(part, ShardedWeights) else part
@@ -147,7 +145,7 @@ def _owned_by_layer(layer: LayerWeights) -> dict[int, tuple[bool, torch.Tensor]]
             shard = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             if low < high:
                 shard = part.storage.slice(low, high)
-            found[id(parameter)] = part is not layer.resident, shard
+            found[id(parameter)] = isinstance(part, ShardedWeights), shard
     return found
 
 

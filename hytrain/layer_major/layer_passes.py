@@ -47,8 +47,7 @@ class LayerPasses:
 
     def block_done(self, block: int) -> None:
         """All micro-batches are back at the block of that number, and through it."""
-        state = self._trained[block]
-        if state is not None:
+        for state in reversed(self._trained[block]):
             self._passes.collector.layer_done(state.index)
 
     def end_layers(self) -> None:

@@ -54,7 +54,7 @@ class LayerGuards:
         self._owner = owner
         weights = owner.weights
         layers = {layer.index: layer for layer in weights.layers}
-        self._resident = {x.index: x.resident for x in weights.layers if x.resident is not None}
+        self._resident = {layer.index: layer.resident for layer in weights.layers}
         self._guarded = modules_of_layers(model, weights.layers)
         self._seen: set[nn.Module] = set()
         self._seen_before: set[nn.Module] | None = None
@@ -178,10 +178,10 @@ class LayerGuards:
         for module, indices in self._guarded.items():
             if module is model or self._seen_before is None or module not in self._seen_before:
                 unguarded |= indices
-        for index in sorted(unguarded & self._resident.keys()):
-            state = self._resident[index]
-            if state.update.sent or not state.update.waited:
-                self._owner.passes.before_use(state)
+        for index in sorted(unguarded):
+            for state in self._resident[index]:
+                if state.update.sent or not state.update.waited:
+                    self._owner.passes.before_use(state)
 
     def _end(self, _model: nn.Module, _inputs: tuple[object, ...], outputs: object) -> None:
         self._seen_before = self._seen
@@ -209,8 +209,7 @@ class LayerGuards:
             if may_refuse and (guide := owner()) is not None:
                 guide.read_sharded(guide.weights.layers[place], name, was_read=was_read)
 
-        state = layer.resident
-        if state is not None:
+        for state in layer.resident:
             state.update.reads = WatchedParameters(
                 [slot.parameter for slot in state.layout.slots], read_trained
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress, count, islice
 
 from torch import nn
 
@@ -16,6 +17,11 @@ from hytrain.model.layout import LayerLayout, lay_out
 from hytrain.model.partition import partition
 from hytrain.model.sharded_storage import shard_bytes
 from hytrain.zero3.plan import GatherSettings, most_live, persistent_layers
+
+MOST_ELEMENTS = 2**30
+"""Of a block that is not cut. Its gradient is on the GPU twice, as autograd makes it and as it is
+reduced: 4 GiB in bf16, a twentieth of 80 GiB. Blocks of a dense 70 B have 0.9 B parameters, those
+of a mixture of 30 B 0.6 B: they stay whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +55,14 @@ class CutPart:
 
 @dataclass(frozen=True, slots=True)
 class CutLayer:
-    """A layer: its trained weights, if any, and its frozen ones, if they are sharded."""
+    """A layer: its trained weights, if any, in pieces, and its frozen ones, if they are sharded."""
 
-    trained: CutPart | None
+    trained: tuple[CutPart, ...]
     frozen: CutPart | None
 
     @property
     def parts(self) -> list[CutPart]:
-        return [part for part in (self.trained, self.frozen) if part is not None]
+        return [*self.trained, *(() if self.frozen is None else (self.frozen,))]
 
     @property
     def sharded(self) -> list[CutPart]:
@@ -87,24 +93,55 @@ def cut_model(
     trained = [p for p in parameters if id(p) in group_of]
     frozen = [p for p in parameters if can_be_sharded(p)] if gathers is not None else []
     found = find_layers(model, trained, config.layers.block_class, frozen)
-    apart = [LayerParameters(each.name, each.frozen, each.block) for each in found]
-    layouts = _lay_out_some(found, group_of, num_ranks)
-    frozen_layouts = _lay_out_some(apart, dict.fromkeys(map(id, frozen), 0), num_ranks)
-    everything = [layout for layout in (*layouts, *frozen_layouts) if layout is not None]
+    pieces = [_pieces(layer) for layer in found]
+    apart = [LayerParameters(each.name, each.frozen, each.block) for each in found if each.frozen]
+    layouts = lay_out(list(chain(*pieces)), group_of, num_ranks)
+    frozen_layouts = lay_out(apart, dict.fromkeys(map(id, frozen), 0), num_ranks)
+    everything = [*layouts, *frozen_layouts]
     sizes = [layout.size for layout in everything]
     table = partition(sizes, num_ranks, config.shard_fractions)
     whole = set(range(len(sizes))) if gathers is None else persistent_layers(sizes, gathers)
-    parts = {
-        id(layout): CutPart(layout, table.sizes(number), number not in whole)
+    if gathers is not None:
+        # Where a layer has pieces, all of them are gathered.
+        whole -= set(compress(count(), (len(each) > 1 for each in pieces for _ in each)))
+    parts = iter(
+        CutPart(layout, table.sizes(number), number not in whole)
         for number, layout in enumerate(everything)
-    }
+    )
+    trained_parts = [tuple(islice(parts, len(each))) for each in pieces]
     layers: list[CutLayer] = []
-    for layout, frozen_layout in zip(layouts, frozen_layouts, strict=True):
-        still = None if frozen_layout is None else parts[id(frozen_layout)]
+    for layer, its_trained in zip(found, trained_parts, strict=True):
+        still = next(parts) if layer.frozen else None
         if still is not None and not still.is_sharded:
             still = None  # stays as the model has it
-        layers.append(CutLayer(None if layout is None else parts[id(layout)], still))
+        layers.append(CutLayer(its_trained, still))
     return [layer for layer in layers if layer.parts]
+
+
+def _pieces(layer: LayerParameters) -> list[LayerParameters]:
+    """Of a layer's trained parameters: one, or several of a block that has very many.
+
+    A piece has its own gradient, state and update, and moves by itself; a parameter is not cut.
+    One gather brings all of them: the block's modules tell of it as a whole.
+    """
+    if layer.block is None or sum(p.numel() for _, p in layer.parameters) <= MOST_ELEMENTS:
+        return [layer] if layer.parameters else []
+    # A block's norms get their gradients last: together with one, a large one would wait for it.
+    alone = [[item] for item in layer.parameters if item[1].numel() > MOST_ELEMENTS // 4]
+    small: list[list[tuple[str, nn.Parameter]]] = []
+    elements = 0
+    for item in layer.parameters:
+        if item[1].numel() > MOST_ELEMENTS // 4:
+            continue
+        elements += item[1].numel()
+        if not small or elements > MOST_ELEMENTS:
+            small.append([])
+            elements = item[1].numel()
+        small[-1].append(item)
+    return [
+        LayerParameters(f"{layer.name}{f', piece {number}' * (number > 1)}", items, layer.block)
+        for number, items in enumerate([*small, *alone], 1)
+    ]
 
 
 def live_bytes(layers: Sequence[CutLayer], gathers: GatherSettings | None) -> int:
@@ -120,11 +157,3 @@ def live_bytes(layers: Sequence[CutLayer], gathers: GatherSettings | None) -> in
 def parts_of(layers: Iterable[CutLayer]) -> list[CutPart]:
     """The parts of all layers."""
     return [part for layer in layers for part in layer.parts]
-
-
-def _lay_out_some(
-    layers: Sequence[LayerParameters], group_of: Mapping[int, int], num_ranks: int
-) -> list[LayerLayout | None]:
-    """A layout for each layer that has parameters."""
-    layouts = iter(lay_out([x for x in layers if x.parameters], group_of, num_ranks))
-    return [next(layouts) if layer.parameters else None for layer in layers]

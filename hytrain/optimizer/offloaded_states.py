@@ -198,8 +198,8 @@ class OffloadedStates:
         found: set[int] = set()
         for layer in self._kept.weights.layers:
             found.update(id(slot.parameter) for slot in layer.slots)
-            parts = [layer.trained, layer.frozen]
-            for storage in (part.storage for part in parts if part is not None):
+            parts = [*layer.trained, *(() if layer.frozen is None else (layer.frozen,))]
+            for storage in (part.storage for part in parts):
                 if not (storage.is_sharded and storage.on_host):
                     holders.append(_Holder(StateKind.lp_params, storage.kept, storage.move))
         rest = [p for p in self._parameters if id(p) not in found]

@@ -73,33 +73,32 @@ class PassGuide:
             self._enter_sharded(layers)
         else:
             for layer in layers:
-                state = layer.trained
-                if state is None:
-                    continue
-                update = state.update
-                if update.sent or not update.waited:
-                    passes.before_use(state)  # what was sent is withdrawn
-        first = layers[0].trained
-        if passes.timer.in_forward and first is not None:
-            # The time of others counts as the layer's before them.
-            passes.timer.enter(first.index)
+                for state in layer.trained:
+                    update = state.update
+                    if update.sent or not update.waited:
+                        passes.before_use(state)  # what was sent is withdrawn
+        states = layers[0].trained
+        if passes.timer.in_forward and states:
+            # The time of others counts as the layer's before them. A block waits for all of its
+            # pieces before it begins: it is the last one's.
+            passes.timer.enter(states[-1].index)
 
     def _enter_sharded(self, layers: Sequence[LayerWeights]) -> None:
         passes, schedule = self.passes, self.weights.active
         for layer in layers:
-            state = layer.trained
+            states = layer.trained
             if self.weights.is_suspended:
                 self._check_gathered(layer)
-            if state is not None and state.update.sent:
-                passes.before_use(state)  # withdraws
-            if schedule is not None and state is not None:
-                passes.timer.wait_begins(state.index, on_cpu=state.update.updated_by == "cpu")
-                schedule.use(state.index)
-                passes.timer.wait_ends(state.index)
+            for state in states:
+                if state.update.sent or (schedule is None and not state.update.waited):
+                    passes.before_use(state)  # what was sent is withdrawn
+            if schedule is not None and states:
+                on_cpu = any(state.update.updated_by == "cpu" for state in states)
+                passes.timer.wait_begins(layer.index, on_cpu=on_cpu)
+                schedule.use(layer.index)
+                passes.timer.wait_ends(layer.index)
             elif schedule is not None:
                 schedule.use(layer.index)
-            elif state is not None and not state.update.waited:
-                passes.before_use(state)
             # Not before: on its way to this use the schedule may give the layer up, and gather it
             # anew, where this rank has left other uses out.
             for part in layer.sharded:
@@ -170,13 +169,12 @@ class PassGuide:
             ConfigError: between backward and step, where updates are committed directly.
         """
         passes, schedule = self.passes, self.weights.active
-        state = layer.resident
-        assert state is not None
         if schedule is not None and schedule.is_open:
             schedule.hold(layer.index)
         else:
             self.weights.gatherer.start_held()  # all ranks have begun these before
-            passes.before_use(state)
+            for state in layer.resident:
+                passes.before_use(state)
 
     def read_sharded(self, layer: LayerWeights, name: str, *, was_read: bool) -> None:
         """The user's code is about to read weights outside of the modules that own them (ZeRO-3).

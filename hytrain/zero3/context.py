@@ -54,7 +54,7 @@ class GatherContext:
     Attributes:
         layers: all layers in forward order.
         sharded: numbers of the layers that have to be gathered.
-        trained: numbers of those with gradients.
+        trained: numbers of those with gradients, and of the gradients: a large block has several.
         held: those that are there in the whole of every pass.
         unguarded: numbers of layers, sharded or not, whose weights are used past their modules.
         gradients: those that a plan says when to reduce; None: they are reduced as they come.
@@ -69,8 +69,8 @@ class GatherContext:
     ) -> None:
         self.layers = list(layers)
         self.sharded = {layer.index for layer in layers if layer.sharded}
-        self.trained = {layer.index for layer in layers if layer.trained is not None}
-        self._resident = {layer.index for layer in layers if layer.resident is not None}
+        self.trained = {x.index: [state.index for state in x.trained] for x in layers if x.trained}
+        self._resident = {layer.index for layer in layers if layer.resident}
         self.unguarded = set(held)
         self._by_number = {layer.index: layer for layer in layers}
         self.held = sorted(set(held) & self.sharded)

@@ -101,16 +101,16 @@ class LayerGatherer:
 
     def _start(self, layer: LayerWeights) -> None:
         flight = self._flights[layer.index]
-        state = _sharded_state(layer)
-        if state is not None:
+        states = _sharded_states(layer)
+        for state in states:
             # The shard is then the newest, or a copy in flight that the event below covers.
             self._pipeline.wait(state)
         with self._streams.on_communication(after=flight.memory_free):
             # Without this wait the old shard could be sent, or one that the copy from the host, or
             # the update on the device, is still writing.
-            ready = None if state is None else state.update.ready
-            if self._streams.is_cuda and ready is not None:
-                self._streams.communication.wait_event(ready)
+            for ready in (state.update.ready for state in states):
+                if self._streams.is_cuda and ready is not None:
+                    self._streams.communication.wait_event(ready)
             for part in flight.parts:
                 self._gather_part(part)
             # Behind this gather only: a wait for the whole stream would also wait for later ones.
@@ -156,9 +156,10 @@ class LayerGatherer:
 
     def wait_resident(self, layer: LayerWeights) -> None:
         """Weights of a layer that are on every rank whole are the newest."""
-        if layer.resident is not None:
+        if layer.resident:
             self.start_held()
-            self._pipeline.wait(layer.resident)
+            for state in layer.resident:
+                self._pipeline.wait(state)
 
     def use(self, layer: LayerWeights) -> None:
         """What compute runs from now on sees the layer's weights; it must be live."""
@@ -199,12 +200,12 @@ class LayerGatherer:
         return frozenset(self._flights)
 
 
-def _sharded_state(layer: LayerWeights) -> LayerState | None:
+def _sharded_states(layer: LayerWeights) -> tuple[LayerState, ...]:
     """The trained weights that a gather of the layer brings."""
-    return None if layer.resident is not None else layer.trained
+    return () if layer.resident else layer.trained
 
 
 def _may_block(layer: LayerWeights) -> bool:
     """Whether a gather may have to wait for this rank's own update."""
-    state = _sharded_state(layer)
-    return state is not None and not state.update.waited and state.update.updated_by == "cpu"
+    updates = [state.update for state in _sharded_states(layer)]
+    return any(not update.waited and update.updated_by == "cpu" for update in updates)

@@ -70,24 +70,26 @@ class ShardedWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's weights, in one or two parts, each with a flat space of its own.
+    """One layer's weights, in parts, each with a flat space of its own.
 
     Attributes:
-        index: its number where layers are gathered: the trained part's, and higher ones for layers
-            in which nothing is trained.
-        trained: the part that the pipeline updates; None where nothing is trained.
+        index: its number where layers are gathered: the first trained part's, and higher ones for
+            layers in which nothing is trained.
+        trained: the parts that the pipeline updates: one, or the pieces of a large block; () where
+            nothing is trained.
         frozen: the part that never changes, where it is sharded (ZeRO-3). What is frozen and whole
             on every rank is in no layer: there is nothing to do for it.
     """
 
     index: int
-    trained: LayerState | None = None
+    trained: tuple[LayerState, ...] = ()
     frozen: ShardedWeights | None = None
 
     @property
     def layouts(self) -> list[LayerLayout]:
         """The parts' flat spaces."""
-        return [part.layout for part in (self.trained, self.frozen) if part is not None]
+        frozen = [] if self.frozen is None else [self.frozen.layout]
+        return [*(state.layout for state in self.trained), *frozen]
 
     @property
     def name(self) -> str:
@@ -105,17 +107,18 @@ class LayerWeights:
         return [slot for layout in self.layouts for slot in layout.slots]
 
     @property
-    def resident(self) -> LayerState | None:
-        """The trained part, where every rank has all of it always."""
-        state = self.trained
-        return None if state is None or state.storage.is_sharded else state
+    def resident(self) -> tuple[LayerState, ...]:
+        """The trained parts, where every rank has all of them always: all or none."""
+        return () if any(state.storage.is_sharded for state in self.trained) else self.trained
 
     @property
     def sharded(self) -> list[ShardedWeights]:
         """The parts that are gathered for their uses."""
-        parts: list[ShardedWeights] = []
-        if self.trained is not None and isinstance(self.trained.storage, ShardedStorage):
-            parts.append(ShardedWeights(self.trained.storage, self.trained.sizes))
+        parts = [
+            ShardedWeights(state.storage, state.sizes)
+            for state in self.trained
+            if isinstance(state.storage, ShardedStorage)
+        ]
         if self.frozen is not None:
             parts.append(self.frozen)
         return parts
@@ -156,8 +159,8 @@ class BuiltWeights:
         Explicitly: the error that ended the build keeps all its frames alive while it is handled.
         """
         for layer in self.layers:
-            if layer.trained is not None:
-                layer.trained.release()
+            for state in layer.trained:
+                state.release()
             if layer.frozen is not None:
                 layer.frozen.storage.release()
         if self.home is not None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from hytrain.zero3.context import END, FAILED, HOLD, TURN, GatherContext, PendingGradients
+from hytrain.zero3.context import END, FAILED, HOLD, TURN, GatherContext
 
 
 class RecordedPass:
@@ -82,8 +82,10 @@ class RecordedPass:
             self._sends = context.any_rank(gradients.lacks_room)
         if gradients is not None and self._in_use in context.trained:
             # The first backward keeps no whole gradients either: all that is there is reduced.
-            is_all = self._is_complete(self._in_use, gradients, has_samples=has_samples)
-            gradients.reduce_so_far(self._in_use, is_all=is_all)
+            missing = has_samples and not all(map(gradients.has_all, context.trained[self._in_use]))
+            is_all = self._is_complete(self._in_use, is_missing=missing)
+            for number in reversed(context.trained[self._in_use]):
+                gradients.reduce_so_far(number, is_all=is_all)
         keep = {index, *context.held}
         context.release(context.gatherer.live - keep)
         if index in context.sharded:
@@ -92,12 +94,15 @@ class RecordedPass:
         self.uses.append(index)
         self._in_use = index
 
-    def _is_complete(self, index: int, gradients: PendingGradients, *, has_samples: bool) -> bool:
-        """Whether a layer's update may begin before the end of backward; may be a collective."""
+    def _is_complete(self, index: int, *, is_missing: bool) -> bool:
+        """Whether a layer's update may begin before the end of backward; may be a collective.
+
+        ``is_missing``: this rank has samples, and gradients of it may still come.
+        """
         context = self._context
         if not self._sends or index not in self._once or index in context.unguarded:
             return False
-        return not context.any_rank(has_samples and not gradients.has_all(index))
+        return not context.any_rank(is_missing)
 
     def turn(self) -> None:
         """Its backward begins; a collective."""

@@ -80,7 +80,10 @@ class GatherSchedule:
     ) -> None:
         """``held``: layers that no module of their own uses: there in the whole pass."""
         self._context = GatherContext(layers, gatherer, collectives, held)
-        self._sizes = [x.gathered_elements for x in sorted(layers, key=lambda x: x.index)]
+        # By number; there is no layer of a large block's second gradient.
+        self._sizes = [0] * (1 + max(layer.index for layer in layers))
+        for layer in layers:
+            self._sizes[layer.index] = layer.gathered_elements
         self._settings = settings
         self._collectives = collectives
         self._records: dict[_Key, _Record] = {}

@@ -6,15 +6,20 @@ Ranks visit different experts, some of them in later steps only; one expert has 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from harness import on_ranks
 from support.beside_torch import training_beside_torch
 from support.covering import everyday
+from support.engines import environment
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from hytrain.optimizer import model_cut
 
 pytestmark = pytest.mark.timeout(240)
 full = pytest.mark.parity_full
@@ -192,23 +197,93 @@ def test_experts_apart(kind: type[nn.Module]) -> None:
     _train(Model(kind), 3, section={"layers": {"class": kind.__name__}})
 
 
+WHOLE = model_cut.MOST_ELEMENTS
+PIECE = 1000
+"""Elements: one of the packed tensors has more, an expert fewer than half as many."""
+
+
+@pytest.mark.parametrize("kind", [Modules, Packed])
 @pytest.mark.parametrize(
-    ("stage", "kind", "accumulation"),
+    ("num_ranks", "stage", "way"),
     [
-        (2, Modules, "layer_major"),
-        (3, Packed, "layer_major"),
-        (3, Modules, "micro_batch_major"),
-        pytest.param(2, Packed, "layer_major", marks=full),
-        pytest.param(3, Modules, "layer_major", marks=full),
-        pytest.param(3, Packed, "micro_batch_major", marks=full),
+        (1, 2, ""),
+        (1, 3, "host"),
+        (2, 2, "on both sides"),
+        (2, 3, ""),
+        (2, 3, "host"),
+        (2, 3, "recomputed"),
+        (2, 3, "router frozen"),
+        (2, 3, "on both sides"),
+    ],
+)
+@on_ranks(lambda num_ranks: num_ranks)
+def test_large_blocks(num_ranks: int, stage: int, way: str, kind: type[nn.Module]) -> None:
+    """They are updated in pieces; with delays at every hand-off, different on each rank."""
+    model = Model(kind, recomputed=way == "recomputed")
+    if way == "router frozen":
+        for block in model.blocks:
+            block.router.requires_grad_(False)
+    zero = {"offload_param": {"device": "cpu"}} if way == "host" else {}
+    section = {"gpu_fraction": 0.5} if way == "on both sides" else {}
+    with (
+        patch.object(model_cut, "MOST_ELEMENTS", PIECE),
+        environment("HYTRAIN_DELAYS", f"{7 + dist.get_rank()}:400"),
+        training_beside_torch(model, stage, eps=EPS, zero=zero, section=section) as beside,
+    ):
+        layers = beside.engine.optimizer.weights.layers
+        assert [len(layer.trained) > 1 for layer in layers] == [False, True, True, False]
+        for step in range(len(VISITS) + 2):
+            beside.step(lambda model, rank, step=step: model(**_batch(step, rank)))
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 2), (2, 3)])
+@on_ranks(lambda num_ranks: num_ranks)
+def test_gradients_of_large_experts_are_not_there_together(num_ranks: int, stage: int) -> None:
+    """Each is reduced, and leaves for its update, when it has come."""
+    together: set[frozenset[str]] = set()
+    with (
+        patch.object(model_cut, "MOST_ELEMENTS", PIECE),
+        training_beside_torch(Model(Packed), stage, eps=EPS) as beside,
+    ):
+        collector = beside.engine.optimizer.collector
+
+        def watch(*_arguments: Any) -> None:
+            there = [layer for layer in collector.layers if layer.unreduced_grad is not None]
+            large = [layer.layout for layer in there if layer.layout.numel > PIECE // 2]
+            together.add(frozenset(slot.name for layout in large for slot in layout.slots))
+
+        for step in range(3):
+            if step == 1:  # the first backward learns the order
+                for hooks in collector._hooks:
+                    for node in hooks.accumulators:
+                        node.register_hook(watch)  # after the collector's own
+            beside.step(lambda model, rank, step=step: model(**_batch(step, rank)))
+    assert max(map(len, together)) <= 1, together
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "accumulation", "elements"),
+    [
+        (2, Modules, "layer_major", WHOLE),
+        (3, Packed, "layer_major", WHOLE),
+        (3, Modules, "micro_batch_major", WHOLE),
+        (2, Packed, "layer_major", PIECE),
+        (3, Modules, "layer_major", PIECE),
+        (3, Packed, "micro_batch_major", PIECE),
+        pytest.param(2, Packed, "layer_major", WHOLE, marks=full),
+        pytest.param(3, Modules, "layer_major", WHOLE, marks=full),
+        pytest.param(3, Packed, "micro_batch_major", WHOLE, marks=full),
     ],
 )
 @on_ranks(2)
-def test_accumulation(stage: int, kind: type[nn.Module], accumulation: str) -> None:
+def test_accumulation(stage: int, kind: type[nn.Module], accumulation: str, elements: int) -> None:
     """Micro-batches of a step visit different experts."""
     section = {"accumulation": accumulation, "batch_sizes": [3, 2], "micro_batch_sizes": [1, 1]}
     model = Model(kind)
-    with training_beside_torch(model, stage, eps=EPS, section=section) as beside:
+    with (
+        patch.object(model_cut, "MOST_ELEMENTS", elements),
+        training_beside_torch(model, stage, eps=EPS, section=section) as beside,
+    ):
         for step in range(4):
             beside.train_batch(
                 lambda rank, step=step: [_batch(step + n, rank) for n in range(3 - rank)]

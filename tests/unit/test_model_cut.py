@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import torch
 from support.frozen import FROZEN
 from support.models import make_model
 from torch import nn
 
 from hytrain.config import HyTrainConfig
+from hytrain.optimizer import model_cut
 from hytrain.optimizer.model_cut import CutLayer, cut_model, live_bytes
 from hytrain.zero3.plan import GatherSettings
 
@@ -34,7 +37,7 @@ def numbers(layers: list[CutLayer]) -> list[tuple[int | None, int | None]]:
     """Parameters of each layer's parts."""
     return [
         (
-            None if x.trained is None else x.trained.layout.numel,
+            sum(part.layout.numel for part in x.trained) or None,
             None if x.frozen is None else x.frozen.layout.numel,
         )
         for x in layers
@@ -64,8 +67,7 @@ def test_below_the_threshold_weights_stay_where_they_are() -> None:
     layers = cut(frozen("lora"), keys)
     assert numbers(layers) == [(ADAPTERS, BLOCK)] * 4  # outside of the blocks nothing is sharded
     for layer in layers:
-        assert layer.trained is not None
-        assert not layer.trained.is_sharded
+        assert not layer.trained[0].is_sharded
         assert layer.sharded == [layer.frozen]
 
 
@@ -101,3 +103,56 @@ def test_live_bytes_are_those_of_both_parts() -> None:
     alone = GatherSettings(0, 10**9, 0, 0, 10**9)
     assert live_bytes(cut(model, alone), alone) == 2 * block
     assert live_bytes(cut(model, None), None) == 0
+
+
+def pieces(
+    elements: int, gathers: GatherSettings | None = EVERYTHING, model: nn.Module | None = None
+) -> list[CutLayer]:
+    with patch.object(model_cut, "MOST_ELEMENTS", elements):
+        return cut(make_model("mlp") if model is None else model, gathers)
+
+
+def parameters(layer: CutLayer) -> list[list[str]]:
+    return [[slot.name for slot in part.layout.slots] for part in layer.trained]
+
+
+def test_large_parameters_of_a_large_block_are_pieces_and_the_others_another() -> None:
+    layers = pieces(BLOCK - 1)
+    assert [len(layer.trained) for layer in layers] == [1, 3, 3, 3, 3, 1]
+    names = [["up.bias", "down.bias"], ["up.weight"], ["down.weight"]]
+    assert parameters(layers[2]) == [[f"blocks.1.{name}" for name in each] for each in names]
+    assert [part.layout.name for part in layers[2].trained] == [
+        "blocks.1",
+        "blocks.1, piece 2",
+        "blocks.1, piece 3",
+    ]
+    states = [part.layout.index for layer in layers for part in layer.trained]
+    assert states == list(range(len(states)))
+
+
+def test_a_list_of_small_experts_is_cut_in_the_order_of_registration() -> None:
+    experts = [nn.ModuleList(nn.Linear(9, 10) for _ in range(7)) for _ in range(2)]
+    first, _ = pieces(400, model=nn.ModuleList(experts))
+    assert parameters(first) == [
+        [f"0.{n}.{kind}" for n in each for kind in ("weight", "bias")]
+        for each in (range(4), range(4, 7))
+    ]
+
+
+def test_blocks_up_to_the_limit_are_whole() -> None:
+    for gathers in (EVERYTHING, None):
+        layers = pieces(BLOCK, gathers)
+        assert numbers(layers) == numbers(cut(make_model("mlp"), gathers))
+        assert [x.trained[0].layout.name for x in layers][1:5] == [f"blocks.{n}" for n in range(4)]
+        assert [len(layer.trained) for layer in layers] == [1] * 6
+
+
+def test_what_is_in_no_block_is_whole() -> None:
+    assert [len(layer.trained) for layer in pieces(1)][::5] == [1, 1]
+
+
+def test_of_a_gathered_block_no_piece_stays_whole() -> None:
+    keys = GatherSettings(1, 10**9, 0, 2100, 10**9)
+    for layer in pieces(BLOCK - 1, keys)[1:5]:
+        assert [part.layout.numel for part in layer.trained] == [96, 2048, 2048]
+        assert len(layer.sharded) == 3

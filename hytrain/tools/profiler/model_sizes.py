@@ -47,7 +47,7 @@ def read_model_sizes(
     layers: list[LayerBytes] = []
     gradient_bytes: list[int] = []
     outgoing_bytes: list[int] = []
-    parts = [layer.trained for layer in cut if layer.trained is not None]
+    parts = [part for layer in cut for part in layer.trained]
     for part in parts:
         layout, (begin, end) = part.layout, part.shard(rank)
         itemsize = part.itemsize if gradient_dtype is None else gradient_dtype.itemsize

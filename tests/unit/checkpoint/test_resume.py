@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from support.resume import (
     snapshot,
     train,
 )
+
+from hytrain.optimizer import model_cut
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -63,6 +66,24 @@ def test_any_layout_resumes_any_other(moments: str, tmp_path: Path) -> None:
             if device().type == "cpu":  # a GPU's own kernel may differ in the last bit
                 assert train(engine, 3, 6) == expected["losses"]
                 assert_same(snapshot(engine), expected["end"])
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize("elements", [(2**30, 3000), (3000, 2**30)])
+def test_blocks_in_pieces_and_whole_ones_resume_each_other(
+    elements: tuple[int, int], moments: str, tmp_path: Path
+) -> None:
+    # Norms are added up layer by layer: a clipped step would differ in its last bit.
+    run = Run(moments=moments, clipping=0.0)
+    with patch.object(model_cut, "MOST_ELEMENTS", elements[0]):
+        expected = save_and_go_on(run, tmp_path, (3, 6))
+    with patch.object(model_cut, "MOST_ELEMENTS", elements[1]), engine_of(run.another()) as engine:
+        assert len(engine.optimizer.layer_states) == (11 if elements[1] == 3000 else 5)
+        engine.load_checkpoint(tmp_path)
+        assert_same(snapshot(engine), expected["saved"])
+        if device().type == "cpu":
+            assert train(engine, 3, 6) == expected["losses"]
+            assert_same(snapshot(engine), expected["end"])
 
 
 @pytest.mark.parametrize("bf16", [True, False])

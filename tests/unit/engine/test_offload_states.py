@@ -55,7 +55,7 @@ def _on_device(engine: Any) -> list[weakref.ref[torch.Tensor]]:
     optimizer = engine.optimizer
     found: list[torch.Tensor] = []
     for layer in optimizer.weights.layers:
-        for part in (layer.trained, layer.frozen):
+        for part in (*layer.trained, layer.frozen):
             if part is not None and not part.storage.on_host:
                 found += part.storage.kept
     for state in optimizer.layer_states:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from hytrain.config import HyTrainConfig
 from hytrain.formats.profile_file import ProfiledModel, ProfileFile
 from hytrain.kernels.host_memory import PAGE
+from hytrain.optimizer import model_cut
 from hytrain.tools.explain.training_form import TrainingForm
 from hytrain.tools.planner.cost_model import Collectives, Workload, gpu_bytes, host_bytes, workload
 from hytrain.tools.planner.problem import PlanProblem
@@ -123,6 +125,28 @@ def test_weights_are_where_a_run_will_have_them(
         weights = host_bytes(problem, 0.0, shard, work.offloaded) - problem.host_state_bytes * shard
         actual = sizes.staging_bytes - there.staging_bytes
         assert weights == pytest.approx(actual, rel=0.01)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_explain_counts_the_pieces_that_a_run_has(config_file: Path) -> None:
+    form = TrainingForm(
+        dtype="bfloat16",
+        dtype_from='"bf16.enabled" is true',
+        gradient_dtype=None,
+        clipping=1.0,
+        check_overflow=True,
+        accumulation=1,
+        shards_weights=False,
+        weights_on_host=False,
+        gather_keys={},
+    )
+    model = build_language_model(read_config(config_file), config_file).bfloat16()
+    with patch.object(model_cut, "MOST_ELEMENTS", 30_000), built(model, make_config()) as engine:
+        sizes = read_model_sizes(config_file, HyTrainConfig(), form, num_ranks=1, rank=0)
+        states = [(state.name, state.shard_size) for state in engine.optimizer.layer_states]
+    assert [(layer.name, layer.parameters) for layer in sizes.layers] == states
+    assert len(states) > LLAMA["num_hidden_layers"] + 2
+    assert max(size for _, size in states) <= 30_000
 
 
 def _shape(config_file: Path, kind: str) -> ProfiledModel:
