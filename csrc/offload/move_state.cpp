@@ -70,7 +70,7 @@ void store(char* to, std::size_t i, Bits bits) {
 // A piece that is to leave: `bytes` of it.
 void pack(char* to, const char* from, std::size_t bytes, StatePart part, int num_threads) {
     if (part == StatePart::kAsKept) return parallel_copy(to, from, bytes, num_threads);
-#pragma omp parallel for num_threads(std::max(1, num_threads)) schedule(static)
+#pragma omp parallel for num_threads(copy_threads(bytes, num_threads)) schedule(static)
     for (std::size_t i = 0; i < bytes / 2; ++i) {
         const auto bits = load<std::uint32_t>(from, i);
         const bool is_nan = (bits & ~kSign) > 0x7F800000U;
@@ -81,7 +81,7 @@ void pack(char* to, const char* from, std::size_t bytes, StatePart part, int num
 // The reverse. A weight is its remainder until its copy has come.
 void unpack(char* to, const char* from, std::size_t bytes, StatePart part, int num_threads) {
     if (part == StatePart::kAsKept) return parallel_copy(to, from, bytes, num_threads);
-#pragma omp parallel for num_threads(std::max(1, num_threads)) schedule(static)
+#pragma omp parallel for num_threads(copy_threads(bytes, num_threads)) schedule(static)
     for (std::size_t i = 0; i < bytes / 2; ++i) {
         std::uint32_t bits = load<std::uint16_t>(from, i);
         if (part == StatePart::kCopy) {

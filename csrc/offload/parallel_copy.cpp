@@ -37,12 +37,9 @@ void stream_copy(char* to, const char* from, std::size_t bytes) {
 template <typename Copy>
 void in_parallel(void* destination, const void* source, std::size_t bytes, int num_threads,
                  Copy copy) {
-    // Whole cache lines a thread, and nothing so small that starting threads costs more.
+    // Whole cache lines a thread.
     constexpr std::size_t kLine = 64;
-    constexpr std::size_t kLeast = 1U << 18U;
-    const std::size_t most = std::max<std::size_t>(1, bytes / kLeast);
-    const int threads = static_cast<int>(
-        std::min<std::size_t>(most, static_cast<std::size_t>(std::max(1, num_threads))));
+    const int threads = copy_threads(bytes, num_threads);
     const std::size_t share = (bytes / static_cast<std::size_t>(threads) / kLine + 1) * kLine;
     // The team's barrier at the end is needed: callers pass the destination on at once.
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
@@ -55,6 +52,12 @@ void in_parallel(void* destination, const void* source, std::size_t bytes, int n
 }
 
 }  // namespace
+
+int copy_threads(std::size_t bytes, int num_threads) {
+    constexpr std::size_t kLeast = 1U << 18U;
+    const std::size_t most = std::max<std::size_t>(1, bytes / kLeast);
+    return static_cast<int>(std::min(most, static_cast<std::size_t>(std::max(1, num_threads))));
+}
 
 void parallel_copy(void* destination, const void* source, std::size_t bytes, int num_threads) {
     in_parallel(destination, source, bytes, num_threads,

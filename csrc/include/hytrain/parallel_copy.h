@@ -6,6 +6,9 @@
 
 namespace hytrain {
 
+// Threads that so many bytes are worth: starting more would cost more than it wins.
+int copy_threads(std::size_t bytes, int num_threads);
+
 void parallel_copy(void* destination, const void* source, std::size_t bytes, int num_threads);
 
 // As parallel_copy, past the cache: for what nobody reads soon.
