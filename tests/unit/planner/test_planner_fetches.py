@@ -58,7 +58,7 @@ def problem(
     )
     collective = Table(((1.0, ms), (1e12, ms)))
     whole = PlanProblem(
-        cluster=Cluster((host,), collective, collective, 1.0),
+        cluster=Cluster((host,), collective, collective, (1.0, 1.0)),
         model=Model("m", LAYERS, 2 * GB, 10**6),
         batch=8,
         stage=3,

@@ -48,7 +48,7 @@ def problem(stage: Any, *, offload: bool = False, frozen: int = 6 * GB) -> PlanP
     host = Host("h", (GPU, GPU), 16, 512 * GB, 1e12, Table(((1.0, 1e10), (16.0, 1e11))))
     gather = Table(((1.0, 1e-9), (1e12, 1e3)))  # a millisecond a gigabyte
     return PlanProblem(
-        cluster=Cluster((host,), gather, gather, 1.0),
+        cluster=Cluster((host,), gather, gather, (1.0, 1.0)),
         model=Model("m", 10, 2 * GB, 10**6, frozen=frozen),
         batch=8,
         stage=stage,

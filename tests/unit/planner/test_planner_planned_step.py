@@ -42,7 +42,7 @@ def problem(
     line = Table(((1e8, collective_ms), (2e8, collective_ms)))
     model = Model("m", LAYERS, LAYERS * 50_000_000)
     return PlanProblem(
-        Cluster((host,), line, line, 1.0),
+        Cluster((host,), line, line, (1.0, 1.0)),
         model,
         64,
         activations=("store", "keep"),
