@@ -396,7 +396,7 @@ def test_what_fits_nowhere_is_explained() -> None:
 
 def test_reports_a_fixed_number_that_does_not_fit() -> None:
     text = _text(HyTrainConfig(gpu_fraction=1.0), 20, 128)
-    assert "The fixed number of GPU layers, 26, takes more than the GPU has: the run would be" in text
+    assert "The fixed number of GPU layers, 26, takes more than the GPU has" in text
     last = text.split("Candidates")[1].split("Memory\n")[0].strip().splitlines()[-1]
     assert last.split()[0] == "26"
     assert last.split()[4:] == ["no", "<-", "fixed"]
