@@ -229,7 +229,7 @@ class LayerState:
                 master, written = self.master[part], copy.to(self.master.device)
                 value = written.to(master.dtype)
                 if self.form.is_split:
-                    value = torch.tensor(split_weights.NO_REMAINDER, dtype=master.dtype)
+                    value = master.new_full((), split_weights.NO_REMAINDER)
                 if before is None and self.form.rounds_away:
                     master.copy_(value)
                     continue

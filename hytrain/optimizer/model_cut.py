@@ -16,6 +16,7 @@ from hytrain.model.discovery import LayerParameters, can_be_sharded, find_layers
 from hytrain.model.layout import LayerLayout, lay_out
 from hytrain.model.partition import partition
 from hytrain.model.sharded_storage import shard_bytes
+from hytrain.placement.costs import PIECE
 from hytrain.zero3.plan import GatherSettings, most_live, persistent_layers
 
 MOST_ELEMENTS = 2**30
@@ -139,7 +140,7 @@ def _pieces(layer: LayerParameters) -> list[LayerParameters]:
             elements = item[1].numel()
         small[-1].append(item)
     return [
-        LayerParameters(f"{layer.name}{f', piece {number}' * (number > 1)}", items, layer.block)
+        LayerParameters(f"{layer.name}{f'{PIECE}{number}' * (number > 1)}", items, layer.block)
         for number, items in enumerate([*small, *alone], 1)
     ]
 

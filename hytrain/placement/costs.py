@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 from hytrain.formats.moment_kinds import FP32, MasterName, MomentsName, state_bytes
 
+PIECE = ", piece "
+"""Behind the name of a large block, in those of its pieces but the first one."""
+_SIDES = {"before", "after"}
+
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
@@ -44,13 +48,19 @@ class LayerBytes:
         return state_bytes(self.moments, self.parameters, self.host_master or self.master)
 
 
+def num_blocks(layers: Sequence[LayerBytes]) -> int:
+    """How many blocks a model has, as its discovery names them; pieces of one block are one."""
+    names = {layer.name.partition(PIECE)[0] for layer in layers}
+    return sum(name.partition(" ")[0] not in _SIDES for name in names)
+
+
 def layers_words(layers: Sequence[LayerBytes]) -> str:
-    """How many, and which of them are no blocks, as a model's discovery names them."""
-    sides = {layer.name.partition(" ")[0] for layer in layers} & {"before", "after"}
-    blocks = len(layers) - len(sides)
-    outside = " and ".join(sorted(sides, reverse=True))
-    detail = f" ({counted(blocks, 'block')}, and what comes {outside})" if sides else ""
-    return counted(len(layers), "layer") + detail
+    """How many, and which of them are no blocks."""
+    sides = {layer.name.partition(" ")[0] for layer in layers} & _SIDES
+    blocks, pieces = num_blocks(layers), len(layers) - len(sides)
+    words = counted(blocks, "block") + (f" in {pieces} pieces" if pieces > blocks else "")
+    detail = f" ({words}, and what comes {' and '.join(sorted(sides, reverse=True))})"
+    return counted(len(layers), "layer") + (detail if sides else "")
 
 
 def counted(number: int, what: str) -> str:

@@ -149,7 +149,9 @@ class LayerGatherer:
         dtype = next(flat.dtype for begin, end, flat in storage.runs if begin <= low < end)
         flat = torch.empty(high - low, dtype=dtype, device=storage.device)
         begin, own = next(iter(storage.shard_slices(low, high)), (low, flat[:0]))
-        with self._streams.on_communication(after=self._streams.new_event()):
+        # After compute so far, whose memory it is: a kernel that is queued may still read what was
+        # there.
+        with self._streams.on_communication():
             sizes = part.sizes_within(low, high)
             self._gather_run(flat, own, begin - low, sizes, part.layout.name)
             return flat, self._streams.record_communication()

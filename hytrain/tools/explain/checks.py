@@ -30,6 +30,7 @@ from hytrain.engine.training_plan import (
 from hytrain.engine.unsupported import refuse_unsupported
 from hytrain.errors import ConfigError, refuse_all
 from hytrain.formats.plan_file import Actual, ActualRank, read_plan
+from hytrain.placement.costs import num_blocks
 from hytrain.tools.explain.config import ModelSizes
 
 
@@ -118,8 +119,7 @@ def with_plan(
     refuse_other_job(plan, job, path)
 
     def check_model(sizes: ModelSizes) -> None:
-        blocks = sum(not layer.name.startswith(("before", "after")) for layer in sizes.layers)
-        parameters = sum(sizes.parameters)
+        blocks, parameters = num_blocks(sizes.layers), sum(sizes.parameters)
         model = replace(job, num_layers=blocks, parameters=parameters, frozen=0)
         refuse_other_job(plan, model, path)
 

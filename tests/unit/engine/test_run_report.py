@@ -23,7 +23,7 @@ from torch import nn
 from hytrain.engine import run_report
 from hytrain.engine.run_report import RunReport
 from hytrain.errors import ConfigError
-from hytrain.placement.costs import LayerBytes, layers_words
+from hytrain.placement.costs import LayerBytes, layers_words, num_blocks
 from hytrain.tools import cli
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -154,6 +154,14 @@ def test_what_is_no_block_is_told_apart() -> None:
     assert layers_words(layers[1:3]) == "2 layers"
     assert layers_words(layers[1:2]) == "1 layer"
     assert layers_words(layers[:2]) == "2 layers (1 block, and what comes before)"
+
+
+def test_pieces_of_a_block_are_one_block() -> None:
+    names = ["before blocks.0", "blocks.0", "blocks.0, piece 2", "blocks.1", "after blocks.1"]
+    layers = [LayerBytes(name, 1) for name in names]
+    assert num_blocks(layers) == 2
+    words = "5 layers (2 blocks in 3 pieces, and what comes before and after)"
+    assert layers_words(layers) == words
 
 
 def test_a_fixed_k_is_not_said_to_have_settled(caplog: pytest.LogCaptureFixture) -> None:
