@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
@@ -57,6 +58,7 @@ def test_a_gpu_counts() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     count = retries_of(device)
     assert count is not None
+    gc.collect()  # what an earlier test left would be freed meanwhile, and make room
     torch.cuda.empty_cache()
     limit = torch.cuda.memory_reserved(device) + 600 * mib
     total = torch.cuda.mem_get_info(device)[1]
