@@ -22,6 +22,7 @@ from hytrain.placement.costs import LayerBytes, MemoryLimits
 
 GPU_RESERVE_KEY = "hytrain.solver.gpu_memory_reserve_bytes"
 HOST_RESERVE_KEY = "hytrain.solver.host_memory_reserve_bytes"
+STREAMED = 'ZeRO stage 3 with "offload_param": {"device": "cpu"}'
 
 GPU_RESERVE_SHARE = 0.04
 HOST_RESERVE_SHARE = 0.03
@@ -275,13 +276,12 @@ def check_fits(
     if found.fits:
         return found
     num_layers = len(layers)
-    splits = [_split(layers, limits, staging_bytes, k) for k in range(num_layers + 1)]
-    missing = [split[_GPU_MISSING] + split[_HOST_MISSING] for split in splits]
-    nearest = missing.index(min(missing))
-    best = splits[nearest]
+    nearest, best = _nearest(layers, limits, staging_bytes)
+    what = "the optimizer state fits in no split between GPU and host"
+    if exceeds_gpu(limits):
+        what = "the model alone takes more than the GPU has"
     lines = [
-        "the optimizer state fits in no split between GPU and host (bytes on this rank; nothing "
-        "was allocated):",
+        f"{what} (bytes on this rank; nothing was allocated):",
         table(layers, limits, staging_bytes, sorted({0, nearest, num_layers})),
         f"nearest: {nearest} of {num_layers} layers on the GPU; missing: {_missing(best)}.",
         "What would make it fit:",
@@ -290,9 +290,29 @@ def check_fits(
     raise MemoryBudgetError("\n".join(lines))
 
 
+def missing_words(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int) -> str:
+    """What is missing with the number of GPU layers where that is least."""
+    return _missing(_nearest(layers, limits, staging_bytes)[1])
+
+
+def _nearest(
+    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
+) -> tuple[int, Mapping[str, int]]:
+    """The number of GPU layers with which the least is missing, and its bytes."""
+    splits = [_split(layers, limits, staging_bytes, k) for k in range(len(layers) + 1)]
+    return min(enumerate(splits), key=lambda it: it[1][_GPU_MISSING] + it[1][_HOST_MISSING])
+
+
+def exceeds_gpu(limits: MemoryLimits) -> bool:
+    """Whether what is known to be there takes more than the GPU, without any optimizer state."""
+    if limits.gpu is None or limits.shares_host:
+        return False
+    return limits.gpu_base > limits.gpu - limits.gpu_reserve
+
+
 def _missing(row: Mapping[str, int]) -> str:
     parts = [
-        f"{size_text(row[name])} ({row[name]} bytes) of {side} memory"
+        f"{size_text(row[name])} of {side} memory"
         for name, side in ((_GPU_MISSING, "GPU"), (_HOST_MISSING, "host"))
         if row[name]
     ]
@@ -308,12 +328,19 @@ def _advice(
 ) -> list[str]:
     lines: list[str] = []
     if limits.gpu is not None and best[_GPU_MISSING]:
+        if exceeds_gpu(limits):
+            lines.append(f"{STREAMED}: weights are kept on the host, too")
         lines.append(
-            "activation checkpointing or a smaller micro-batch: model and known activations take "
-            f"{size_text(limits.gpu_base)} of the GPU's {size_text(limits.gpu)}, and every GiB won "
-            "there takes a GiB of state"
+            "activation checkpointing or a smaller micro-batch, as far as activations are counted: "
+            f"with the model they take {size_text(limits.gpu_base)} of the GPU's "
+            f"{size_text(limits.gpu)}"
         )
-    lines += _fewer_bytes(layers, limits, staging_bytes)
+    keys, smaller = fewer_bytes(layers, limits, staging_bytes)
+    if keys:
+        lines.append(
+            f"{keys}: the state then takes {size_text(smaller)} instead of "
+            f"{size_text(state_bytes(layers))}"
+        )
     ranks = _ranks_that_fit(layers, limits, staging_bytes, num_ranks)
     if ranks is not None:
         lines.append(
@@ -334,12 +361,13 @@ def _advice(
     return lines
 
 
-def _fewer_bytes(
+def fewer_bytes(
     layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
-) -> list[str]:
-    """The kinds of moments and master weights closest to these with which the state fits."""
+) -> tuple[str, int]:
+    """The keys of the kinds of moments and master weights closest to these with which the state
+    fits, and what it then takes; no keys where none does."""
     if not layers:
-        return []
+        return "", 0
     first = layers[0]
     kinds = MOMENTS[MOMENTS.index(first.moments) :]
     ways = [(kind, first.master) for kind in kinds[1:]]
@@ -351,11 +379,8 @@ def _fewer_bytes(
         if bounds(smaller, limits, staging_bytes).fits:
             keys = [f'"hytrain.moments": "{kind}"'] if kind != first.moments else []
             keys += ['"hytrain.master": "split" (bf16 only)'] if master != first.master else []
-            return [
-                f"{' and '.join(keys)}: the state then takes {size_text(state_bytes(smaller))} "
-                f"instead of {size_text(state_bytes(layers))}"
-            ]
-    return []
+            return " and ".join(keys), state_bytes(smaller)
+    return "", 0
 
 
 def _ranks_that_fit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,12 +63,12 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def _error(capsys: Capture, *arguments: object) -> str:
-    """What a refused command says: one line on stderr, nothing on stdout."""
+def _error(capsys: Capture, *arguments: object, lines: int = 1) -> str:
+    """What a refused command says: so many lines on stderr, nothing on stdout."""
     assert cli.main(["explain", *map(str, arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.count("\n") == 1
+    assert captured.err.count("\n") == lines
     assert captured.err.startswith("hytrain: ")
     return captured.err
 
@@ -126,7 +127,6 @@ def test_files_that_are_neither(tmp_path: Path, capsys: Capture) -> None:
         ('{"loss": 1}\n{"loss": 2}\n', "line 1"),
         ('{"train_batch_size": 8}', 'no section "hytrain"'),
         ('{"hytrian": {}}', 'rename "hytrian"'),
-        ('{"hytrain": {"gpu_fractoin": 1}}', 'did you mean "gpu_fraction"'),
     ):
         path.write_text(text)
         assert words in _error(capsys, path)
@@ -144,10 +144,13 @@ def test_options_of_a_configuration_are_refused(metrics: Path, capsys: Capture) 
 def test_a_configuration_alone_gives_words(config: Path, capsys: Capture) -> None:
     assert cli.main(["explain", str(config)]) == 0
     text = capsys.readouterr().out
+    assert text.startswith("Accepted by training. Memory was not checked: give the model")
     assert "k: solved while training" in text
     assert f"\n  hytrain explain {config} --model " in text
     assert cli.main(["explain", str(config), "--json"]) == 0
-    assert any("k: solved" in line for line in json.loads(capsys.readouterr().out)["words"])
+    found = json.loads(capsys.readouterr().out)
+    assert any("k: solved" in line for line in found["words"])
+    assert found["verdict"].startswith("Accepted by training")
     assert "--ranks, --gpu-memory: needs --model" in _error(
         capsys, config, "--gpu-memory", 10, "--ranks", 4
     )
@@ -215,7 +218,26 @@ def test_what_a_trainer_fills_in_is_no_error(capsys: Capture) -> None:
     for path in sorted((ROOT / "ds_configs").rglob("*.json")):
         has_plan = "plan" in json.loads(path.read_text())["hytrain"]  # whose file is the user's
         assert cli.main(["explain", str(path)]) == (2 if has_plan else 0), path
-        assert "Warning" not in capsys.readouterr().out
+        warnings = capsys.readouterr().out.count("Warning: no batch size: Lightning's strategy")
+        assert warnings == path.name.startswith("lightning"), path
+
+
+def test_a_missing_batch_size_is_an_error_and_all_wrong_keys_are_told(
+    config: Path, capsys: Capture
+) -> None:
+    rest = {key: value for key, value in CONFIG.items() if "batch" not in key}
+    config.write_text(json.dumps(rest | {"gradient_accumulation_steps": 2}))
+    assert "does not say how large a batch is" in _error(capsys, config)
+    config.write_text(json.dumps(rest | {"train_batchsize": 8}))
+    text = _error(capsys, config, lines=2)
+    assert "does not say how large a batch is" in text
+    assert 'did you mean "train_batch_size"' in text
+    optimizer = {"type": "AdamW", "params": {"lrr": 1e-4}}
+    typos = {"bf16": {"enabld": 1}, "wall_clock_brakdown": True, "optimizer": optimizer}
+    config.write_text(json.dumps(CONFIG | typos))
+    text = _error(capsys, config, lines=3)
+    for key in ("optimizer.params.lrr", "bf16.enabld", "wall_clock_brakdown"):
+        assert f'"{key}" is no ' in text
 
 
 @pytest.mark.parametrize(
@@ -299,12 +321,33 @@ def test_a_models_sizes_are_the_real_ones(config: Path, model: Path, capsys: Cap
     assert cli.main(["explain", str(config), *arguments[:2], *arguments[3:]]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "in 5 layers (3 blocks, and what comes before and after)" in text
-    assert "0 of 5 layers on the GPU (k = 0): before the first step" in text
+    assert text.startswith("Fits: starts with k = 0 (0 of 5 layers on the GPU): ")
+    assert "of the GPU's 8.00 GiB, " in text
+    assert "of the host's 16.00 GiB. 0 to 5 GPU layers fit. Model: " in text
     assert "<- first step" in text
     assert "GPU: there is" in text
     assert cli.main(["explain", str(config), *arguments[:2]]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert ("give --gpu-memory GIB" in text) == (not torch.cuda.is_available())
+    assert "Assumed, since not given: --gpu-memory: " in text
+    assert ("this machine has no GPU" in text) == (not torch.cuda.is_available())
+    assert "GiB a rank, free on this machine now." in text
+
+
+def test_a_table_of_many_layers_has_the_ends_of_what_fits(
+    config: Path, model: Path, capsys: Capture
+) -> None:
+    large = {"num_hidden_layers": 60, "hidden_size": 2048, "intermediate_size": 8192}
+    (model / "config.json").write_text(json.dumps(LLAMA | large))
+    call = ["--model", str(model), "--host-memory", "32", "--gpu-memory", "40"]
+    assert cli.main(["explain", str(config), *call]) == 0
+    text = capsys.readouterr().out
+    first, last = re.findall(r"(\d+) to (\d+) GPU layers", text)[0]
+    rows = [line.split() for line in text.splitlines() if re.match(r" +\d+ +\d\.\d\d ", line)]
+    assert len(rows) < 20
+    fits = {int(row[0]): row[4] for row in rows}
+    assert 0 < int(first) < int(last) < 62
+    assert fits[0] == fits[int(first) - 1] == fits[int(last) + 1] == fits[62] == "no"
+    assert fits[int(first)] == fits[int(last)] == "yes"
 
 
 def test_a_model_that_fits_nowhere_is_refused_and_no_more(
@@ -313,10 +356,39 @@ def test_a_model_that_fits_nowhere_is_refused_and_no_more(
     little = ["--model", str(model), "--gpu-memory", "0.001", "--host-memory", "0.001"]
     assert cli.main(["explain", str(config), *little]) == 1
     text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("Does not fit: ")
+    assert "try more memory, or more ranks, which share the state. Model: " in text
     assert "A run would be refused: " in text
-    assert "before the first step" not in text
+    assert "Fits" not in text
     assert cli.main(["explain", str(config), *little, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["decision"]["reason"] == "no number fits"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "words"),
+    [
+        (1, 64, "the weights alone take 1.25 GiB of the GPU's 1.00 GiB; try ZeRO stage 3 with"),
+        (3, 4, 'of host memory missing; try "hytrain.moments": "8bit".'),
+        (1, 6.5, '"offload_param": {"device": "cpu"} and "hytrain.moments": "8bit".'),
+        (1, 1, "try more memory, or more ranks"),
+    ],
+)
+def test_what_to_try_is_what_fits(
+    gpu: float, host: float, words: str, config: Path, model: Path, capsys: Capture
+) -> None:
+    large = {"num_hidden_layers": 40, "hidden_size": 1024, "intermediate_size": 4096}
+    (model / "config.json").write_text(json.dumps(LLAMA | large))
+    reserves = {"gpu_memory_reserve_bytes": 0, "host_memory_reserve_bytes": 0}
+    config.write_text(json.dumps(CONFIG | {"hytrain": {"solver": reserves}}))
+    call = ["--model", str(model), "--gpu-memory", str(gpu), "--host-memory", f"{host}GiB"]
+    assert cli.main(["explain", str(config), *call]) == 1
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_memory_in_another_unit_is_refused(config: Path, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["explain", str(config), "--gpu-memory", "80GB"])
+    assert "'80GB' is not a number of GiB: write 80 or 80GiB" in capsys.readouterr().err
 
 
 def test_weights_that_are_sharded_or_on_the_host(
@@ -389,23 +461,27 @@ def test_all_refusals_come_at_once(config: Path, capsys: Capture) -> None:
     wrong = {"zero_optimization": {"stage": "2", "offload_optimizer": {"device": "nvme"}}}
     wrong |= {"gradient_clipping": "1", "optimizer": {"type": "AdamW", "params": {"lrr": 1}}}
     config.write_text(json.dumps(values | wrong | {"hytrain": {"momemts": "bf16"}}))
-    parts = _error(capsys, config).split("; ")
-    assert {"write 1 without quotes", "write 2 without quotes"} <= set(parts)
+    parts = _error(capsys, config, lines=5).splitlines()
+    assert (
+        sum(part.endswith(("write 1 without quotes", "write 2 without quotes")) for part in parts)
+        == 2
+    )
     keys = ("gradient_clipping", "zero_optimization.stage")
     for words in (*keys, "nvme", 'did you mean "moments"?', 'did you mean "lr"?'):
         assert any(words in part for part in parts)
     zero = values.pop("zero_optimization")
     config.write_text(json.dumps(values | {"zero_optimisation": zero}))
-    assert 'stage" is missing (there is "zero_optimisation")' in _error(capsys, config)
+    assert 'stage" is missing (there is "zero_optimisation")' in _error(capsys, config, lines=3)
     twice = {**zero, "stag": 2, "offload_optimiser": {}}
     config.write_text(json.dumps(values | {"zero_optimization": twice}))
-    text = _error(capsys, config)
-    assert 'did you mean "stage"?; "zero_optimization.offload_optimiser"' in text
+    text = _error(capsys, config, lines=2)
+    assert 'did you mean "stage"?\n  "zero_optimization.offload_optimiser"' in text
 
 
 def test_all_wrong_keys_are_told_apart(config: Path, capsys: Capture) -> None:
     config.write_text(json.dumps(CONFIG | {"hytrain": {"momemts": "fp32", "master": "bf"}}))
-    assert '; hytrain.momemts: unknown key; did you mean "moments"' in _error(capsys, config)
+    text = _error(capsys, config, lines=2)
+    assert 'hytrain.momemts: unknown key; did you mean "moments"' in text
 
 
 def test_an_interrupt_is_one_line(

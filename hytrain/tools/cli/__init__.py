@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from hytrain.errors import HostMemoryError, HyTrainError, did_you_mean
 from hytrain.tools.cli import bench, checkpoint, doctor, explain, export, plan, profile, trace
-from hytrain.tools.cli.arguments import one_line
+from hytrain.tools.cli.arguments import error_text
 from hytrain.version import __version__
 
 __all__ = ["main"]
@@ -52,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # a shell's number for it
     except OSError as error:
         # Of a file that a command names: what is wrong with it the system says.
-        print(f"hytrain: {one_line(error)}", file=sys.stderr)
+        print(f"hytrain: {error_text(error)}", file=sys.stderr)
         return 2
     except HyTrainError as error:
         if not isinstance(error, (ValueError, HostMemoryError)):
             raise  # not the user's to mend
-        print(f"hytrain: {one_line(error)}", file=sys.stderr)
+        print(f"hytrain: {error_text(error)}", file=sys.stderr)
         return 2
 
 

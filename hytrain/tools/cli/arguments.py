@@ -56,6 +56,14 @@ def positive_float(text: str) -> float:
     return value
 
 
+def gibibytes(text: str) -> float:
+    """A number of GiB above 0, with that unit or without one."""
+    try:
+        return positive_float(text.removesuffix("GiB"))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error} of GiB: write 80 or 80GiB") from None
+
+
 def share(text: str) -> float:
     """A number from 0 to 1."""
     value = _finite(text)
@@ -137,7 +145,9 @@ def refuse_flags_of_plan(
         raise ConfigError(f"{', '.join(given)}: not for `hytrain plan {subject}`: leave it out")
 
 
-def one_line(error: Exception) -> str:
-    """An error's message without line breaks; what files hold may make it long."""
-    text = " ".join(line.strip() for line in str(error).splitlines())
+def error_text(error: Exception) -> str:
+    """An error's message, a line for each of several (see ``refuse_all``); what files hold may make
+    it long."""
+    parts = (part.splitlines() for part in str(error).split(";\n"))
+    text = "\n  ".join(" ".join(line.strip() for line in part) for part in parts)
     return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]} ..."

@@ -5,19 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hytrain.errors import ConfigError, HyTrainError, size_text
 from hytrain.formats.file_kind import other_kind
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
+    gibibytes,
     given_flags,
-    positive_float,
     positive_int,
     rank_number,
 )
 from hytrain.tools.stdout import stdout_to
+
+if TYPE_CHECKING:
+    from hytrain.config import HyTrainConfig
+    from hytrain.placement.records import Decision
+    from hytrain.tools.explain.config import ModelSizes
+    from hytrain.tools.explain.training_form import TrainingForm
 
 _EXPLAIN = (
     "With the metrics file of a run: its last decision about k, what was measured, and every "
@@ -25,10 +32,9 @@ _EXPLAIN = (
     "with --model also the memory that each number of GPU layers takes. Exit status 1: none fits; "
     "2: training would refuse the configuration."
 )
-_MEMORY = (
-    "Memory: to see what each k takes and whether it fits, give the model (its transformers "
-    "config.json; weights are not read) and the memory of the machine that is to train (GiB; "
-    "default: this one's):"
+_NO_MODEL = (
+    "Accepted by training. Memory was not checked: give the model (its transformers config.json; "
+    "weights are not read) and the memory of the machine that is to train, in GiB:"
 )
 _EXAMPLE = "model/config.json --gpu-memory 80 --host-memory 256"
 _GIB = 1024**3
@@ -57,13 +63,13 @@ def add(explain: argparse.ArgumentParser) -> None:
     model.add_argument("--ranks", type=positive_int, help="ranks that share the state (default: 1)")
     model.add_argument(
         "--gpu-memory",
-        type=positive_float,
+        type=gibibytes,
         metavar="GIB",
         help="memory of each rank's GPU (default: this machine's; without a GPU no limit)",
     )
     model.add_argument(
         "--host-memory",
-        type=positive_float,
+        type=gibibytes,
         metavar="GIB",
         help="memory for all ranks together (default: what is free on this machine)",
     )
@@ -136,7 +142,8 @@ def _print(arguments: argparse.Namespace, found: Any) -> None:
 
 def _explain_config(arguments: argparse.Namespace) -> int:
     from hytrain.config import SECTION
-    from hytrain.tools.explain.config import config_words, first_decision, model_text
+    from hytrain.placement.memory import STREAMED
+    from hytrain.tools.explain.config import config_words, first_decision, model_text, verdict_of
     from hytrain.tools.explain.report import decision_json
     from hytrain.tools.explain.training_form import read_form
 
@@ -159,23 +166,23 @@ def _explain_config(arguments: argparse.Namespace) -> int:
     if rank >= (ranks or 1):
         raise ConfigError(f"--rank {rank}: ranks count from 0, and --ranks is {ranks or 1}")
     form = read_form(config)
-    words = "\n".join([*warnings, config_words(section, form)])
-    result: dict[str, Any] = {"words": words.splitlines()}
+    words = config_words(section, form)
+    result: dict[str, Any] = {"words": [*warnings, *words.splitlines()]}
     if arguments.model is None:
         given = given_flags(arguments, _FOR_MODEL)
         if given:
             raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
-        _print(arguments, result if arguments.json else f"{words}\n{_MEMORY}")
-        if not arguments.json:
-            print(f"  hytrain explain {arguments.file} --model {_EXAMPLE}")
+        if arguments.json:
+            _print(arguments, {"verdict": _NO_MODEL, **result})
+        else:
+            example = f"  hytrain explain {arguments.file} --model {_EXAMPLE}"
+            print(fold(_NO_MODEL), example, fold("\n".join([*warnings, "", words])), sep="\n")
         return 0
     # Imported here: it needs torch.
     from hytrain.tools.profiler.model_sizes import block_input_bytes, read_model_sizes
 
-    sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks or 1, rank=rank)
-    if check_model is not None:
-        check_model(sizes)
-    tokens = inputs = 0
+    gpu, host, shares_host = _memory(arguments, ranks or 1)
+    inputs = tokens = 0
     if arguments.seq is not None:
         tokens = -(-arguments.seq // form.sequence_ranks)
         own = section.micro_batch_sizes
@@ -183,26 +190,55 @@ def _explain_config(arguments: argparse.Namespace) -> int:
         inputs = micro * block_input_bytes(arguments.model, form, tokens)
     is_offloaded = section.solver.host_activation_bytes > 0 or section.activations == "offload"
     on_gpu = 0 if is_offloaded else inputs
-    gpu, host, shares_host = _memory(arguments, ranks or 1)
-    decision = first_decision(section, sizes, gpu, host, on_gpu, shares_host=shares_host)
-    result |= {"parameters": sum(sizes.parameters), **decision_json(decision, lambda _: None)}
-    if tokens:
-        result |= {"tokens": tokens, "block_input_bytes": inputs}
-        words += (
-            f"\nActivations: where all blocks are computed again in backward, their inputs take "
-            f"{size_text(inputs)} for a micro-batch, {tokens:,} tokens of each sample on this "
-            f"rank. The tables count {size_text(on_gpu)} of it on the GPU and, by "
-            "hytrain.solver.host_activation_bytes, "
-            f"{size_text(section.solver.host_activation_bytes)} on the host. What one block and "
-            "the loss take while they are computed comes on top, on the GPU."
-        )
-    _print(
-        arguments,
-        result if arguments.json else f"{words}\n\n{model_text(section, sizes, decision)}",
-    )
+
+    def begins(form: TrainingForm) -> tuple[ModelSizes, Decision]:
+        sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks or 1, rank=rank)
+        found = first_decision(section, sizes, gpu, host, on_gpu, shares_host=shares_host)
+        return sizes, found
+
+    ways = {"": begins(form)}
+    sizes, decision = ways[""]
+    if check_model is not None:
+        check_model(sizes)
+    if not decision.bounds.fits and not form.weights_on_host:
+        ways[STREAMED] = begins(replace(form, stage=3, shards_weights=True, weights_on_host=True))
+    is_fixed = section.gpu_fraction != "solve"
+    verdict = verdict_of(ways, is_fixed=is_fixed)
+    if arguments.json:
+        result = {"verdict": verdict, **result, "parameters": sum(sizes.parameters)}
+        result |= decision_json(decision, lambda _: None)
+        result |= {"tokens": tokens, "block_input_bytes": inputs} if tokens else {}
+        _print(arguments, result)
+    else:
+        heads = [verdict, *warnings, *_assumed(arguments, gpu, host)]
+        if tokens:
+            words += f"\n{_inputs_words(inputs, tokens, on_gpu, section)}"
+        memory = model_text(section, sizes, decision)
+        _print(arguments, "\n".join([*heads, memory, "", words]))
     number, found = decision.gpu_layers_target, decision.bounds
-    is_solved = section.gpu_fraction == "solve"
-    return 0 if (found.fits if is_solved else found.allow(number)) else 1
+    return 0 if (found.allow(number) if is_fixed else found.fits) else 1
+
+
+def _inputs_words(inputs: int, tokens: int, on_gpu: int, section: HyTrainConfig) -> str:
+    return (
+        "Activations: where all blocks are computed again in backward, their inputs take "
+        f"{size_text(inputs)} for a micro-batch, {tokens:,} tokens of each sample on this rank. "
+        f"The tables count {size_text(on_gpu)} of it on the GPU and, by "
+        "hytrain.solver.host_activation_bytes, "
+        f"{size_text(section.solver.host_activation_bytes)} on the host. What one block and "
+        "the loss take while they are computed comes on top, on the GPU."
+    )
+
+
+def _assumed(arguments: argparse.Namespace, gpu: int | None, host: int) -> list[str]:
+    """A line about memory that was not given."""
+    assumed: list[str] = []
+    if arguments.gpu_memory is None:
+        there = "unlimited, since this machine has no GPU"
+        assumed.append(f"--gpu-memory: {there if gpu is None else size_text(gpu)}")
+    if arguments.host_memory is None:
+        assumed.append(f"--host-memory: {size_text(host)} a rank, free on this machine now")
+    return [f"Assumed, since not given: {'; '.join(assumed)}."] if assumed else []
 
 
 def _memory(arguments: argparse.Namespace, ranks: int) -> tuple[int | None, int, bool]:

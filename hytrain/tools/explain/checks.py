@@ -28,10 +28,15 @@ from hytrain.engine.training_plan import (
     refuse_other_job,
 )
 from hytrain.engine.unsupported import refuse_unsupported
-from hytrain.errors import ConfigError, refuse_all
+from hytrain.errors import ConfigError, UnsupportedError, refuse_all
 from hytrain.formats.plan_file import Actual, ActualRank, read_plan
 from hytrain.placement.costs import num_blocks
 from hytrain.tools.explain.config import ModelSizes
+
+_NO_BATCH = (
+    f'Warning: no batch size: Lightning\'s strategy adds one, else set "{BATCH_KEYS[1]}", without '
+    "which training refuses this."
+)
 
 
 def read_as_training(config: Mapping[str, Any]) -> tuple[HyTrainConfig | None, list[str]]:
@@ -44,26 +49,43 @@ def read_as_training(config: Mapping[str, Any]) -> tuple[HyTrainConfig | None, l
         UnsupportedError: hytrain has not what is asked for.
     """
     sections: list[HyTrainConfig | None] = []
-    warnings: list[str] = []
-    refuse_all(
-        lambda: sections.append(HyTrainConfig.from_deepspeed(config)),
-        lambda: warnings.extend(_check_deepspeeds(config) if SECTION in config else ()),
-    )
+    warnings = [
+        f'Warning: "{key}" is no key of DeepSpeed, which ignores it: did you mean "{meant}"?'
+        for key, meant in (misspelt_keys(config) if SECTION in config else ())
+    ]
+    section = config.get(SECTION)
+    if isinstance(section, Mapping) and not {"batch_sizes", "plan"} & {*section}:
+        warnings += [_NO_BATCH] if _has_no_batch(config) else []
+    try:
+        refuse_all(
+            lambda: sections.append(HyTrainConfig.from_deepspeed(config)),
+            lambda: _check_deepspeeds(config) if SECTION in config else None,
+        )
+    except (ConfigError, UnsupportedError) as error:
+        raise type(error)(";\n".join([str(error), *warnings])) from error
     return sections[0], warnings
 
 
-def _check_deepspeeds(config: Mapping[str, Any]) -> list[str]:
-    """All that is not in the section; returns warnings."""
+def _has_no_batch(config: Mapping[str, Any]) -> bool:
+    meant = {near for _, near in misspelt_keys(config)}
+    return not any(key in config or key in meant for key in BATCH_KEYS)
+
+
+def _check_deepspeeds(config: Mapping[str, Any]) -> None:
+    """All that is not in the section."""
     refuse_misplaced_section(config)
     check_sections(config)
     given = _without_auto(config)
     own = config[SECTION]
     is_elsewhere = isinstance(own, Mapping) and ("batch_sizes" in own or "plan" in own)
-    # Trainers fill "auto" in; Lightning's strategy has no keys of batches at all.
-    is_elsewhere |= not any(key in given for key in BATCH_KEYS[:2])
+    # Trainers fill "auto" in; Lightning's strategy adds keys of its own.
+    is_elsewhere |= any(config.get(key) == "auto" for key in BATCH_KEYS[:2]) or _has_no_batch(
+        config
+    )
     refuse_all(
         lambda: check_config(given, batches_elsewhere=is_elsewhere),
         lambda: refuse_unsupported(given),
+        lambda: _check_deepspeeds_own(given, config),
     )
     total, micro, steps = (given.get(key, 1) for key in BATCH_KEYS)
     if not is_elsewhere and BATCH_KEYS[0] in given and total % (micro * steps):
@@ -71,6 +93,9 @@ def _check_deepspeeds(config: Mapping[str, Any]) -> list[str]:
             f'"train_batch_size" is {total}: make it a multiple of the samples of a rank and step, '
             f"{micro * steps} (train_micro_batch_size_per_gpu x gradient_accumulation_steps)"
         )
+
+
+def _check_deepspeeds_own(given: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     # Sizes of batches depend on the number of ranks, which is not known here.
     given = {key: value for key, value in given.items() if key not in BATCH_KEYS}
     try:
@@ -79,10 +104,6 @@ def _check_deepspeeds(config: Mapping[str, Any]) -> list[str]:
         raise explain_deepspeeds(error, config) from None
     except AssertionError as error:
         raise explain_assertion(error, config) or error from None
-    return [
-        f'Warning: "{key}" is no key of DeepSpeed, which ignores it: did you mean "{meant}"?'
-        for key, meant in misspelt_keys(config)
-    ]
 
 
 def with_plan(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hytrain.config import HyTrainConfig
-from hytrain.errors import MemoryBudgetError
+from hytrain.errors import MemoryBudgetError, size_text
 from hytrain.formats.moment_kinds import MASTER_BYTES, SPLIT, master_bytes, state_bytes_each
 from hytrain.placement.build import first_number
 from hytrain.placement.costs import LayerBytes, MemoryLimits, layers_words
@@ -13,13 +14,17 @@ from hytrain.placement.host_master import whole_on_host, with_whole_on_host
 from hytrain.placement.memory import (
     bounds,
     check_fits,
+    fewer_bytes,
     gpu_peak_bytes,
     gpu_reserve,
     host_bytes,
     host_reserve,
+    missing_words,
+    taken_of_host,
 )
 from hytrain.placement.records import Decision
-from hytrain.tools.explain.report import decision_text
+from hytrain.tools.explain.candidates import candidate_rows
+from hytrain.tools.explain.report import memory_text
 from hytrain.tools.explain.training_form import BATCH_WORDS, TrainingForm
 
 
@@ -212,9 +217,51 @@ def _misfit(decision: Decision) -> str:
     return "fits only in what is kept in reserve: the run would start, and take that"
 
 
+def verdict_of(ways: Mapping[str, tuple[ModelSizes, Decision]], *, is_fixed: bool) -> str:
+    """Whether a run fits, in a line.
+
+    Args:
+        ways: what begins, by what to change for it: the first is what was asked about, the others
+            are for the advice where it does not fit.
+        is_fixed: whether the number of GPU layers is.
+    """
+    sizes, decision = next(iter(ways.values()))
+    limits, target, fitting = decision.limits, decision.gpu_layers_target, decision.bounds
+    number = f"k = {target / decision.num_layers:.3g}"
+    number += f" ({target} of {decision.num_layers} layers on the {limits.device})"
+    if is_fixed and not fitting.allow(target):
+        return f"Does not fit: the fixed {number} {_misfit(decision)}."
+    if not fitting.fits:
+        missing = missing_words(sizes.layers, limits, sizes.staging_bytes)
+        what = f"{missing} missing"
+        if limits.gpu is not None and sizes.training_copy_bytes > limits.gpu:
+            what = f"the weights alone take {size_text(sizes.training_copy_bytes)} of the GPU's "
+            what += size_text(limits.gpu)
+        return f"Does not fit: {what}; try {_remedy(ways)}."
+    on_gpu = size_text(gpu_peak_bytes(decision.layer_bytes, limits, target))
+    on_gpu += f" of the {limits.device}'s {size_text(limits.gpu) if limits.gpu else 'memory'}"
+    on_host = size_text(taken_of_host(decision.layer_bytes, limits, decision.staging_bytes, target))
+    start = f"the fixed {number}" if is_fixed else f"starts with {number}"
+    each = "; of this rank" if sizes.num_ranks > 1 else ""
+    return (
+        f"Fits: {start}: {on_gpu}, {on_host} of the host's {size_text(limits.host)}{each}. "
+        f"{fitting.min_gpu_layers} to {fitting.max_gpu_layers} {limits.device} layers fit."
+    )
+
+
+def _remedy(ways: Mapping[str, tuple[ModelSizes, Decision]]) -> str:
+    """The least change with which the model fits."""
+    for change, (sizes, decision) in ways.items():
+        if decision.bounds.fits:
+            return change
+        keys, _ = fewer_bytes(sizes.layers, decision.limits, sizes.staging_bytes)
+        if keys:
+            return f"{change} and {keys}" if change else keys
+    return "more memory, or more ranks, which share the state"
+
+
 def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> str:
     """Sizes and memory, for people; where a run would be refused, its table in their place."""
-    target, device = decision.gpu_layers_target, decision.limits.device
     shared = ""
     if sizes.num_ranks > 1:
         own = sum(layer.parameters for layer in sizes.layers)
@@ -225,19 +272,14 @@ def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> 
         "gives: a run measures them in its first step. For an estimate of the step time: "
         "`hytrain plan --gpus`.",
     ]
-    if decision.limits.gpu is None:
-        lines.append(
-            'This machine has no GPU: "device" is one with unlimited memory. For the machine that '
-            "will train give --gpu-memory GIB."
-        )
-    fixed = isinstance(config.gpu_fraction, float)
-    if fixed and not decision.bounds.allow(target):
-        lines.append(f"The fixed number of {device} layers, {target}, {_misfit(decision)}.")
-    if not fixed and not decision.bounds.fits:
+    if config.gpu_fraction == "solve" and not decision.bounds.fits:
         try:
             check_fits(
                 sizes.layers, decision.limits, sizes.staging_bytes, num_ranks=sizes.num_ranks
             )
         except MemoryBudgetError as error:
             return "\n".join([*lines, f"A run would be refused: {error}"])
-    return "\n".join(lines) + f"\n\n{decision_text(decision, lambda _: None)}"
+    if decision.host_master_reason:
+        lines.append(f"{decision.host_master_reason.capitalize()}.")
+    rows = candidate_rows(decision, lambda _: None)
+    return "\n".join(lines) + f"\n\n{memory_text(decision, rows)}"

@@ -58,25 +58,28 @@ def decision_text(decision: Decision, measured_at: Callable[[int], Median | None
     device, rows = decision.limits.device, candidate_rows(decision, measured_at)
     misfit = worst_misfit(rows)
     reason = f"{decision.reason}." if misfit is None else _misfit_words(rows, misfit, device)
-    measured, columns = "", sorted({0, target, num_layers})
+    measured, columns = "", None
     if decision.costs is not None:
         measured, columns = f"Measured\n\n{costs_text(decision.costs, device)}\n\n", [target]
     form = decision.host_master_reason.replace("GPU", device)
     form = f"{form[0].upper()}{form[1:]}.\n\n" if form else ""
-    fitting = fitting_bounds(decision)
-    fits = f"No number of the {num_layers} layers on the {device} fits."
-    if fitting.fits:
-        fits = f"Fits: {fitting.min_gpu_layers} to {fitting.max_gpu_layers}"
-        fits += f" of {num_layers} layers on the {device}."
-    memory = table(decision.layer_bytes, decision.limits, decision.staging_bytes, columns)
     return (
         f"{target} of {num_layers} layers on the {device} (k = {target / num_layers:.3g}): "
         f"{reason.replace('GPU', device)}\n\n"
         f"{form}"
         f"{measured}"
-        f"Candidates\n\n{candidates_text(rows, device)}\n\n"
-        f"Memory\n\n{fits}\n{memory}"
+        f"{memory_text(decision, rows, columns)}"
     )
+
+
+def memory_text(
+    decision: Decision, rows: Sequence[CandidateRow], columns: Sequence[int] | None = None
+) -> str:
+    """The numbers of GPU layers, and the bytes of some (None: of the first, last and chosen)."""
+    columns = columns or sorted({0, decision.gpu_layers_target, decision.num_layers})
+    memory = table(decision.layer_bytes, decision.limits, decision.staging_bytes, columns)
+    candidates = candidates_text(rows, decision.limits.device)
+    return f"Candidates\n\n{candidates}\n\nMemory\n\n{memory}"
 
 
 def _misfit_words(rows: Sequence[CandidateRow], misfit: CandidateRow, device: str) -> str:
@@ -177,8 +180,8 @@ def costs_text(costs: StepCosts, device: str = "GPU") -> str:
             ("backward", mean.backward),
             ("CPU update", mean.cpu_update),
             (f"{device} update", mean.gpu_update),
-            ("D2H", mean.to_host),
-            ("H2D", mean.to_device),
+            (f"{device} to host", mean.to_host),
+            (f"host to {device}", mean.to_device),
         ]
         if costs.clipped_share > 0.0:
             times += [("clipped: commit", mean.cpu_commit), ("preview", mean.cpu_preview)]
@@ -213,7 +216,7 @@ def candidates_text(rows: Sequence[CandidateRow], device: str = "GPU") -> str:
     head = [layers, "k", *predicted, memory, "host GiB", "fits", *measured, *marks]
     cells = [head]
     seconds = partial(_seconds, longest=max(row.predicted_seconds or 0.0 for row in rows))
-    for row in rows:
+    for row in rows if is_predicted or is_measured else _ends(rows):
         line = [str(row.gpu_layers), f"{row.gpu_layers / rows[-1].gpu_layers:.2f}"]
         if is_predicted:
             times = (row.predicted_seconds, row.worker_seconds, row.exposed_seconds)
@@ -237,6 +240,14 @@ def candidates_text(rows: Sequence[CandidateRow], device: str = "GPU") -> str:
             "measured: the median of the steady steps with that k. error: predicted over measured."
         )
     return "\n".join(lines)
+
+
+def _ends(rows: Sequence[CandidateRow]) -> list[CandidateRow]:
+    """The ends of what fits and what does not, the marked, and some between."""
+    fits, last, apart = [row.fits for row in rows], len(rows) - 1, max(1, len(rows) // 5)
+    edges = {0, last, *range(0, last, apart)}
+    edges |= {k for at in range(last) if fits[at] != fits[at + 1] for k in (at, at + 1)}
+    return [row for k, row in enumerate(rows) if k in edges or row.marks]
 
 
 def _seconds(value: float | None, longest: float | None = None) -> str:

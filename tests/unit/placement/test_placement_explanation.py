@@ -22,7 +22,13 @@ from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import Bounds
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows, closed_form_layers
-from hytrain.tools.explain.config import ModelSizes, config_words, first_decision, model_text
+from hytrain.tools.explain.config import (
+    ModelSizes,
+    config_words,
+    first_decision,
+    model_text,
+    verdict_of,
+)
 from hytrain.tools.explain.history import read_history
 from hytrain.tools.explain.report import costs_text, explained, layer_groups, run_json, run_text
 from hytrain.tools.explain.training_form import read_form
@@ -192,7 +198,6 @@ def test_the_text_has_the_decision_its_outcome_and_all_tables() -> None:
     for words in ("t_B", "t_U", "alpha", "clipped share", "<- chosen", "<- closed form"):
         assert words in text
     assert "host: waiting gradients, pinned" in text
-    assert "Fits: 0 to 15 of 26" in text
 
 
 def test_a_run_that_has_measured_nothing_yet() -> None:
@@ -362,7 +367,8 @@ def _sizes(num_ranks: int = 1) -> ModelSizes:
 
 def _text(config: HyTrainConfig, gpu_gib: int, host_gib: int) -> str:
     found = first_decision(config, _sizes(), gpu_gib * GIB, host_gib * GIB)
-    return model_text(config, _sizes(), found)
+    verdict = verdict_of({"": (_sizes(), found)}, is_fixed=config.gpu_fraction != "solve")
+    return f"{verdict}\n{model_text(config, _sizes(), found)}"
 
 
 def test_several_ranks_need_room_for_all_gradients_of_the_first_backward() -> None:
@@ -383,7 +389,7 @@ def test_a_run_begins_with_the_fewest_layers_that_fit(host_gib: int, is_limited:
 
 def test_a_run_begins_with_the_fixed_number() -> None:
     text = _text(HyTrainConfig(gpu_fraction=0.5), 139, 128)
-    assert "13 of 26 layers on the GPU (k = 0.5): gpu_fraction is fixed." in text
+    assert text.startswith("Fits: the fixed k = 0.5 (13 of 26 layers on the GPU): ")
     assert "Activations are not counted" in text
 
 
@@ -396,7 +402,8 @@ def test_what_fits_nowhere_is_explained() -> None:
 
 def test_reports_a_fixed_number_that_does_not_fit() -> None:
     text = _text(HyTrainConfig(gpu_fraction=1.0), 20, 128)
-    assert "The fixed number of GPU layers, 26, takes more than the GPU has" in text
+    start = "Does not fit: the fixed k = 1 (26 of 26 layers on the GPU) takes more than the GPU has"
+    assert text.startswith(start)
     last = text.split("Candidates")[1].split("Memory\n")[0].strip().splitlines()[-1]
     assert last.split()[0] == "26"
     assert last.split()[4:] == ["no", "<-", "fixed"]

@@ -212,7 +212,7 @@ def test_the_refusal_has_the_table_and_what_is_missing() -> None:
     text = refusal(SMALL_MACHINE)
     assert table(LARGE, SMALL_MACHINE, GIB, [0, 2, 4]) in text
     assert "nearest: 2 of 4 layers on the GPU; missing: 10.00 GiB" in text
-    assert f"({10 * GIB} bytes) of GPU memory" in text
+    assert "missing: 10.00 GiB of GPU memory" in text
     assert "of host memory" not in text.split("nearest")[1]
 
 
@@ -223,7 +223,7 @@ def test_the_refusal_has_offloaded_activations() -> None:
     assert bounds(LARGE, limits, GIB) == Bounds(4, 2, 2)
     text = refusal(replace(limits, host_base=2 * GIB))
     assert "host: offloaded activations" in text
-    assert f"({GIB} bytes) of host memory" in text
+    assert "missing: 1.00 GiB of host memory" in text
 
 
 def test_memory_of_a_gpu_without_its_own_is_counted_once() -> None:
@@ -238,7 +238,7 @@ def test_memory_of_a_gpu_without_its_own_is_counted_once() -> None:
     assert bounds(LARGE, short, GIB) == Bounds(4, 5, -1)
     text = refusal(short)
     assert "host: the GPU's, which has no memory of its own" in text
-    assert f"({GIB} bytes) of host memory" in text
+    assert "missing: 1.00 GiB of host memory" in text
     assert "of GPU memory" not in text
 
 
@@ -273,6 +273,8 @@ def test_the_refusal_names_the_hosts_reserve() -> None:
 def test_ranks_are_no_advice_where_the_model_alone_is_too_large() -> None:
     text = refusal(replace(SMALL_MACHINE, gpu_base=29 * GIB))
     assert "ranks" not in text
+    assert text.startswith("the model alone takes more than the GPU has")
+    assert '- ZeRO stage 3 with "offload_param": {"device": "cpu"}' in text
     assert "activation checkpointing" in text
 
 
