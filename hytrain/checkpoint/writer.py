@@ -278,14 +278,16 @@ class _Save:
 def _manifest(
     files: FileWriters, saving: Path, parts: Parts, collectives: ShardCollectives
 ) -> bytes:
-    """Of all files that all ranks have written, the same on all; a collective."""
+    """Of all files that all ranks have written, on the ranks that write it; a collective."""
     mine = {path.relative_to(saving).as_posix(): sums for path, sums in files.sums.items()}
-    everywhere: list[tuple[dict[str, FileSums], float]] = collectives.gather_objects(
-        (mine, time.time()), "the files' sums"
-    )
-    sums = {name: sums for part, _ in everywhere for name, sums in part.items()}
-    hosts = parts.hosts_of([part.keys() for part, _ in everywhere])
-    return pack_manifest(sums, saved_at=everywhere[0][1], hosts=hosts)
+    everywhere: list[dict[str, FileSums]] = collectives.objects_on_first(mine, "the files' sums")
+    manifest = b""
+    if collectives.rank == 0:
+        sums = {name: sums for part in everywhere for name, sums in part.items()}
+        manifest = pack_manifest(sums, saved_at=time.time(), hosts=parts.hosts_of(everywhere))
+    if parts.are_several:
+        manifest = collectives.object_from_first(manifest, "the manifest")
+    return manifest
 
 
 def _write_manifest(saving: Path, content: bytes) -> None:
