@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import socket
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -38,6 +41,8 @@ from deepspeed.utils.logging import print_dist as print_dist
 from pydantic import BaseModel
 
 from hytrain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _clone_world_group: Callable[[], torch.distributed.ProcessGroup] = vars(groups)[
     "_clone_world_group"
@@ -242,6 +247,21 @@ _NO_LAUNCHER = (
     "do without one: set RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
 )
 
+_WARN_SECONDS = 30.0
+
+
+def _tell_of_waiting() -> None:
+    """Torch says nothing until the process group's timeout, and then not who is missing."""
+    told = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    logger.warning(
+        "hytrain.initialize has waited for %.0f s for other ranks to join: host %s was told %s. "
+        "Have all ranks been started, each with its own RANK and all with one WORLD_SIZE? Compare "
+        "these words of all hosts (a wrong hostfile or --node_rank?)",
+        _WARN_SECONDS,
+        socket.gethostname(),
+        ", ".join(f"{name}={os.environ.get(name)}" for name in told),
+    )
+
 
 def join_ranks(
     args: Any, *, distributed_port: int | None, dist_init_required: bool | None
@@ -258,12 +278,17 @@ def join_ranks(
         keywords: dict[str, Any] = {"dist_init_required": dist_init_required}
         if distributed_port is not None:
             keywords["distributed_port"] = distributed_port
+        waiting = threading.Timer(_WARN_SECONDS, _tell_of_waiting)
+        waiting.daemon = True
+        waiting.start()
         try:
             deepspeed.init_distributed(accelerator.communication_backend_name(), **keywords)
         except ModuleNotFoundError as error:
             if error.name != "mpi4py":
                 raise
             raise ConfigError(_NO_LAUNCHER) from None
+        finally:
+            waiting.cancel()
     local = getattr(args, "local_rank", None)
     if not isinstance(local, int) or local < 0:
         local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from support.engines import make_config
 from support.models import Mlp, make_model
+from support.ports import free_port
 from support.scripts import run_script
 from training import untouched
 
@@ -369,6 +371,29 @@ def test_a_script_without_a_launcher_is_told_how_to_start_it() -> None:
     run = run_script(text)
     assert "ConfigError: the script was started without a launcher" in run.stderr
     assert "torchrun --nproc_per_node" in run.stderr
+
+
+def test_a_rank_tells_what_it_was_told_while_others_do_not_join() -> None:
+    """As where two ranks have one number: torch would wait for half an hour, and say nothing."""
+    text = (
+        "import logging, os, hytrain, torch\n"
+        "from hytrain.engine import deepspeed_internals\n"
+        "class End(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        print(record.getMessage(), flush=True)\n"
+        "        os._exit(0)\n"
+        "deepspeed_internals._WARN_SECONDS = 0.2\n"
+        "deepspeed_internals.logger.addHandler(End())\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "hytrain.initialize(\n"
+        f"    model=model, model_parameters=model.parameters(), config={make_config()!r}\n"
+        ")\n"
+    )
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    told["MASTER_PORT"] = str(free_port())
+    run = run_script(text, timeout=40, LOCAL_RANK="0", **told)
+    assert f"host {socket.gethostname()} was told RANK=0, WORLD_SIZE=2, MASTER_ADDR" in run.stdout
+    assert f"MASTER_PORT={told['MASTER_PORT']}. Have all ranks been started" in run.stdout
 
 
 @pytest.mark.parametrize("release", ["0.19.6", "0.20.0"])
