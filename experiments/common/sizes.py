@@ -66,6 +66,10 @@ SIZES = {
     "llama-3b": Size(layers=24, hidden=3072, intermediate=8192, heads=24),
     # Llama 7B: part others of solve_k gives it fewer or more blocks, of 0.2 B parameters each.
     "llama-7b": Size(layers=32, hidden=4096, intermediate=11008, heads=32),
+    # Llama 3.1 8B.
+    "llama-8b": Size(
+        layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocab=128256
+    ),
     # The published setting: Llama 2 cut to 30 layers.
     "llama-10b": Size(layers=30, hidden=5120, intermediate=13824, heads=40),
     "llama-15b": Size(layers=33, hidden=6144, intermediate=16384, heads=48),

@@ -204,7 +204,7 @@ def ds_config(job: Json) -> Json:
         "train_micro_batch_size_per_gpu": job["batch"],
         "gradient_accumulation_steps": job.get("accumulation", 1),
         "gradient_clipping": job.get("clip") or 0.0,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": not job.get("fp32", False)},
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,

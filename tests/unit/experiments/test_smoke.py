@@ -40,6 +40,10 @@ CASES: dict[str, Sequence[str]] = {
         "forward and backward only, checkpointed blocks, turn 1",
         "layer-major, activations: offload, turn 1",
     ),
+    "long_context": (
+        *("--device", "cpu", "--model", "toy", "--host-gib", "5"),
+        *("--only", "hytrain fp32", "forward and backward"),
+    ),
     "memory": (
         *("--device", "cpu", "--sizes", "toy", "--batch", "2", "--seq", "16", "--stages", "2"),
         *("--parts", "stall", "rates", "states", "cycles", "--saves", "1", "--cycles", "30"),
@@ -79,6 +83,14 @@ def test_a_toy(experiment: str, tmp_path: Path) -> None:
             *("cap_gib", "threads", "update_s", "exposed_s", "fix", "applied", "at_least_s"),
             "measured_s",
         }
+
+
+def test_a_shared_sequence_is_exact(tmp_path: Path) -> None:
+    options = ("--part", "exact", "--device", "cpu", "--model", "toy", "--seq", "64")
+    run(tmp_path, "long_context/run.py", *options, "--host-gib", "5")
+    one, shared = command.of("long_context")[0](read_json(tmp_path / "result.json"))
+    assert one["status"] == shared["status"] == records.OK
+    assert shared["largest_difference"] < 1e-6 < 1e-4 < shared["moved_by"]
 
 
 def test_a_cell(tmp_path: Path) -> None:
