@@ -54,6 +54,7 @@ from hytrain.formats.moment_kinds import SPLIT
 from hytrain.formats.plan_file import read_plan
 from hytrain.formats.trace_file import PHASE_OPTIMIZER
 from hytrain.hardware.host_share import share_host
+from hytrain.kernels.host_memory import return_freed
 from hytrain.optimizer.global_batch import NumValid, valid_labels
 from hytrain.optimizer.layer_guards import LayerGuards
 from hytrain.optimizer.loss_scaling import check_graph
@@ -248,6 +249,7 @@ class HyTrainEngine(DeepSpeedEngine):
         collectives.start_watch()
         device = torch.device(cast(Any, self.device))
         collectives.start_gate(device, is_wanted=self.hytrain_config.wait_in_stream)
+        return_freed()  # before the host's free memory is read
         with collectives.reporting_failures():
             return build_optimizer(
                 self._model,

@@ -6,6 +6,7 @@ misses the TLB less, the first touch faults 512 times less often, and pinning is
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 from collections.abc import Generator
@@ -68,6 +69,16 @@ def is_out_of_host_memory(error: BaseException) -> bool:
         return True
     # torch has no type for it: its allocator says the first, its mapping of a file the second.
     return any(words in str(error) for words in ("DefaultCPUAllocator", "Cannot allocate memory"))
+
+
+def return_freed() -> None:
+    """Gives memory that was freed back to the system, where the C library (glibc) has kept it.
+
+    Loading a model leaves as much as its weights there, in pieces that nothing large fits into.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def map_anonymous(num_bytes: int, *, inherited: bool = False) -> mmap.mmap:
