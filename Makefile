@@ -100,9 +100,9 @@ test-uneven-plans: install
 test-aarch64: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" TEST_ARGS="$(TEST_ARGS)" tests/aarch64/run.sh $(CURDIR)/$(BIN)/python
 
-# manylinux_2_28 wheels for x86-64 and 64-bit Arm in dist/; each is imported and computes in an environment
-# without a compiler, where an interpreter of its Python is found (as root, on Debian 12: it installs
-# the cross compiler and qemu where they are missing). VERSIONS: some Pythons only, "3.11 3.13".
+# manylinux_2_28 wheels for x86-64 and 64-bit Arm in dist/; each is installed, imported and computes where
+# there is no compiler (as root, on Debian 12 for x86-64: it installs the cross compiler, qemu and mmdebstrap
+# where they are missing). VERSIONS: some Pythons only, "3.11 3.13". WHEEL_TORCH: beside which (try_wheels.sh).
 wheels: install
 	packaging/build_wheels.sh $(CURDIR)/$(BIN)/python
 
@@ -146,8 +146,8 @@ DROPIN_ARGS ?=
 test-dropin: $(COMPAT_STAMP)
 	$(COMPAT_RUN) tests/dropin/run.py $(DEEPSPEED_TESTS) --tier $(TIER) $(DROPIN_ARGS)
 
-# A short suite with each release of DeepSpeed that is allowed, in an environment of its own; the table in
-# docs/limits.md. RELEASES: some, "0.19.7".
+# A short suite with releases of DeepSpeed and torch, each in an environment of its own (up to 6 GB, for a
+# while); the table in docs/limits.md. RELEASES: some, "deepspeed==0.19.7 torch==2.14.1".
 test-deepspeed-versions: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/versions/run.py $(RELEASES)
 

@@ -3,7 +3,8 @@
 # check_wheel.py; all must compute the same bits. Arm's run under qemu. build_wheels.sh calls it.
 #
 # Usage: try_wheels.sh PYTHON, the environment's interpreter; as root on Debian 12 for x86-64.
-# VERSIONS: some Pythons only. Keeps what it downloads in build/wheels.
+# VERSIONS: some Pythons only. WHEEL_TORCH: what pip is asked for on x86-64 ("torch==2.8.0"; with CUDA's libraries
+# some GB, for a while). Keeps what it downloads in build/wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -21,14 +22,18 @@ check() { # VERSION MACHINE COMMAND...
     echo "CPython $1, $2: $(tail -n 1 "$work/check.log"), $(wc -l < "$digest") passes as they should be"
 }
 
-# In a fresh venv of this machine. Of torch only a wheel without CUDA: of the index that has these, or of
-# this disk (PIP_FIND_LINKS); else the extension is tried without.
+# In a fresh venv of this machine. Without WHEEL_TORCH only a wheel without CUDA: of the index that has these, or
+# of this disk (PIP_FIND_LINKS); else the extension is tried without.
 try_here() { # VERSION INTERPRETER
     local venv=$work/venv cpu_index=(--index-url https://download.pytorch.org/whl/cpu --retries 0)
     rm -rf "$venv"
     "$2" -m venv "$venv"
-    "$venv/bin/python" -m pip install -q --no-compile "${cpu_index[@]}" --timeout 15 torch 2> /dev/null ||
-        "$venv/bin/python" -m pip install -q --no-compile --no-index --no-deps torch 2> /dev/null || true
+    if [ -n "${WHEEL_TORCH:-}" ]; then
+        "$venv/bin/python" -m pip install -q --no-compile "$WHEEL_TORCH"
+    else
+        "$venv/bin/python" -m pip install -q --no-compile "${cpu_index[@]}" --timeout 15 torch 2> /dev/null ||
+            "$venv/bin/python" -m pip install -q --no-compile --no-index --no-deps torch 2> /dev/null || true
+    fi
     "$venv/bin/python" -m pip install -q --no-compile "${needed[@]}"
     "$venv/bin/python" -m pip install -q --no-compile --no-deps --no-index --find-links dist hytrain
     check "$1" x86_64 env PATH=/nowhere "$venv/bin/python"

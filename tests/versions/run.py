@@ -1,10 +1,10 @@
-"""A short suite with each supported release of DeepSpeed, and the table in docs/limits.md.
+"""A short suite with releases of DeepSpeed and torch, and the table in docs/limits.md.
 
 Each release gets an environment of its own in build/versions, on top of the one that runs this
-script, and gives its disk back afterwards.
+script, and gives its disk back afterwards: up to 6 GB, since pip's torch is one for CUDA.
 
-    python tests/versions/run.py                      # RELEASES
-    python tests/versions/run.py 0.19.9 --dry-run     # another one, the table stays as it is
+    python tests/versions/run.py                                 # RELEASES
+    python tests/versions/run.py deepspeed==0.19.9 --dry-run     # the table stays as it is
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import shutil
 import site
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/limits.md"
-RELEASES = ["0.19.7", "0.19.8"]
+RELEASES = ["torch==2.8.0", "deepspeed==0.19.7", "deepspeed==0.19.8", "torch==2.14.1"]
 HEAD = "| DeepSpeed | torch | passed | failed | date |\n| --- | --- | --- | --- | --- |\n"
 SUITE = [
     "tests/unit/engine/test_deepspeed_surface.py",
@@ -36,7 +35,7 @@ SUITE = [
 
 
 def environment(folder: Path, release: str) -> Path:
-    """An interpreter that finds a release of DeepSpeed first, and all else where this one does.
+    """An interpreter that finds a release first, and all else where this one does.
 
     Raises:
         subprocess.CalledProcessError: there is no such release.
@@ -48,18 +47,20 @@ def environment(folder: Path, release: str) -> Path:
     own = subprocess.run([python, "-c", find], check=True, capture_output=True, text=True)
     base = site.getsitepackages()[0]
     (Path(own.stdout.strip()) / "base.pth").write_text(f"import site; site.addsitedir({base!r})\n")
-    # DeepSpeed's setup imports torch, which an isolated build would download.
-    flags = ["--quiet", "--no-deps", "--no-build-isolation", "--ignore-installed"]
+    # DeepSpeed's setup imports torch, which an isolated build would download. A torch has libraries
+    # of its own release, and is not to take those of the environment below.
+    flags = ["--quiet", "--no-build-isolation", "--ignore-installed"]
+    flags += ["--no-deps"] if release.startswith("deepspeed") else []
     subprocess.run(
-        [python, "-m", "pip", "install", *flags, f"deepspeed=={release}"],
+        [python, "-m", "pip", "install", *flags, release],
         check=True,
         env={**os.environ, "DS_BUILD_OPS": "0"},
     )
     return python
 
 
-def outcome(python: Path, release: str, arguments: list[str]) -> tuple[int, int]:
-    """How many tests passed and failed.
+def outcome(python: Path, release: str, arguments: list[str]) -> tuple[str, ...]:
+    """A row of the table.
 
     Raises:
         RuntimeError: the release is not what is imported, or pytest ended before its summary.
@@ -68,12 +69,11 @@ def outcome(python: Path, release: str, arguments: list[str]) -> tuple[int, int]
     # What one release has compiled is nothing for another one.
     clean["TORCH_EXTENSIONS_DIR"] = str(python.parents[1] / "extensions")
     clean["PATH"] = f"{python.parent}:{Path(sys.executable).parent}:{clean['PATH']}"
-    code = "import deepspeed; print(deepspeed.__version__)"
+    code = "import deepspeed as d, torch as t; print(d.__version__, t.__version__.split('+')[0])"
     seen = subprocess.run([python, "-c", code], env=clean, capture_output=True, text=True)
-    if release not in seen.stdout.split():
-        raise RuntimeError(
-            f"DeepSpeed {release} is not what is imported: {seen.stdout}{seen.stderr}"
-        )
+    versions = seen.stdout.split()[-2:]  # DeepSpeed prints as well
+    if release.partition("==")[2] not in versions:
+        raise RuntimeError(f"{release} is not what is imported: {seen.stdout}{seen.stderr}")
     options = ["-v", "-n0", "--tb=short", "-p", "no:cacheprovider"]
     command = [str(python), "-m", "pytest", *options, *arguments, *SUITE]
     with subprocess.Popen(
@@ -84,7 +84,8 @@ def outcome(python: Path, release: str, arguments: list[str]) -> tuple[int, int]
         for line in running.stdout:
             print(line, end="", flush=True)
             lines.append(line)
-    return counts(lines[-1] if lines else "", running.returncode)
+    passed, failed = counts(lines[-1] if lines else "", running.returncode)
+    return (*versions, str(passed), str(failed), str(datetime.date.today()))
 
 
 def counts(summary: str, status: int) -> tuple[int, int]:
@@ -101,7 +102,7 @@ def counts(summary: str, status: int) -> tuple[int, int]:
 
 
 def with_row(text: str, row: tuple[str, ...]) -> str:
-    """The document with a row in its table, in the place of that release's older one.
+    """The document with a row in its table, in the place of the older one of those releases.
 
     Raises:
         ValueError: the document has no such table.
@@ -110,9 +111,10 @@ def with_row(text: str, row: tuple[str, ...]) -> str:
     if not head:
         raise ValueError(f"no table begins with {HEAD!r}")
     rows = rest[: re.match(r"(\|.*\n)*", rest).end()]  # type: ignore[union-attr]  # always matches
-    lines = [line for line in rows.splitlines() if not line.startswith(f"| {row[0]} |")]
+    of_these = f"| {row[0]} | {row[1]} |"
+    lines = [line for line in rows.splitlines() if not line.startswith(of_these)]
     lines.append("| " + " | ".join(row) + " |")
-    lines.sort(key=lambda line: [int(number) for number in re.findall(r"\d+", line)[:3]])
+    lines.sort(key=lambda line: [int(number) for number in re.findall(r"\d+", line)[:6]])
     return before + head + "\n".join(lines) + "\n" + rest[len(rows) :]
 
 
@@ -125,14 +127,12 @@ def main() -> int:
     given = parser.parse_args()
     has_failed = False
     for release in given.releases or RELEASES:
-        print(f"== DeepSpeed {release}", flush=True)
+        print(f"== {release}", flush=True)
         folder = ROOT / "build/versions" / release
-        passed, failed = outcome(environment(folder, release), release, given.pytest.split())
+        row = outcome(environment(folder, release), release, given.pytest.split())
         shutil.rmtree(folder)
-        has_failed |= failed > 0
-        torch, date = version("torch").partition("+")[0], str(datetime.date.today())
+        has_failed |= row[3] != "0"
         if not given.dry_run:
-            row = (release, torch, str(passed), str(failed), date)
             DOCUMENT.write_text(with_row(DOCUMENT.read_text(), row))
     return int(has_failed)
 
