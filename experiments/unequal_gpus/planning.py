@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 from experiments.common.records import GIB, Json
@@ -12,11 +11,11 @@ from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR
 from hytrain.formats.profile_file import DeviceProfile, ProfileFile
 from hytrain.placement.memory import GPU_RESERVE_SHARE, host_reserve
 from hytrain.tools.infeasible import Infeasible
-from hytrain.tools.planner.cost_model import Collectives, WorkloadMaker
+from hytrain.tools.planner.even_split import even_split
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
-from hytrain.tools.planner.result import Plan, plan_file, settle, to_plan
+from hytrain.tools.planner.result import Plan, plan_file
 
 LEAST_SHARD = 1e-4
 """Of the state: every rank must own some of it."""
@@ -163,24 +162,6 @@ def verdicts(profile: ProfileFile, batch: int, limits: Limits) -> Json:
         "without_host": without_host.reason if isinstance(without_host, Infeasible) else None,
         "even_split": "no even split fits" if evenly is None else None,
     }
-
-
-def even_split(problem: PlanProblem) -> Plan | None:
-    """All ranks compute equally many samples, equally many at once, and own equally much.
-
-    Of all micro-batches, policies and numbers of GPU layers the best; None where none fits.
-    """
-    number, best = problem.cluster.num_ranks, None
-    make = WorkloadMaker(problem, Collectives.of(problem, even=True))
-    gpus = [gpu for _, gpu in problem.cluster.ranks]
-    batch = problem.batch // number
-    common = set.intersection(*(set(gpu.micro_batches(batch)) for gpu in gpus))
-    for policy, size in itertools.product(problem.activations, sorted(common)):
-        works = [make.of(gpu, batch, size, policy) for gpu in gpus]
-        found = settle(problem, works, max(work.compute for work in works), even=True)
-        if found is not None and (best is None or found.step < best.step):
-            best = found
-    return None if best is None else to_plan(problem, best, best.step)
 
 
 def naive_even(profile: ProfileFile, batch: int) -> Json:

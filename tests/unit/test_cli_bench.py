@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -65,10 +66,31 @@ def test_json_has_every_subject(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "kernel", *SMALL]) == 0
     printed = capsys.readouterr().out
-    assert "over fp32" in printed.splitlines()[0]
-    assert printed.count("not measured") == 2  # DeepSpeed's
+    assert printed.startswith("An Adam update (commit, fp32 moments): ")
+    assert "over fp32" in printed.splitlines()[4]
+    # Arrays that fit in the caches say nothing about memory.
+    assert "fit in the CPU's caches" in printed
+    assert "%" not in printed
+    told = "not measured, since it could not be built: deepspeed_adam, deepspeed_path"
+    assert printed.count(told) == 1
     assert cli.main(["bench", "kernel", "--ours", *SMALL]) == 0
-    assert capsys.readouterr().out.count("not measured") == 3
+    assert "not measured" not in capsys.readouterr().out
+
+
+def test_the_headline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(machine, "last_level_cache_bytes", lambda: 1000)
+
+    def measured(weight: torch.nn.Parameter) -> torch.optim.Optimizer:
+        return torch.optim.SGD([weight], lr=1e-6)
+
+    monkeypatch.setattr(kernel_subjects, "build_deepspeed_adam", measured)
+    assert cli.main(["bench", "kernel", *SMALL]) == 0
+    head = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
+    assert re.fullmatch(
+        r"An Adam update \(commit, fp32 moments\): [\d.]+ G parameters/s, [\d.]+ times "
+        r"DeepSpeedCPUAdam's, \d+% of the rate of plain reads and writes\.",
+        head,
+    )
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,12 +70,27 @@ def _json(capsys: Capture, *arguments: object) -> dict[str, Any]:
 def test_a_table_says_what_each_gpu_does(profile: Path, capsys: Capture) -> None:
     assert _run("--profile", profile, "--batch", 32) == 0
     text = capsys.readouterr().out
-    devices, plan = text.split("\n\n")
+    head, devices, plan = text.split("\n\n")
+    step = r"Step: [\d.]+ ms predicted, ([\d.]+) samples/s; even split: ([\d.]+)\."
+    found = re.fullmatch(step, head)
+    assert found is not None
+    record = _json(capsys, "--profile", profile, "--batch", 32)
+    assert float(found[1]) == pytest.approx(record["samples_per_second"], rel=0.01)
+    assert float(found[2]) < float(found[1])  # the second GPU is half as fast
     assert devices.startswith("rank")
     assert "GPU, 100 SMs" in devices
     assert plan.startswith("rank")
     assert "compute" in plan
     assert "of the GPUs' own speeds added up" in plan
+
+
+def test_idle_gpus_are_warned_of(profile: Path, capsys: Capture) -> None:
+    assert _run("--profile", profile, "--batch", 1) == 0
+    head = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
+    assert "rank 1 (--batch 1 is less than 2 GPUs)." in head
+    assert "even split" not in head
+    assert _run("--profile", profile, "--batch", 32) == 0
+    assert "Warning" not in capsys.readouterr().out
 
 
 def test_json_has_the_plan_and_the_gpus_own_speeds(profile: Path, capsys: Capture) -> None:
@@ -103,7 +119,8 @@ def test_the_path_is_printed_and_an_earlier_plan_may_be_replaced(
     out = tmp_path / "plan.json"
     for batch in (16, 32):
         assert _run("--profile", profile, "--batch", batch, "--out", out) == 0
-        assert capsys.readouterr().err == f"plan: {out}\n"
+        replaced = ", in place of an earlier plan" * (batch == 32)
+        assert capsys.readouterr().err == f"plan: {out}{replaced}\n"
         assert read_plan(out).global_batch == batch
 
 
@@ -141,7 +158,7 @@ def test_plans_hold_where_every_step_is_clipped_by_default(tmp_path: Path, capsy
     assert found[1]["clipped_seconds"] > 1.01 * found[1]["unclipped_seconds"]
     assert found[0]["step_seconds"] < found[1]["step_seconds"]
     assert _run("--profile", path, "--batch", 32) == 0
-    plan = capsys.readouterr().out.split("\n\n")[1]
+    plan = capsys.readouterr().out
     assert plan.splitlines()[-1].endswith("predicted for 100% clipped")
 
 
@@ -456,7 +473,8 @@ def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
     arguments = ("--gpus", "l4", "l4", "a6000", "p40", "--model", model, "--batch", 64)
     assert _run(*arguments) == 0
     text = capsys.readouterr().out
-    assert text.startswith("estimated from data sheets")
+    assert text.startswith("Step: ")
+    assert "Estimated from data sheets" in text
     for assumed in ("16 cores", "64 GiB", "100 GB/s", "GB/s between ranks (--interconnect)"):
         assert assumed in " ".join(text.split())
     record = _json(capsys, *arguments, "--cores", 8, "--interconnect", 5)
@@ -476,9 +494,8 @@ def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
     l4, other, a6000, p40 = (rank["batch_size"] for rank in record["ranks"])
     assert l4 == pytest.approx(other, abs=2)
     assert a6000 > l4 > p40
-    assert 'h1000: did you mean "h100"?' in _error(
-        capsys, "--gpus", "h1000", "--model", model, "--batch", 64
-    )
+    text = _error(capsys, "--gpus", "h1000", "l4x4", "zz", "--model", model, "--batch", 64)
+    assert 'called h1000 (did you mean "h100"?), l4x4 (write 4xl4), zz: there are p40, ' in text
     record = _json(capsys, "--gpus", "4090", "--model", model, "--batch", 8)
     assert "RTX 4090" in record["ranks"][0]["device"]
     assert "no data sheet of a GPU called b200" in _error(

@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add(commands.add_parser("doctor", help=words))
     words = "write a checkpoint's weights as safetensors, or as one file for torch.load"
     export.add(commands.add_parser("export", help=words))
-    words = "list checkpoints, or verify that they are whole"
+    words = "list checkpoints, verify that they are whole, or merge those of several hosts"
     checkpoint.add(commands.add_parser("checkpoint", help=words))
     words = "report where the time of recorded steps goes, and what a change would save"
     trace.add(commands.add_parser("trace", help=words))

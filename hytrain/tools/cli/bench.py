@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import positive_int, positive_ints
 
 
@@ -36,7 +37,7 @@ def add(bench: argparse.ArgumentParser) -> None:
 def _kernel(arguments: argparse.Namespace) -> int:
     # Imported here: it needs torch, which `hytrain --help` should not wait for.
     from hytrain.kernels.host_memory import taking_host_memory
-    from hytrain.tools.kernel_bench.run import format_table, run_bench
+    from hytrain.tools.kernel_bench.run import format_table, headline, run_bench
 
     with taking_host_memory("the benchmark's arrays", remedy="give fewer --elements"):
         result = run_bench(
@@ -48,11 +49,19 @@ def _kernel(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:
-        print(format_table(result))
+        print(f"{fold(headline(result))}\n\n{format_table(result)}")
         print(
-            "Gparam/s: billion parameters a second; of read_write: of the rate of plain reads and\n"
-            "writes of as many bytes; over fp32: speed over the same pass with fp32 moments."
+            fold(
+                "Gparam/s: billion parameters a second; of read_write: of the rate of plain reads "
+                "and writes of as many bytes; over fp32: speed over the same pass with fp32 "
+                "moments. commit: an update; preview: of the weights alone, as long as the "
+                "gradient's norm is not known; deepspeed_path: with what ZeRO offload does around "
+                "its Adam."
+            )
         )
+        missing = [name for name, figures in result.items() if figures is None]
+        if missing and not arguments.ours:
+            print(f"not measured, since it could not be built: {', '.join(missing)}")
         machine = result["machine"]
         versions = ", ".join(f"{name} {it}" for name, it in machine["versions"].items() if it)
         print(f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}; {versions}")

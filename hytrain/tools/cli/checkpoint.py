@@ -14,12 +14,15 @@ from hytrain.errors import CheckpointError
 def add(checkpoint: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     actions = checkpoint.add_subparsers(required=True, metavar="{info,verify,merge}")
+    checkpoint.description = (
+        "Looks at checkpoints. Their weights, as safetensors: `hytrain export`."
+    )
+    info = actions.add_parser("info", help="list the checkpoints, and what is in them")
+    info.set_defaults(run=_info)
     words = "read every byte and compare it with what was saved"
     verify = actions.add_parser("verify", help=words)
     verify.add_argument("--all", action="store_true", help="all checkpoints of the folder")
     verify.set_defaults(run=_verify)
-    info = actions.add_parser("info", help="list the checkpoints, and what is in them")
-    info.set_defaults(run=_info)
     merge = actions.add_parser("merge", help="make one of the parts that hosts have saved apart")
     merge.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="a host's checkpoints")
     merge.add_argument("--out", type=Path, required=True, help="folder of the whole checkpoint")

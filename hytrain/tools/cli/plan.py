@@ -19,6 +19,7 @@ from hytrain.tools.cli import plan_hybrid
 from hytrain.tools.cli.arguments import (
     DTYPES,
     check_outputs,
+    gibibytes,
     given_flags,
     positive_float,
     positive_int,
@@ -155,13 +156,13 @@ def _add_choices(group: Any) -> None:
     )
     group.add_argument(
         "--gpu-memory-reserve",
-        type=positive_float,
+        type=gibibytes,
         metavar="GIB",
         help="what stays free on each GPU (default: 4 %%, at least 1)",
     )
     group.add_argument(
         "--host-memory-reserve",
-        type=positive_float,
+        type=gibibytes,
         metavar="GIB",
         help="what stays free on each host (default: 3 %%, at least 1)",
     )
@@ -173,7 +174,7 @@ def _add_hosts(group: Any) -> None:
     )
     group.add_argument(
         "--host-memory",
-        type=positive_float,
+        type=gibibytes,
         metavar="GIB",
         help="memory of each host (default: 64)",
     )
@@ -224,8 +225,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         without = None if isinstance(found, Infeasible) else found
     # Before anything is printed: whoever reads it may stop (`| head`).
     if arguments.out is not None:
+        replaced = ", in place of an earlier plan" if arguments.out.is_file() else ""
         write_plan(arguments.out, plan_file(problem, plan))
-        print(f"plan: {arguments.out}", file=sys.stderr)
+        print(f"plan: {arguments.out}{replaced}", file=sys.stderr)
     host, speed = profile.hosts[0], options.interconnect
     if arguments.json:
         record = plan_report.plan_json(problem, plan, without)
@@ -237,15 +239,17 @@ def _plan(arguments: argparse.Namespace) -> int:
             }
         print(json.dumps(head | record, indent=2))
     else:
+        print(fold(plan_report.headline(problem, plan)))
         if is_estimated:
-            print("estimated from data sheets: measure with `hytrain profile` before training")
             words = (
-                f"assumed of each host: {host.cores} cores (--cores), {host.memory_bytes / _GIB:g} "
+                "Estimated from data sheets: measure with `hytrain profile` before training. "
+                f"Assumed of each host: {host.cores} cores (--cores), {host.memory_bytes / _GIB:g} "
                 f"GiB (--host-memory) of {host.bandwidth / 1e9:g} GB/s (--host-bandwidth)"
             )
             if len(problem.cluster.ranks) > 1:
                 words += f"; {speed / 1e9:.3g} GB/s between ranks (--interconnect)"
-            print(f"{fold(words)}\n")
+            print(fold(f"{words}."))
+        print()
         print(fold(plan_report.plan_text(problem, plan, without)))
     return 0
 

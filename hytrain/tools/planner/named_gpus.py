@@ -30,6 +30,15 @@ def expand(names: Sequence[str]) -> list[str]:
     return found
 
 
+def _meant(name: str) -> str:
+    """An unknown name, with what it may be meant to be."""
+    counted = re.fullmatch(r"(.+?)[x*:](\d+)", name)
+    if counted and sheet_of(counted[1]):
+        return f"{name} (write {counted[2]}x{counted[1]})"
+    meant = did_you_mean(name.lower(), SHEETS).strip()
+    return f"{name} ({meant})" if meant else name
+
+
 def hosts_of(names: Sequence[str], per_host: Sequence[int] | None) -> list[list[str]]:
     """The devices of each host; all of one host where nobody says how many each has.
 
@@ -62,6 +71,12 @@ def estimated_cluster(
     Raises:
         PlanError: there is no data sheet for a name.
     """
+    unknown = {name: None for names in groups for name in names if sheet_of(name) is None}
+    if unknown:
+        raise PlanError(
+            f"no data sheet of a GPU called {', '.join(map(_meant, unknown))}: there are "
+            f"{', '.join(SHEETS)}; several of a kind: 4xh100"
+        )
     hosts: list[HostProfile] = []
     devices: dict[tuple[str, str], DeviceProfile] = {}
     for number, names in enumerate(groups):
@@ -69,11 +84,7 @@ def estimated_cluster(
         labels: list[str] = []
         for name in names:
             sheet = sheet_of(name)
-            if sheet is None:
-                raise PlanError(
-                    f"no data sheet of a GPU called {name}: {did_you_mean(name, SHEETS)}"
-                    f"there are {', '.join(SHEETS)}"
-                )
+            assert sheet is not None
             device = estimated_device(sheet, shape, host)
             devices[host, device.label] = device
             labels.append(device.label)

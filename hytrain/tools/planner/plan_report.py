@@ -10,6 +10,7 @@ from hytrain.formats.text_table import align
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import Collectives, WorkloadMaker
+from hytrain.tools.planner.even_split import even_split
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Plan, plan_file
 
@@ -27,6 +28,11 @@ _DIFFERENT = 0.01
 _STEADY = 0.1
 # Of a GPU's memory: a plan that uses more is limited by it, too.
 _FULL = 0.95
+_LEGEND = (
+    "samples (of a micro-batch); activations: stored, recomputed in backward, or offloaded to the "
+    "host; shard: part of the optimizer state; GPU layers: whose state is on the GPU; step: of "
+    "this rank alone; limited by: what it waits for, and memory if it is full"
+)
 _HEADING = (
     *("rank", "samples", "activations", "shard", "GPU layers", "step ms", "GPU GiB", "host GiB"),
     "limited by",
@@ -42,11 +48,7 @@ def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = N
         without_offload: the plan for weights that stay on the GPU, where they are planned to be in
             host memory and that fits all the same.
     """
-    parts = [_devices(problem), "", _ranks(problem, plan), _summary(problem, plan)]
-    if plan.gap > 1e-3:
-        parts[-1] += f"; at most {plan.gap:.1%} longer than the best that these measurements allow"
-        if plan.gap > plan.limits_gap + 1e-3:
-            parts[-1] += f" (by the limits alone {max(0.0, plan.limits_gap):.1%})"
+    parts = [_devices(problem), "", _ranks(problem, plan), _LEGEND, *_quality_words(problem, plan)]
     parts += _clipped_words(plan) + _mode_words(plan)
     parts += _unsteady_words(problem, plan)
     if not problem.keeps_gradients:
@@ -62,6 +64,24 @@ def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = N
     return "\n".join(parts)
 
 
+def headline(problem: PlanProblem, plan: Plan) -> str:
+    """The step, what an even split would reach, and a warning of GPUs that compute nothing."""
+    speed, number = problem.batch / plan.predicted_seconds, len(plan.ranks)
+    words = f"Step: {1e3 * plan.predicted_seconds:.1f} ms predicted, {speed:.3g} samples/s"
+    if number > 1 and problem.batch >= number:
+        even = even_split(problem)
+        own = 0.0 if even is None else problem.batch // number * number / even.predicted_seconds
+        words += "; an even split does not fit" if even is None else f"; even split: {own:.3g}"
+    words += "."
+    idle = [str(rank) for rank, one in enumerate(plan.ranks) if not one.batch_size]
+    if idle:
+        why = "no plan found was faster"
+        if problem.batch < number:
+            why = f"--batch {problem.batch} is less than {number} GPUs"
+        words += f"\nWarning: idle but for updates of their state: rank {', '.join(idle)} ({why})."
+    return words
+
+
 def _devices(problem: PlanProblem) -> str:
     rows = [("rank", "host", "device", "GiB to use")]
     for number, (host, gpu) in enumerate(problem.cluster.ranks):
@@ -74,7 +94,7 @@ def _ranks(problem: PlanProblem, plan: Plan) -> str:
     for number, (rank, (_, gpu)) in enumerate(zip(plan.ranks, problem.cluster.ranks, strict=True)):
         size = rank.microbatch_size
         shown = (
-            f"{rank.batch_size} by {size}" if size else "none",
+            f"{rank.batch_size} ({size})" if size else "none",
             rank.activations if size else "-",
             f"{rank.shard_fraction:.1%}",
             f"{rank.gpu_layers} of {problem.model.num_updates}",
@@ -119,11 +139,15 @@ def own_speeds(problem: PlanProblem) -> list[float]:
     return [speed(gpu) for _, gpu in problem.cluster.ranks]
 
 
-def _summary(problem: PlanProblem, plan: Plan) -> str:
+def _quality_words(problem: PlanProblem, plan: Plan) -> list[str]:
     own, speed = sum(own_speeds(problem)), problem.batch / plan.predicted_seconds
-    words = f"predicted step {1e3 * plan.predicted_seconds:.1f} ms, {speed:.1f} samples/s"
+    words: list[str] = []
     if own > 0.0:
-        words += f", {speed / own:.0%} of the GPUs' own speeds added up"
+        words.append(
+            f"{speed / own:.0%} of the GPUs' own speeds added up: each by itself, without updates"
+        )
+    if plan.gap > 1e-3:
+        words.append(f"at most {plan.gap:.1%} longer than the shortest step that this can predict")
     return words
 
 

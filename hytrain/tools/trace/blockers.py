@@ -22,14 +22,14 @@ from hytrain.tools.trace.spans import NONE
 
 # -- causes ------------------------------------------------------------------------------------
 
-GRADIENT_COPY: Final = "gradient D2H"
+GRADIENT_COPY: Final = "gradients to host"
 CPU_ADAM: Final = "CPU Adam"
-WEIGHT_COPY: Final = "weights H2D"
+WEIGHT_COPY: Final = "weights to GPU"
 COMMUNICATION: Final = "communication"
 SLOW_RANK: Final = "slow rank"
 CLIPPING: Final = "clipping"
-LATE_GRADIENT_COPY: Final = "late D2H"
-LATE_WEIGHT_COPY: Final = "late H2D"
+LATE_GRADIENT_COPY: Final = "late gradients"
+LATE_WEIGHT_COPY: Final = "late weights"
 STARVED_CPU: Final = "starved CPU Adam"
 LATE_COLLECTIVE: Final = "late collective"
 LAUNCH: Final = "launch-bound"

@@ -3,7 +3,7 @@
 Nodes are spans; kernels of one stream, layer and pass that follow each other closely are one node.
 A node waits for the one before it on its stream or thread, and for its data:
 
-    backward of layer i -> (reduce-scatter) -> gradient D2H -> CPU Adam -> weights H2D
+    backward of layer i -> (reduce-scatter) -> gradients to host -> CPU Adam -> weights to GPU
     -> (all-gather) -> forward of layer i in the next step
     backward -> update on the GPU -> forward; with clipping updates also wait for all of backward
 

@@ -10,8 +10,8 @@ from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.spans import RankTrace
 
 DRAM: Final = "DRAM, CPU Adam"
-D2H: Final = "copies, D2H"
-H2D: Final = "copies, H2D"
+D2H: Final = "copies to host"
+H2D: Final = "copies to GPU"
 CORES: Final = "cores, CPU Adam"
 ADAM: Final = "CPU Adam"
 

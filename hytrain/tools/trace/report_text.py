@@ -20,9 +20,9 @@ _MOST_LAYERS: Final = 8
 _MOST_STEPS: Final = 20
 
 _WAITS_FOR: Final = {
-    causes.GRADIENT_COPY: "copies to the host (D2H)",
+    causes.GRADIENT_COPY: "copies to the host",
     causes.CPU_ADAM: "CPU Adam",
-    causes.WEIGHT_COPY: "copies to the GPU (H2D)",
+    causes.WEIGHT_COPY: "copies to the GPU",
     causes.COMMUNICATION: "communication",
     causes.CLIPPING: "updates repeated because of clipping",
     causes.LATE_GRADIENT_COPY: "gradient copies that began late",
@@ -267,8 +267,8 @@ def _layers(steps: Sequence[StepTimes]) -> str:
 
 _SHORT: Final = {
     step_times.CPU_UPDATE: "CPU",
-    step_times.D2H: "D2H",
-    step_times.H2D: "H2D",
+    step_times.D2H: "to host",
+    step_times.H2D: "to GPU",
     step_times.COMMUNICATION: "comm.",
 }
 

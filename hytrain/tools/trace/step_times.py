@@ -25,8 +25,8 @@ from hytrain.tools.trace.spans import BACKWARD, FORWARD, NONE, RECOMPUTE, RankTr
 
 GPU_UPDATE: Final = "update on the GPU"
 CPU_UPDATE: Final = "update on the CPU"
-D2H: Final = "gradient D2H"
-H2D: Final = "weights H2D"
+D2H: Final = "gradients to host"
+H2D: Final = "weights to GPU"
 COMMUNICATION: Final = "communication"
 OTHER: Final = "other compute"
 

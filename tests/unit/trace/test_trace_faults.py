@@ -51,13 +51,13 @@ def run(folder: Path, schedule: Schedule, first: int = 2) -> Analysis:
 
 
 FAULTS = {
-    "a late copy to the host": (ONE.fault(LATE_D2H, FAULT, step=3, layer=0), "late D2H", 0),
-    "a slow copy to the host": (ONE.fault(D2H, FAULT, step=3, layer=0), "gradient D2H", 0),
-    "all copies to the host": (ONE.taking(**{D2H: FAULT}), "gradient D2H", None),
-    "a late copy to the GPU": (ONE.fault(LATE_H2D, FAULT, step=3, layer=0), "late H2D", 0),
-    "a slow copy to the GPU": (ONE.fault(H2D, FAULT, step=3, layer=0), "weights H2D", 0),
-    "all copies to the GPU": (ONE.taking(**{H2D: FAULT}), "weights H2D", None),
-    "a copy of a middle layer": (ONE.fault(H2D, 3 * FAULT, step=3, layer=2), "weights H2D", 2),
+    "a late copy to the host": (ONE.fault(LATE_D2H, FAULT, step=3, layer=0), "late gradients", 0),
+    "a slow copy to the host": (ONE.fault(D2H, FAULT, step=3, layer=0), "gradients to host", 0),
+    "all copies to the host": (ONE.taking(**{D2H: FAULT}), "gradients to host", None),
+    "a late copy to the GPU": (ONE.fault(LATE_H2D, FAULT, step=3, layer=0), "late weights", 0),
+    "a slow copy to the GPU": (ONE.fault(H2D, FAULT, step=3, layer=0), "weights to GPU", 0),
+    "all copies to the GPU": (ONE.taking(**{H2D: FAULT}), "weights to GPU", None),
+    "a copy of a middle layer": (ONE.fault(H2D, 3 * FAULT, step=3, layer=2), "weights to GPU", 2),
     "a slow update": (ONE.fault(CPU, FAULT, step=3, layer=0), "CPU Adam", 0),
     "an update of a middle layer": (ONE.fault(CPU, 4 * FAULT, step=3, layer=3), "CPU Adam", 3),
     "too few cores": (ONE.taking(**{CPU: FAULT}), "CPU Adam", None),

@@ -183,14 +183,14 @@ def test_plain_deepspeed_updates_on_the_host(tmp_path: Path) -> None:
     analysis = run(tmp_path, kineto)
     one = analysis.steps[0][0]
     assert one.activities["update on the CPU"].total == 800_000
-    assert one.activities["gradient D2H"].exposed == 90_000
+    assert one.activities["gradients to host"].exposed == 90_000
     assert one.parts[causes.CPU_ADAM] == 800_000
     (cores,) = [fix for fix in analysis.fixes if fix.name == fixes.CORES]
     assert cores.gain >= 0.4  # the copy to the GPU, and what follows, come sooner
     # Nothing says that gradients are clipped, or which layers there are.
     assert not {fixes.NO_CLIPPING, fixes.GPU_LAYERS} & {fix.name for fix in analysis.fixes}
     rates = {rate.name: rate for rate in analysis.rates[0]}
-    assert rates["copies, D2H"].achieved == pytest.approx(900_000 / 90e-6)
+    assert rates["copies to host"].achieved == pytest.approx(900_000 / 90e-6)
 
 
 def test_reports_what_is_unknown(tmp_path: Path) -> None:

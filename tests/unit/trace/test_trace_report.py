@@ -43,8 +43,8 @@ def test_every_number_of_a_step_worked_out_by_hand(tmp_path: Path) -> None:
     one = run(tmp_path, Schedule(steps=5)).steps[0][3]
     assert one.step.length == 12_700 * US
     expected = {
-        **{"forward": 4000, "backward": 8000, "gradient D2H": 200, "CPU Adam": 300},
-        "weights H2D": 200,
+        **{"forward": 4000, "backward": 8000, "gradients to host": 200, "CPU Adam": 300},
+        "weights to GPU": 200,
     }
     assert one.parts == dict.fromkeys(PARTS, 0) | {k: v * US for k, v in expected.items()}
     by_name = {
@@ -56,8 +56,8 @@ def test_every_number_of_a_step_worked_out_by_hand(tmp_path: Path) -> None:
         "backward": (8000, 0, 8000, 0),
         # Of 4 layers only layer 0's is not under backward.
         "update on the CPU": (1200, 900, 300, 300),
-        "gradient D2H": (800, 600, 200, 200),
-        "weights H2D": (800, 600, 200, 200),
+        "gradients to host": (800, 600, 200, 200),
+        "weights to GPU": (800, 600, 200, 200),
     }
     assert {n: o["update on the CPU"].blocking // US for n, o in one.layers.items()} == {
         **{0: 300, 1: 0, 2: 0, 3: 0}
@@ -68,7 +68,7 @@ def test_exposed_is_not_blocking(tmp_path: Path) -> None:
     """The GPU waits for data; a copy that runs meanwhile is exposed, and nobody waits for it."""
     schedule = Schedule(steps=5, gpu_layers=(0,), sync_line="a.py:1").taking(**{DATA: 2000})
     one = run(tmp_path, schedule.fault(D2H, 2300, layer=1)).steps[0][2]
-    copies = one.activities["gradient D2H"]
+    copies = one.activities["gradients to host"]
     # 2.5 ms, of which 2 are under backward of layer 0 and 0.1 under the update on the GPU.
     assert (copies.exposed, copies.blocking) == (400 * US, 0)
     assert one.parts["data loading"] == 2000 * US
@@ -101,8 +101,8 @@ def test_rates_energy_and_what_was_predicted(tmp_path: Path, capsys: Capture) ->
     # 30 MB in 300 us; 2 MB in 200 us; 8 threads.
     assert rates["DRAM, CPU Adam"].achieved == pytest.approx(1e11)
     assert rates["DRAM, CPU Adam"].share == pytest.approx(0.5)
-    assert rates["copies, D2H"].achieved == pytest.approx(1e10)
-    assert rates["copies, H2D"].share is None
+    assert rates["copies to host"].achieved == pytest.approx(1e10)
+    assert rates["copies to GPU"].share is None
     assert rates["cores, CPU Adam"].achieved == pytest.approx(8.0)
     power = analysis.energy[0]
     assert power is not None
