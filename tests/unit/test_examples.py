@@ -89,6 +89,39 @@ def test_a_script(name: str, model: str, models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.experiment
+@pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None or importlib.util.find_spec("datasets") is None,
+    reason="trl or datasets is not installed",
+)
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trl(kind: str, models: Path, tmp_path: Path) -> None:
+    def said(role: str, content: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": content}]
+
+    asked = said("user", "the quick brown fox")
+    rows: list[dict[str, Any]] = []
+    for number in range(40):
+        words = " ".join(TEXT.split()[number % 5 : number % 5 + 4])
+        right, wrong = said("assistant", words), said("assistant", "lazy lazy")
+        pair = {"prompt": asked, "chosen": right, "rejected": wrong}
+        rows.append(pair if kind == "dpo" else {"messages": asked + right})
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models / "dense")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} . {% endfor %}"
+    tokenizer.eos_token = tokenizer.pad_token = "."
+    for file in (models / "dense").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer.save_pretrained(tmp_path)
+    options = ["--data", str(tmp_path / "data.jsonl"), "--length", "32", "--steps", "20"]
+    options += ["--save", "model"] + ["--dpo"] * (kind == "dpo")
+    text = _run([str(EXAMPLES / "sft.py"), "--model", str(tmp_path), *options], tmp_path)
+    losses = [float(found) for found in re.findall(r"'loss': '?([0-9.]+)", text)]
+    assert losses[-1] < losses[0]
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert str(saved.dtype) == "torch.bfloat16"
+
+
+@pytest.mark.experiment
 def test_weights_for_a_second_process(models: Path, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",

@@ -36,7 +36,7 @@ _NO_MODEL = (
     "Accepted by training. Memory was not checked: give the model (its transformers config.json; "
     "weights are not read) and the memory of the machine that is to train, in GiB:"
 )
-_EXAMPLE = "model/config.json --gpu-memory 80 --host-memory 256"
+_EXAMPLE = "model/config.json --gpu-memory 78 --host-memory 256"
 _GIB = 1024**3
 # Destinations of the options that only a model, and that only a configuration takes.
 _FOR_MODEL = ("rank", "ranks", "seq", "gpu_memory", "host_memory")
