@@ -23,8 +23,9 @@ class FiringRecord:
 
 ON_SEVERAL_RANKS = (
     "Other ranks may wait in a collective that this one has left: start the job again from a "
-    "checkpoint. If a part of the model is run a varying number of times, its first backward must "
-    "be one with the most"
+    "checkpoint. If a part of the model is recomputed a varying number of times, checkpoint it "
+    "with use_reentrant=False or use DeepSpeed's tiles (with compute_params), which may vary; or "
+    "the first backward must be one with the most"
 )
 """What can be done about a gradient that came after its layer was taken for complete."""
 WHERE_COMMITTED = (

@@ -15,7 +15,7 @@ from support.beside_torch import training_beside_torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hytrain.errors import UnsupportedError
+from hytrain.errors import GradientOrderError, RankFailedError, UnsupportedError
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -278,25 +278,34 @@ class _Tiled(nn.Module):
     """A block that checkpoints its MLP in pieces."""
 
     pieces = 2
+    reentrant = True
 
     def __init__(self) -> None:
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pieces = [checkpoint(self.mlp, y, use_reentrant=True) for y in x.chunk(self.pieces)]
+        pieces = [
+            checkpoint(self.mlp, y, use_reentrant=self.reentrant) for y in x.chunk(self.pieces)
+        ]
         return x + torch.cat(pieces)
 
 
-def tiles(stage: int, numbers: tuple[int, ...], zero: dict[str, Any] | None = None) -> None:
-    """Parts of a block that are recomputed several times, in changing number."""
+def tiles(
+    stage: int,
+    numbers: tuple[tuple[int, ...], ...],
+    zero: dict[str, Any] | None = None,
+    *,
+    reentrant: bool = True,
+) -> None:
+    """Parts of a block that are recomputed several times: in each step, and on each rank."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Tiled(), _Tiled())
+    mine = [tiled for tiled in model.modules() if isinstance(tiled, _Tiled)]
     with training_beside_torch(model, stage, zero=zero) as beside:
         for number, pieces in enumerate(numbers):
-            for plain in (model, beside.plain):
-                for tiled in (m for m in plain.modules() if isinstance(m, _Tiled)):
-                    tiled.pieces = pieces
+            for tiled in mine:
+                tiled.pieces, tiled.reentrant = pieces[dist.get_rank()], reentrant
             beside.step(_sum_of(1, number))
 
 
@@ -352,7 +361,18 @@ def test_late_hooks(stage: int) -> None:
 @stages
 @on_ranks(2)
 def test_tiles(stage: int) -> None:
-    tiles(stage, (3, 3, 2, 3))
+    """In changing number, but never more than in a rank's first step; or not reentrant."""
+    tiles(stage, ((4, 2), (4, 2), (1, 2), (2, 1), (4, 2)))
+    tiles(stage, ((1, 2), (4, 1), (2, 4)), reentrant=False)
+
+
+@pytest.mark.parametrize("grown", [(4, 4), (2, 4)], ids=["both", "second"])
+@stages
+@on_ranks(2)
+def test_more_tiles_than_in_the_first_step(stage: int, grown: tuple[int, int]) -> None:
+    """They cannot be reduced any more: each rank ends with an error that says what to do."""
+    with pytest.raises((GradientOrderError, RankFailedError), match="use_reentrant=False"):
+        tiles(stage, ((2, 2), (1, 1), grown))
 
 
 @pytest.mark.usefixtures("process_group")
@@ -362,5 +382,5 @@ def test_one_rank(streams: bool) -> None:
     for way in ("grad", "frozen"):
         input_gradients(way, 2, stage, zero)
     second_order(stage, is_normed=True, zero=zero)
-    tiles(stage, (1, 2, 4, 3, 4), zero)
+    tiles(stage, ((1,), (2,), (4,), (3,), (4,)), zero)
     late_hooks(stage)

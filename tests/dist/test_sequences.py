@@ -136,23 +136,25 @@ def tile(kind: str, stage: int, k: float, recompute: str, **more: Any) -> None:
 EVERYDAY_TILES = {
     (2, "mlp", 2, 0.5, "none"), (3, "mlp", 3, 0.0, "reentrant offload"),
     (2, "compute", 3, 1.0, "not"), (2, "loss", 2, 1.0, "deepspeed"),
-    (3, "fused", 2, 0.5, "none"), (2, "fused", 3, 0.5, "reentrant"), (3, "fused", 3, 0.0, "not"),
+    (3, "fused", 2, 0.5, "none"), (2, "fused", 3, 0.5, "reentrant"), (3, "fused", 3, 1.0, "not"),
+    (2, "liger", 2, 0.5, "none"), (2, "liger", 3, 1.0, "not"),
 }  # fmt: skip
 RECOMPUTE = ("none", "reentrant", "not", "reentrant offload", "not offload", "deepspeed")
 TILED = [
-    pytest.param(*case, marks=() if case in EVERYDAY_TILES else full)
-    for kind in ("mlp", "compute", "loss", "fused")
-    for case in [
-        (ranks_used, kind, stage, k, recompute)
-        for ranks_used in (2, 3)
-        for stage in ((1, 2, 3) if kind == "fused" else (2, 3))
-        for number, recompute in enumerate(RECOMPUTE)
-        for k in ((0.0, 0.5, 1.0) if number < 2 else (number % 3 / 2,))
-    ]
+    (ranks_used, kind, stage, k, recompute)
+    for kind in ("mlp", "compute", "loss", "fused", "liger")
+    for ranks_used in (2, 3)
+    for stage in ((1, 2, 3) if kind == "fused" else (2, 3))
+    for number, recompute in enumerate(RECOMPUTE)
+    for k in ((0.0, 0.5, 1.0) if number < 2 else (number % 3 / 2,))
 ]
+assert set(TILED) >= EVERYDAY_TILES
 
 
-@pytest.mark.parametrize(("ranks_used", "kind", "stage", "k", "recompute"), TILED)
+@pytest.mark.parametrize(
+    ("ranks_used", "kind", "stage", "k", "recompute"),
+    [pytest.param(*case, marks=() if case in EVERYDAY_TILES else full) for case in TILED],
+)
 @on_ranks(lambda ranks_used: ranks_used)
 def test_tiles(ranks_used: int, kind: str, stage: int, k: float, recompute: str) -> None:
     assert dist.get_world_size() == ranks_used

@@ -279,11 +279,39 @@ TILES = (3, 4, 2, 6, 1)
 """Of a step's forward, step after step: what is recomputed is so in changing number."""
 
 
+class FusedLinearLoss(torch.autograd.Function):
+    """The sum over tokens, as Liger's fused loss has it, whose kernels want a GPU.
+
+    It is given the head's weight, not called as a module, and has all gradients in forward, a
+    chunk of tokens at a time; backward multiplies them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunks: int
+    ) -> torch.Tensor:
+        total, of_weight, of_hidden = hidden.new_zeros(()), torch.zeros_like(weight), []
+        for part, wanted in zip(hidden.chunk(chunks), labels.chunk(chunks), strict=True):
+            scores, valid = (part @ weight.t()).log_softmax(-1), wanted != -100
+            chosen = nn.functional.one_hot(wanted.clamp(min=0), len(weight)) * valid[:, None]
+            total -= (scores * chosen).sum()
+            gradient = scores.exp() * valid[:, None] - chosen
+            of_hidden.append(gradient @ weight)
+            of_weight += gradient.t() @ part
+        ctx.save_for_backward(torch.cat(of_hidden), of_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden * gradients[0], of_weight * gradients[0], None, None
+
+
 class Tiles:
-    """Replaces a model's MLPs, or its loss, by DeepSpeed's tiled ones."""
+    """Replaces a model's MLPs, or its loss, by tiled ones: DeepSpeed's, or like Liger's."""
 
     def __init__(self, kind: str) -> None:
-        """``kind``: "mlp", "compute", "loss" or "fused"."""
+        """``kind``: "mlp", "compute", "loss", "fused" or "liger"."""
         self.kind = kind
         self.count = 1
         """Pieces of a sequence."""
@@ -338,6 +366,11 @@ class Tiles:
                 summed, hidden.shape[1], self.count, parts, {}, "hidden", weights, 0, "sum"
             )
             return SimpleNamespace(loss=total / count)
+        if self.kind == "liger":
+            total = FusedLinearLoss.apply(
+                hidden.flatten(0, -2), model.lm_head.weight, shift_labels.flatten(), self.count
+            )
+            return SimpleNamespace(loss=total / count.clamp(min=1))
         count *= self.steps
         if self.group is not None:
             dist.all_reduce(count, group=self.group)
