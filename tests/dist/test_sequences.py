@@ -394,3 +394,5 @@ def test_refusals() -> None:
         sequence_ranks.initialize_sequence_parallel(2)
         four = make_config(sequence_parallel_size=4)
         refused(ConfigError, "but 2 ranks share each sequence by the mpu", four, mpu=sequence_ranks)
+        planned = make_config(hytrain={"plan": "plan.json"})  # as Trainer and accelerate give it
+        refused(UnsupportedError, '"hytrain.plan" deals samples', planned, mpu=sequence_ranks)

@@ -441,6 +441,20 @@ def test_inputs_of_blocks(config: Path, model: Path, capsys: Capture) -> None:
     assert "--seq: needs --model" in _error(capsys, config, "--seq", 5)
 
 
+def test_ranks_that_share_sequences(config: Path, model: Path, capsys: Capture) -> None:
+    """What training refuses is refused, where the ranks are given."""
+    shared = CONFIG | {"sequence_parallel_size": 2}
+    config.write_text(json.dumps(shared))
+    memory = ["--model", str(model), "--host-memory", "16"]
+    for more in ([], [*memory, "--ranks", "4"]):
+        assert cli.main(["explain", str(config), *more]) == 0
+        assert "2 ranks share each sequence" in capsys.readouterr().out
+    assert "but the job has 3 ranks" in _error(capsys, config, "--ranks", 3)
+    for dealt in ({"batch_sizes": [2, 1]}, {"plan": "plan.json"}):
+        config.write_text(json.dumps(shared | {"hytrain": dealt}))
+        assert "deals samples to single ranks, but 2 ranks" in _error(capsys, config)
+
+
 def test_inputs_of_blocks_are_counted_on_the_gpu(
     config: Path, model: Path, capsys: Capture
 ) -> None:

@@ -142,6 +142,7 @@ def _print(arguments: argparse.Namespace, found: Any) -> None:
 
 def _explain_config(arguments: argparse.Namespace) -> int:
     from hytrain.config import SECTION
+    from hytrain.engine.sequence_groups import mesh_of, refuse_dealt_batches
     from hytrain.placement.memory import STREAMED
     from hytrain.tools.explain.config import config_words, first_decision, model_text, verdict_of
     from hytrain.tools.explain.report import decision_json
@@ -159,13 +160,16 @@ def _explain_config(arguments: argparse.Namespace) -> int:
                 f'{arguments.file} has no section "{SECTION}": it makes DeepSpeed\'s own engine, '
                 f'with nothing to explain; add "{SECTION}": {{}}, or give a metrics file'
             )
+        form = read_form(config)
+        refuse_dealt_batches(section, form.sequence_ranks)
+        if ranks is not None:
+            mesh_of(config, mpu=None, mesh=None, ranks=ranks)
         check_model = None
         if section.plan is not None:
             section, check_model = with_plan(config, section, arguments.file, ranks, rank)
             ranks = len(section.shard_fractions or ())
     if rank >= (ranks or 1):
         raise ConfigError(f"--rank {rank}: ranks count from 0, and --ranks is {ranks or 1}")
-    form = read_form(config)
     words = config_words(section, form)
     result: dict[str, Any] = {"words": [*warnings, *words.splitlines()]}
     if arguments.model is None:

@@ -117,6 +117,8 @@ def _batch_words(config: HyTrainConfig, form: TrainingForm) -> str:
         by = "" if config.plan is None else f", as {config.plan} says"
         return f"Batch: {sum(config.batch_sizes)} samples a step, {sizes} on the ranks{order}{by}."
     told = [f"{BATCH_WORDS[key]}: {number}" for key, number in form.batch.items()]
+    if form.sequence_ranks > 1:
+        told.append(f"{form.sequence_ranks} ranks share each sequence")
     return f"Batch: {'; '.join(told) or 'left to the trainer'}{order}."
 
 
