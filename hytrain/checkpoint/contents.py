@@ -130,7 +130,7 @@ class SaveContents:
     @property
     def num_bytes(self) -> int:
         """What all tensors of the checkpoint take."""
-        size = sum(place.numel * (12 + place.dtype.itemsize) for place in self.places)
+        size = sum(x.numel * (4 * len(x.kinds) + x.dtype.itemsize) for x in self.places)
         if self.model_states is not None:
             states = self.model_states
             size += sum(constant.tensor.nbytes for constant in states.constants.values())

@@ -23,7 +23,8 @@ from hytrain.model.layout import LayerLayout, ParameterSlot
 from hytrain.model.state_format import StateArrays
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
-"""Names of the state tensors: master weights and Adam's two moments."""
+"""Names of Adam's state tensors: master weights and two moments. Of another optimizer the first is
+the same: see :attr:`ParameterPlace.kinds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ class ParameterPlace:
         return self.slot.numel
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of its state tensors."""
+        return self.layer.form.kinds
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the training copy."""
         return self.slot.parameter.dtype
@@ -69,7 +75,7 @@ class ParameterPlace:
         return next((piece for piece in self.pieces if piece.rank == rank), None)
 
     def read(self, kind: str, piece: Piece) -> torch.Tensor:
-        """This rank's piece of a state tensor (``kind``: one of :data:`STATES`).
+        """This rank's piece of a state tensor (``kind``: one of :attr:`kinds`).
 
         fp32, 1-D: a view, on the host or the device as the layer is placed; of moments that are
         kept in fewer bytes, their values in a tensor of its own, on the host; of split master
@@ -97,7 +103,7 @@ class ParameterPlace:
         write_moment(part, values, is_second=kind == STATES[2])
 
     def _part(self, state: StateArrays, kind: str, piece: Piece) -> Moment:
-        return part_of(state[STATES.index(kind)], *self._place(piece))
+        return part_of(state[self.kinds.index(kind)], *self._place(piece))
 
     def _place(self, piece: Piece) -> tuple[int, int]:
         """Of a piece in this rank's shard of the layer."""
@@ -154,14 +160,22 @@ class Delivery:
 def plan_rounds(places: Iterable[ParameterPlace], num_ranks: int) -> list[list[Delivery]]:
     """Rounds in which every rank gets at most one parameter, of about the same size for all.
 
+    Those of a round have the same kinds of state.
+
     A parameter goes to the rank that has most of it, where that has none of the round yet.
     """
-    ordered = sorted(places, key=lambda place: -place.numel)
+    by_kinds: dict[tuple[str, ...], list[ParameterPlace]] = {}
+    for place in sorted(places, key=lambda place: -place.numel):
+        by_kinds.setdefault(place.kinds, []).append(place)
     rounds: list[list[Delivery]] = []
-    for begin in range(0, len(ordered), num_ranks):
+    for together in (
+        ordered[begin : begin + num_ranks]
+        for ordered in by_kinds.values()
+        for begin in range(0, len(ordered), num_ranks)
+    ):
         free = list(range(num_ranks))
         rounds.append([])
-        for place in ordered[begin : begin + num_ranks]:
+        for place in together:
             sizes = {piece.rank: piece.end - piece.begin for piece in place.pieces}
             rank = max(free, key=lambda rank: sizes.get(rank, 0))
             free.remove(rank)
@@ -215,7 +229,7 @@ def gather_round(
 
     Args:
         deliveries: the same on all ranks; no rank is a destination twice.
-        kind: one of :data:`STATES`.
+        kind: of state tensor.
         collectives: the ranks.
         device: the layers' device.
         deliver: called on a delivery's destination with the parameter, the state's name and the
@@ -297,7 +311,7 @@ def gather_to_first(
     """All state on rank 0; a collective. Nothing may be pending.
 
     Returns:
-        On rank 0, parameter name -> state name (:data:`STATES`) -> fp32 tensor of the
+        On rank 0, parameter name -> state name -> fp32 tensor of the
         parameter's shape, on the host; on other ranks an empty dict.
     """
     gathered: dict[str, dict[str, torch.Tensor]] = {}
@@ -306,7 +320,7 @@ def gather_to_first(
         gathered.setdefault(place.name, {})[kind] = tensor
 
     for place in list_parameters(layers):
-        for kind in STATES:
+        for kind in place.kinds:
             gather_round([Delivery(place, 0)], kind, collectives, device, deliver)
     return gathered
 

@@ -242,8 +242,12 @@ def _read(files: StoredFiles) -> tuple[Mapping[str, Any], list[str]]:
     names |= files.parameters
     if not names or not isinstance(stored.get("module"), Mapping):
         raise DamagedCheckpointError(no_parameters(paths))
-    kinds = (*STATES, STEP) if RECORD in stored else STATES
-    states = [paths.state(str(name), kind) for name in sorted(names) for kind in kinds]
+    steps = (STEP,) if RECORD in stored else ()
+    states = [
+        paths.state(str(name), kind)
+        for name in sorted(names)
+        for kind in (*record.kinds.get(str(name), STATES), *steps)
+    ]
     return stored, [paths.name_of(path) for path in states]
 
 

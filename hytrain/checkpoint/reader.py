@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +83,10 @@ class LoadRequest:
         """
         return self.optimizer_states and not self.module_only
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
+    def kinds_of(self, place: ParameterPlace) -> tuple[str, ...]:
         """State tensors to read."""
         if self.with_optimizer:
-            return STATES
+            return place.kinds
         return () if self.custom_load is not None else STATES[:1]
 
 
@@ -198,11 +196,11 @@ class _Load:
         paths, found, request = self._paths, self._files.found, self._request
         manifest, known = self._files.manifest, self._files.parameters
         files = [paths.model_states]
-        states = [place.name for place in self._places if place.name in known]
-        files += [paths.state(name, kind) for name in states for kind in request.kinds]
+        states = [place for place in self._places if place.name in known]
+        files += [paths.state(x.name, kind) for x in states for kind in request.kinds_of(x)]
         if request.with_optimizer:
             files.append(paths.optimizer_state)
-            files += [paths.state(name, STEP) for name in states]
+            files += [paths.state(place.name, STEP) for place in states]
         names = [paths.name_of(path) for path in files]
         if manifest is None:
             # Another tool's has what its kind has; what is missed is said where it is missed.
@@ -239,7 +237,7 @@ class _Load:
         # Every state file is looked at once, by the rank that will read most of it.
         rank = kept.collectives.rank
         mine = [place for place in places if place.name in states]
-        for place, kind in product(mine, request.kinds):
+        for place, kind in ((x, kind) for x in mine for kind in request.kinds_of(x)):
             if self._reader_of(place, kind) != rank:
                 continue
             try:
@@ -302,8 +300,8 @@ class _Load:
 
     def _restore_state(self, place: ParameterPlace, piece: Piece, origin: Origin) -> None:
         """This rank's piece of a parameter's state."""
-        kinds = self._request.kinds
-        for kind in STATES:
+        kinds = self._request.kinds_of(place)
+        for kind in place.kinds:
             if origin is Origin.CHECKPOINT and kind in kinds:
                 values = self._values(place, kind, piece)
                 if piece is not _NOTHING:

@@ -21,7 +21,7 @@ import threading
 import torch
 
 from hytrain.checkpoint.copy_memory import CopyMemory
-from hytrain.checkpoint.gather import STATES, ParameterPlace, Piece
+from hytrain.checkpoint.gather import ParameterPlace, Piece
 from hytrain.errors import HostMemoryError
 from hytrain.hardware.gpu_memory import spare_gpu_bytes
 from hytrain.kernels.host_memory import host_zeros
@@ -47,7 +47,7 @@ class LayerSnapshot:
         self._numel = layer.shard_size
         self._done = threading.Event()
         self._issued: torch.cuda.Event | None = None
-        self.left = len(STATES) * len(layer.layout.slots)
+        self.left = len(layer.form.kinds) * len(layer.layout.slots)
         """State tensors of parameters that are still to be written."""
         copy, self._target = memory.of(layer)
         self.is_captured = copy is not None

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hytrain.checkpoint.gather import ParameterPlace
+from hytrain.checkpoint.gather import STATES, ParameterPlace
 from hytrain.checkpoint.inert import Unknown, load
 from hytrain.errors import CheckpointError
 from hytrain.formats.moment_kinds import FP32
@@ -166,6 +166,9 @@ def pack_optimizer_state(
             "version": RECORD_VERSION,
             "group_steps": list(steps),
             "group_parameters": group_names(places, len(groups)),
+            "state_kinds": {
+                place.name: list(place.kinds) for place in places if place.kinds != STATES
+            },
             LOSS_SCALE: scaling.state(),
             "moments": moments.name,
             "moments_seed": moments.seed,
@@ -195,6 +198,7 @@ class OptimizerRecord:
         names: parameter names of each group; None as above.
         loss_scale: what :meth:`LossScaling.load` takes.
         moments: how moments were kept.
+        kinds: names of the state tensors of parameters that have others than Adam's.
     """
 
     groups: list[dict[str, Any]]
@@ -202,6 +206,7 @@ class OptimizerRecord:
     names: list[list[str]] | None
     loss_scale: object = None
     moments: StateFormat = field(default_factory=StateFormat)
+    kinds: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
     @staticmethod
     def read(path: Path, *, trusted: bool = False) -> OptimizerRecord:
@@ -227,7 +232,8 @@ class OptimizerRecord:
             )
         moments = StateFormat(record.get("moments", FP32), record.get("moments_seed", 0))
         steps, names = list(record["group_steps"]), record["group_parameters"]
-        return OptimizerRecord(groups, steps, names, record.get(LOSS_SCALE), moments)
+        kinds = record.get("state_kinds", {})
+        return OptimizerRecord(groups, steps, names, record.get(LOSS_SCALE), moments, kinds)
 
 
 def _steps_of_zero3(stored: Mapping[str, Any], num_groups: int) -> list[int] | None:

@@ -71,7 +71,7 @@ def write_contents(
         device: the layers'.
         source: this rank's pieces of the state tensors.
         written: called, in any thread, when this rank's piece of one of a parameter's state tensors
-            (:data:`STATES`) is not read any more.
+            is not read any more.
         threads: that write.
 
     Raises:
@@ -204,7 +204,7 @@ class _Save:
         """Brings a round's parameters to where they are written; a collective."""
         rank, is_alone = self._collectives.rank, self._collectives.world_size == 1
         mine = sum(4 * d.place.numel for d in deliveries if d.destination == rank)
-        for kind in STATES:
+        for kind in deliveries[0].place.kinds:
             if is_alone:
                 for delivery in deliveries:
                     self._write_own(delivery.place, kind)
@@ -257,7 +257,7 @@ class _Save:
         files: list[tuple[Path, object]] = [
             (self._paths.state(place.name, kind), pack_tensor(tensor))
         ]
-        if kind == STATES[-1]:
+        if kind == place.kinds[-1]:
             step = torch.tensor(float(self._contents.steps[place.group]))
             files.append((self._paths.state(place.name, STEP), step))
         is_in_archive = kind == STATES[0] and self._collectives.rank == 0

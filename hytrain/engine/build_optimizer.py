@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container
 from dataclasses import replace
 from functools import partial
@@ -15,20 +16,22 @@ from hytrain.engine.build import BuildSettings
 from hytrain.engine.build_agreement import require_one_optimizer
 from hytrain.engine.build_weights import build_weights, give_shapes
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.formats.moment_kinds import SPLIT
 from hytrain.hardware.numa import call_on, on_cores
 from hytrain.kernels.clipping import GradientNorm
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
+from hytrain.kernels.muon import MUON
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layer_update import Placement
 from hytrain.offload.cpu_updater import CpuSettings, CpuUpdater
+from hytrain.offload.host_blocks import pinned_zeros
 from hytrain.offload.streams import Streams
 from hytrain.offload.threads import ThreadChoice, place_threads
 from hytrain.offload.update_groups import LIMITS, GroupLimits
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.engine_view import EngineView, StepSettings
-from hytrain.optimizer.hyper import HyperParameters, check_optimizer
+from hytrain.optimizer.hyper import HyperParameters, check_optimizer, device_optimizers
 from hytrain.optimizer.layer_guards import unguarded_layers
 from hytrain.optimizer.loss_scaling import LossScaling
 from hytrain.optimizer.model_cut import cut_model
@@ -36,6 +39,8 @@ from hytrain.placement.build import build_placement, plan_placement
 from hytrain.testing.faults import injected_delays
 from hytrain.zero3.layer_weights import BuiltWeights
 from hytrain.zero3.weight_passes import WeightPasses
+
+logger = logging.getLogger(__name__)
 
 
 def build_optimizer(
@@ -80,7 +85,18 @@ def build_optimizer(
     gathers = settings.gathers
     if collectives.world_size == 1 and not settings.on_host:
         gathers = None  # no other rank could keep anything
-    cut = cut_model(model, group_of, config, collectives.world_size, gathers)
+    optimizers = device_optimizers(basic_optimizer)
+    if any(optimizers):
+        _check_streamed(config, type(basic_optimizer).__name__, collectives.world_size)
+    if MUON in optimizers and settings.clip.max_norm > 0.0 and collectives.rank == 0:
+        logger.warning(
+            "\"gradient_clipping\" is %g: gradients are clipped before Muon's momentum, as torch's "
+            "clip_grad_norm_ does. DeepSpeed clips Muon's updates after they are made orthogonal, "
+            "which divides steps by about the root of the sum of their ranks: divide a muon_lr "
+            "that was tuned so by that (DeepSpeed reports it as the norm), or set 0 on both sides",
+            settings.clip.max_norm,
+        )
+    cut = cut_model(model, group_of, config, collectives.world_size, gathers, optimizers)
     with taking_host_memory("the engine"):
         weights = build_weights(model, cut, collectives, settings)
         try:
@@ -132,7 +148,8 @@ def _build_on(
         may_bind=config.offload.numa == "auto",
     )
     for state in states:
-        placement: Placement = "gpu" if state.index < first.gpu_layers_target else "cpu"
+        host: Placement = "cpu" if state.form.optimizer is None else "streamed"
+        placement: Placement = "gpu" if state.index < first.gpu_layers_target else host
         _allocate_state(state, placement, threads)
     # The worker's threads stay there; the thread that registers pinned memory touches it.
     with on_cores(threads.cores):
@@ -195,6 +212,23 @@ def _step_settings(
     )
 
 
+def _check_streamed(config: HyTrainConfig, name: str, num_ranks: int) -> None:
+    """An UnsupportedError of what does not go with updates that stream their state."""
+    refused = (
+        (config.master == SPLIT, f'"hytrain.master" is "{SPLIT}"', 'set it to "fp32"'),
+        (config.plan is not None, '"hytrain.plan" is given', "plans know Adam only: remove it"),
+        (
+            config.accumulation == "layer_major",
+            '"hytrain.accumulation" is "layer_major"',
+            'set it to "micro_batch_major"',
+        ),
+        (num_ranks > 1, f"there are {num_ranks} ranks", "use one"),
+    )
+    for is_so, seen, remedy in refused:
+        if is_so:
+            raise UnsupportedError(f"{seen} and the optimizer is {name}: {remedy}, or use AdamW")
+
+
 def _check_all_found(trained: list[nn.Parameter], found_ids: set[int]) -> None:
     missing = [tuple(p.shape) for p in trained if id(p) not in found_ids]
     if missing:
@@ -215,16 +249,18 @@ def _check_bf16(model: nn.Module, trained: Container[int]) -> None:
 
 
 def _allocate_state(state: LayerState, placement: Placement, threads: ThreadChoice) -> None:
-    """Master weights from the training copy, zero moments; on the device or pageable on the host.
+    """Master weights from the training copy, zero moments; on the device or on the host, where
+    what is streamed is pinned, and what the worker updates is pageable.
 
     Host memory is touched by the threads that will use it: the first steps then take what all take.
     """
-    size = state.bytes_at(placement)
+    size, device = state.bytes_at(placement), state.storage.runs[0][2].device
+    purpose = f"the optimizer state of layer '{state.name}'"
     if placement == "gpu":
-        device = state.storage.runs[0][2].device
         memory = torch.zeros(size, dtype=torch.uint8, device=device)
+    elif placement == "streamed":
+        memory = pinned_zeros(size, device, purpose)
     else:
-        purpose = f"the optimizer state of layer '{state.name}'"
         take = partial(
             host_zeros,
             size,

@@ -22,8 +22,10 @@ from hytrain.engine.deepspeed_internals import (
 )
 from hytrain.kernels.host_memory import PAGE
 from hytrain.model.layer_state import LayerState
+from hytrain.model.layer_update import LayerUpdate
 from hytrain.model.layout import LayerLayout
 from hytrain.model.sharded_storage import ShardedStorage
+from hytrain.model.state_format import StateFormat
 from hytrain.model.storage import ResidentStorage
 from hytrain.offload.arena import Arena
 from hytrain.optimizer.model_cut import CutLayer, CutPart, live_bytes, parts_of
@@ -114,6 +116,8 @@ def _make_state(
         sizes=part.sizes,
         placement="cpu",
         gradient_dtype=gradient_dtype or _common_dtype(part.layout),
+        form=StateFormat(optimizer=part.optimizer),
+        update=LayerUpdate(updated_by="cpu" if part.optimizer is None else "gpu"),
     )
 
 

@@ -25,6 +25,7 @@ from hytrain.engine.deepspeed_internals import (
 )
 from hytrain.engine.sequence_groups import SHARED_DTYPE
 from hytrain.errors import ConfigError, did_you_mean, refuse_all, unquoted
+from hytrain.kernels.newton_schulz import METHODS
 
 BATCH_KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -36,6 +37,12 @@ _OF_ADAM = (
     "differentiable",
 )  # fmt: skip
 """What DeepSpeed and torch take as parameters of an Adam."""
+_OF_MUON = (
+    "lr", "muon_lr", "adam_lr", "momentum", "ns_method", "weight_decay", "betas", "eps",
+    "adam_w_mode", "fp32_optimizer_states", "per_head_muon",
+)  # fmt: skip
+"""What DeepSpeed takes as parameters of Muon; it would ignore any other."""
+_CONSTANTS_OF_MUON = {"ns_steps": 5, "nesterov": True}
 _FLAGS_OF_ADAM = ("bias_correction", "adam_w_mode", "torch_adam", "amsgrad")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT32_TINY = torch.finfo(torch.float32).tiny
@@ -224,14 +231,40 @@ def _check_batches(config: Mapping[str, Any], *, batches_elsewhere: bool) -> Non
 def _check_optimizer(section: Any) -> None:
     if section is None:
         return
-    if str(section.get("type", "")).lower() not in ("adam", "adamw"):
+    check = {"adam": _check_adams, "adamw": _check_adams, "muon": _check_muons}.get(
+        str(section.get("type", "")).lower()
+    )
+    if check is None:
         return  # said elsewhere
     parameters = section.get("params")
     if parameters is None:
         return
     if not isinstance(parameters, Mapping):
         raise ConfigError(f'"optimizer.params" is {parameters!r}: write {{"lr": 1e-4}}')
-    refuse_all(*(partial(_check_adams, name, value) for name, value in parameters.items()))
+    refuse_all(*(partial(check, name, value) for name, value in parameters.items()))
+
+
+def _check_muons(name: str, value: Any) -> None:
+    key = f"optimizer.params.{name}"
+    if name in _CONSTANTS_OF_MUON:
+        _refuse(key, value, f"it is fixed at {_CONSTANTS_OF_MUON[name]!r}: remove it")
+    if name not in _OF_MUON:
+        raise ConfigError(
+            f'"{key}" is no parameter of Muon: '
+            f"{did_you_mean(name, _OF_MUON) or 'known are ' + ', '.join(_OF_MUON)}".rstrip()
+        )
+    if name in ("muon_lr", "adam_lr"):
+        _check_number(key, value, "as in 1e-3")
+    elif name == "momentum":
+        _check_number(key, value, "below 1, as in 0.95")
+        if value >= 1.0:
+            _refuse(key, value, "give a number in [0, 1), as in 0.95")
+    elif name == "ns_method" and value not in METHODS:
+        _refuse(key, value, f"write {' or '.join(METHODS)}")
+    elif name == "per_head_muon" and not isinstance(value, bool):
+        _refuse(key, value, "write true or false")
+    elif name in _OF_ADAM:
+        _check_adams(name, value)
 
 
 def _check_adams(name: str, value: Any) -> None:

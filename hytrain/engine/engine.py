@@ -153,11 +153,18 @@ class HyTrainEngine(DeepSpeedEngine):
 
     def _prepare_saves(self, optimizer: HyTrainZeroOptimizer) -> None:
         settings = self.hytrain_config.checkpoint
-        if settings.is_async and self.hytrain_config.master == SPLIT:
+        is_split = self.hytrain_config.master == SPLIT
+        if settings.is_async and (is_split or optimizer.pipeline.streamed.layers):
+            why = "the state is streamed to updates on the GPU"
+            if is_split:
+                why = (
+                    "half of a master weight is the training copy, which may be written to at any "
+                    'time ("hytrain.master": "split")'
+                )
             logger.warning(
-                '"hytrain.checkpoint.async" with "hytrain.master": "split": save_checkpoint '
-                "returns when the checkpoint is written, since half of a master weight is the "
-                "training copy, which may be written to at any time"
+                '"hytrain.checkpoint.async": save_checkpoint returns when the checkpoint is '
+                "written, since %s",
+                why,
             )
         elif settings.is_async:
             saver = self._saver = AsyncSaver(

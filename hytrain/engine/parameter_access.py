@@ -78,7 +78,8 @@ class StateAccess:
     def get_full_hp_param(
         self, param: torch.Tensor, optim_state_key: str | None = None
     ) -> torch.Tensor | None:
-        """The whole fp32 master weight, or moment ("exp_avg", "exp_avg_sq"), on the device.
+        """The whole fp32 master weight, or moment ("exp_avg", "exp_avg_sq"; of a matrix that Muon
+        updates "momentum_buffer"), on the device.
 
         Raises:
             ConfigError: there is no such state, or updates are committed directly and have begun.
@@ -126,7 +127,7 @@ class StateAccess:
             self._write_state(place, optim_state_key, whole, self._piece(place))
 
     def _read_state(self, place: ParameterPlace, key: str | None) -> torch.Tensor:
-        kind = _kind(key)
+        kind = _kind(place, key)
         self._kept.settle(_READING)
         piece = self._piece(place)
         return torch.empty(0) if piece is None else place.read(kind, piece)
@@ -138,7 +139,7 @@ class StateAccess:
 
         An update that is taken back restores it from there.
         """
-        kind, piece = _kind(key), self._piece(place)
+        kind, piece = _kind(place, key), self._piece(place)
         self._kept.settle("writing master weights or moments")
         if piece is not None:
             place.write(kind, piece, flat[piece.begin : piece.end])
@@ -249,12 +250,14 @@ class StateAccess:
         return gather_everywhere(place, mine, self._kept.collectives, self._kept.device)
 
 
-def _kind(optim_state_key: str | None) -> str:
+def _kind(place: ParameterPlace, optim_state_key: str | None) -> str:
     if optim_state_key is None:
         return STATES[0]
-    if optim_state_key not in STATES[1:]:
+    known = place.kinds[1:]
+    if optim_state_key not in known:
+        names = " or ".join(f'"{name}"' for name in known)
         raise ConfigError(
-            f'there is no optimizer state "{optim_state_key}": pass "exp_avg" or "exp_avg_sq" '
+            f"there is no optimizer state \"{optim_state_key}\" of '{place.name}': pass {names} "
             "(engine.optimizer.steps counts the steps of each parameter group)"
         )
     return optim_state_key

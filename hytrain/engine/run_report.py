@@ -77,6 +77,7 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
     on_gpu = state_bytes(first.layer_bytes[: first.gpu_layers_target])
     on_host = host_state_bytes(first.layer_bytes[first.gpu_layers_target :])
     k = "solved while training" if optimizer.placement.controller.solves else "fixed"
+    what = "optimizer" if any(layer.is_streamed for layer in first.layer_bytes) else "Adam"
     kind = f"{first.layer_bytes[0].moments} moments"
     if first.layer_bytes[0].master == SPLIT:
         kind = f"split master weights, {kind}"
@@ -98,7 +99,7 @@ def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
         f"hytrain {__version__}: {_count(parameters)} trained parameters in "
         f"{layers_words(first.layer_bytes)}, ZeRO-{int(engine.zero_optimization_stage())}"
         f"{shared}; k = {_share(first.gpu_layers_target, first.num_layers)}, {k}\n"
-        f"hytrain: {'' if ranks == 1 else f'rank 0 of {ranks}: '}Adam state "
+        f"hytrain: {'' if ranks == 1 else f'rank 0 of {ranks}: '}{what} state "
         f"({kind}) {where}; planned: at most {planned}"
     )
 

@@ -18,7 +18,6 @@ from hytrain.errors import ConfigError
 from hytrain.optimizer.kept_state import KeptState
 
 _STEP = "step"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _IN_PLACE = frozenset(
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
@@ -55,7 +54,8 @@ class MomentValues(torch.Tensor):
 
 
 class ParameterState(MutableMapping[str, torch.Tensor]):
-    """Of one parameter: ``step``, ``exp_avg`` and ``exp_avg_sq``, all fp32.
+    """Of one parameter: ``step``, ``exp_avg`` and ``exp_avg_sq``, or what another optimizer than
+    Adam has, all fp32.
 
     A moment has the parameter's shape where this rank owns all of it; otherwise it is what the rank
     owns, 1-D, perhaps empty: ``deepspeed.utils.safe_get_full_optimizer_state`` gathers the rest. It
@@ -70,7 +70,7 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         if key == _STEP:
             return torch.tensor(float(self._kept.hyper.steps[self._place.group]))
-        if key not in _MOMENTS:
+        if key not in self._place.kinds[1:]:
             raise KeyError(key)
         place = self._place
         self._kept.settle(f"reading optimizer.state[...]['{key}']")
@@ -115,10 +115,10 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter((_STEP, *_MOMENTS))
+        return iter((_STEP, *self._place.kinds[1:]))
 
     def __len__(self) -> int:
-        return 1 + len(_MOMENTS)
+        return len(self._place.kinds)
 
 
 class OptimizerState(Mapping[nn.Parameter, Mapping[str, torch.Tensor]]):

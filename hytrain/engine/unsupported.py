@@ -150,5 +150,5 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
             'stage 3 streams weights; set "zero_optimization.stage" to 3, or remove offload_param'
         )
     kind = _get(config, "optimizer.type")
-    if kind is not None and str(kind).lower() not in ("adam", "adamw"):
-        yield f'"optimizer.type" is {kind!r}: hytrain updates with Adam or AdamW; set "AdamW"'
+    if kind is not None and str(kind).lower() not in ("adam", "adamw", "muon"):
+        yield f'"optimizer.type" is {kind!r}: hytrain updates with Adam, AdamW or Muon; set "AdamW"'

@@ -35,9 +35,16 @@ def master_bytes(master: str) -> int:
     return SPLIT_BYTES if master == SPLIT else MASTER_BYTES
 
 
-def state_bytes(moments: str, parameters: int, master: str = FP32) -> int:
-    """Bytes of master weights and both moments, on whichever side."""
-    return master_bytes(master) * parameters + moment_bytes(moments, parameters)
+def state_bytes(
+    moments: str, parameters: int, master: str = FP32, states: int | None = None
+) -> int:
+    """Bytes of master weights and both moments, on whichever side.
+
+    ``states``: how many tensors another optimizer than Adam has in the moments' places.
+    """
+    size = moment_bytes(moments, parameters)
+    size = size if states is None else size // 2 * states
+    return master_bytes(master) * parameters + size
 
 
 def state_bytes_each(moments: str, master: str = FP32) -> float:

@@ -11,7 +11,7 @@ import torch
 from hytrain.kernels import split_weights
 from hytrain.kernels.moment_codes import part_of
 from hytrain.kernels.moments import Moment
-from hytrain.model.layer_update import LayerUpdate, Placement
+from hytrain.model.layer_update import LayerUpdate, Placement, Side
 from hytrain.model.layout import LayerLayout, ParameterSlot
 from hytrain.model.partition import sizes_within
 from hytrain.model.sharded_storage import ShardedStorage
@@ -100,6 +100,11 @@ class LayerState:
     def state_bytes(self) -> int:
         """Of master weights and moments."""
         return self.form.state_bytes(self.shard_size)
+
+    @property
+    def updated_on(self) -> Side:
+        """Where its updates are made."""
+        return "cpu" if self.placement == "cpu" else "gpu"
 
     def bytes_at(self, placement: Placement) -> int:
         """:attr:`state_bytes` of the layer on that side."""

@@ -9,7 +9,11 @@ import torch
 
 from hytrain.model.weight_reads import WatchedParameters
 
-Placement = Literal["cpu", "gpu"]
+Side = Literal["cpu", "gpu"]
+"""Where an update is made."""
+Placement = Literal["cpu", "streamed", "gpu"]
+"""Where a layer's state is: on the host, in the update worker's hands; there, but updated on the
+device, piece by piece; or on the device."""
 
 
 @dataclass(slots=True)
@@ -31,7 +35,7 @@ class LayerUpdate:
     """The gradient of a step that is not final yet has been sent to the update."""
     is_measured: bool = True
     """The sum of its squares is on its way; else it is taken with others', when all are there."""
-    updated_by: Placement = "cpu"
+    updated_by: Side = "cpu"
     """Who made the newest weights; differs from ``placement`` after a move, until the next step."""
     gather_due: bool = False
     """Other ranks' shards of the newest weights are still to be gathered."""
@@ -91,7 +95,7 @@ class LayerUpdate:
         self.gradient = None
         self.wait()
 
-    def end_step(self, updated_by: Placement) -> None:
+    def end_step(self, updated_by: Side) -> None:
         """The step is final, or skipped; new weights, or the old ones, are on their way."""
         self.sent = False
         self.updated_by = updated_by

@@ -16,6 +16,7 @@ from hytrain.formats.moment_kinds import (
     master_bytes,
     state_bytes,
 )
+from hytrain.kernels.device_optimizer import DeviceOptimizer
 from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment, Rounding
 from hytrain.kernels.rounded_runs import RoundedRuns, Run
 from hytrain.kernels.split_weights import REMAINDER, split
@@ -23,11 +24,13 @@ from hytrain.model.layer_update import Placement
 from hytrain.model.layout import LayerLayout
 
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class StateArrays(NamedTuple):
     """A shard's optimizer state: master weights, fp32 or the remainders of split ones (int16,
-    ``hytrain.kernels.split_weights``), and Adam's two moments."""
+    ``hytrain.kernels.split_weights``), and Adam's two moments; in their places what another
+    optimizer has, of which the second may be nothing."""
 
     master: torch.Tensor
     exp_avg: Moment
@@ -78,12 +81,25 @@ class StateFormat:
         master: of the master weights.
         host_master: of those of layers on the CPU, where it is another one: whole, beside split
             ones on the GPU.
+        optimizer: what updates these layers, on the device wherever the state is; None: Adam.
     """
 
     name: MomentsName = FP32
     seed: int = 0
     master: MasterName = FP32
     host_master: MasterName | None = None
+    optimizer: DeviceOptimizer | None = None
+
+    def of(self, optimizer: DeviceOptimizer | None) -> StateFormat:
+        """That of layers with this optimizer: no codes, and whole master weights, but for Adam."""
+        if optimizer is None:
+            return self
+        return StateFormat("bf16" if self.is_rounded else FP32, self.seed, optimizer=optimizer)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the state tensors, as in checkpoints: "fp32" is the master weight."""
+        return ("fp32", *(self.optimizer.states if self.optimizer else _MOMENTS))
 
     def at(self, placement: Placement) -> StateFormat:
         """That of a layer that is there."""
@@ -124,7 +140,8 @@ class StateFormat:
 
     def state_bytes(self, numel: int) -> int:
         """Bytes of a shard's state."""
-        return state_bytes(self.name, numel, self.master)
+        states = None if self.optimizer is None else len(self.optimizer.states)
+        return state_bytes(self.name, numel, self.master, states)
 
     def split(self, memory: torch.Tensor, numel: int) -> StateArrays:
         """The state of ``numel`` parameters in one block: uint8, 1-D, :meth:`state_bytes` long."""
@@ -141,6 +158,9 @@ class StateFormat:
         """
         numel = master.numel() // master_bytes(self.master)
         each = self.kind.itemsize * numel
+        if self.optimizer is not None:
+            m, v = moments[:each].view(self.kind), moments[each:].view(self.kind)
+            return StateArrays(master.view(torch.float32), m, v)
         blocks = numel // MOMENT_BLOCK if self.name == "8bit" else 0
         m, v, m_exponents, v_exponents = moments.split([each, each, blocks, blocks])
         weights = master.view(REMAINDER if self.is_split else torch.float32)

@@ -150,6 +150,8 @@ class CpuUpdater:
             self.worker.add_slot_class(plan.outgoing_bytes)
         classes = iter(plan.class_of_chunk)
         for layer, spans in zip(self._all, self._chunks, strict=True):
+            if not spans:
+                continue  # it is updated on the device wherever its state is
             layer.update.weights_ready = self._streams.new_event()
             layer.worker_index = self.worker.add_layer(
                 layer.name,
@@ -273,6 +275,8 @@ class CpuUpdater:
     def weights_moved(self, layer: LayerState) -> None:
         """A layer's training copy is in other memory from now on; none of its jobs is left."""
         spans = self._chunks[self._all.index(layer)]
+        if not spans:
+            return
         addresses = [layer.storage.address(span.begin, span.end) for span in spans]
         self.worker.move_weights(layer.worker_index, addresses)
 
@@ -406,7 +410,10 @@ def pinned_bytes(layers: Sequence[LayerState], settings: CpuSettings, gpu_layers
 
 def _chunks(layers: Sequence[LayerState], settings: CpuSettings) -> list[list[ChunkSpan]]:
     size = settings.chunk_elements
-    return [layer.layout.chunks(layer.begin, layer.end, size) for layer in layers]
+    return [
+        layer.layout.chunks(layer.begin, layer.end, size) if layer.form.optimizer is None else []
+        for layer in layers
+    ]
 
 
 def _plan(

@@ -150,8 +150,12 @@ class DeviceUpdate:
 
     @property
     def layers(self) -> list[LayerState]:
-        """Those on the device."""
-        return [layer for layer in self._layers if layer.placement == "gpu"]
+        """Those on the device that Adam updates."""
+        return [
+            layer
+            for layer in self._layers
+            if layer.placement == "gpu" and layer.form.optimizer is None
+        ]
 
     @property
     def waiting_bytes(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 
-from hytrain.kernels.host_memory import PAGE, map_anonymous, taking_host_memory
+from hytrain.kernels.host_memory import PAGE, STATE_REMEDY, map_anonymous, taking_host_memory
 from hytrain.offload.pinning import Pinning
 
 _ALIGNMENT = 64
@@ -70,6 +71,20 @@ class HostBlock:
     def close(self) -> None:
         """Unpins it. No copy may be in flight. Tensors that are still referred to stay readable."""
         self._pinning.release()
+
+
+def pinned_zeros(num_bytes: int, device: torch.device, purpose: str) -> torch.Tensor:
+    """A block's memory, uint8, 1-D: unpinned when the tensor that is returned goes.
+
+    No copy may be in flight then.
+
+    Raises:
+        HostMemoryError: there is none.
+    """
+    block = HostBlock(num_bytes, device, pin=True, purpose=purpose, remedy=STATE_REMEDY)
+    (memory,) = block.cut([torch.empty(num_bytes, dtype=torch.uint8, device="meta")])
+    weakref.finalize(memory, block.close).atexit = False  # the driver may be gone by then
+    return memory
 
 
 def block_bytes(tensors: Sequence[torch.Tensor]) -> int:

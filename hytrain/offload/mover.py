@@ -13,7 +13,9 @@ import torch
 from hytrain.hardware.gpu_memory import give_back_cached
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.model.layer_state import LayerState
+from hytrain.model.layer_update import Placement
 from hytrain.offload.cpu_updater import CpuUpdater, native_state
+from hytrain.offload.host_blocks import pinned_zeros
 from hytrain.offload.streams import Streams
 
 
@@ -35,6 +37,8 @@ class LayerMover:
         self._cpu = cpu
         self._streams = streams
         self._moves: list[_Move] = []
+        self._leaving: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        """Pinned state that is being copied to the device, and what is behind the copy."""
 
     def to_gpu(self, layer: LayerState) -> None:
         """A CPU-placed layer is updated on the device from the next step on.
@@ -45,6 +49,10 @@ class LayerMover:
             torch.OutOfMemoryError, HostMemoryError: the device, which may be the CPU, has not
                 enough memory for the state; nothing has changed.
         """
+        if layer.form.optimizer is not None:
+            layer.before_update()
+            self._leaving.append((layer.memory, self._copy_state(layer, "gpu")))
+            return
         # A move to the host that is under way keeps the state that it reads on the device: without
         # this wait the device would have to hold two.
         self._cpu.wait_moved(layer)
@@ -82,6 +90,14 @@ class LayerMover:
             HostMemoryError: the host has not enough memory for the state or its pinned gradient;
                 nothing has changed.
         """
+        if layer.form.optimizer is not None:
+            old = layer.state
+            self._copy_state(layer, "streamed")
+            for part in old:
+                assert isinstance(part, torch.Tensor)
+                # It is dropped here with the copy still to run: compute would write there.
+                self._streams.used_on_update(part)
+            return
         # The event below then covers an earlier move to the device, too: without this wait the copy
         # back could read state that has not arrived there.
         self.wait(layer)
@@ -94,6 +110,26 @@ class LayerMover:
         layer.place("cpu", memory)
         self._cpu.submit_arrive(layer, native_state(layer), device, ready)
         layer.moving = True
+
+    def _copy_state(self, layer: LayerState, placement: Placement) -> torch.cuda.Event | None:
+        """Of a layer that the worker does not know; returns the event behind the copy."""
+        old = layer.state
+        if placement == "gpu":
+            memory = self._device_memory(layer)
+        else:
+            memory = pinned_zeros(layer.bytes_at(placement), self._streams.device, _state_of(layer))
+        # On the update's stream, after compute, whose memory it may have been. State on the device
+        # is written there; that of the host comes from another stream: without the wait the copy
+        # could be half of the step before.
+        with self._streams.on_update():
+            self._streams.update_waits(layer.state_ready)
+            layer.place(placement, memory)
+            for there, here in zip(layer.state, old, strict=True):
+                assert isinstance(there, torch.Tensor)
+                assert isinstance(here, torch.Tensor)
+                there.copy_(here, non_blocking=True)
+            layer.state_ready = self._streams.record_update()
+        return layer.state_ready
 
     def _keep(self, layer: LayerState, event: torch.cuda.Event | None) -> None:
         # The worker still reads or writes the old state, and copies the gradient of the step just
@@ -132,10 +168,13 @@ class LayerMover:
             elif move.layer.placement == "cpu":
                 move.layer.moving = False
         self._moves = still
+        # Unpinned before the copy is done, it could fault, or read what has come there since.
+        self._leaving = [(m, e) for m, e in self._leaving if e is not None and not e.query()]
 
     def close(self) -> None:
         """Lets go of everything; the worker has been closed."""
         self._moves.clear()
+        self._leaving.clear()
 
 
 def _state_of(layer: LayerState) -> str:

@@ -6,9 +6,9 @@ context is empty and an event is always complete when it is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import cast
+from typing import Literal, cast
 
 import torch
 
@@ -53,6 +53,9 @@ class Streams:
             # Updates and collectives are short and hold up the next forward: they go first.
             self.update = torch.cuda.Stream(device, priority=-1)
             self.communication = torch.cuda.Stream(device, priority=-1)
+            # State of streamed layers, to their updates and back: both directions at once.
+            self.state_in = torch.cuda.Stream(device)
+            self.state_out = torch.cuda.Stream(device)
             self._compute = current_stream(device)
 
     def new_event(self) -> torch.cuda.Event | None:
@@ -171,8 +174,28 @@ class Streams:
         """What any stream runs from now on comes after all compute so far."""
         if self.is_cuda:
             current = current_stream(self.device)
-            for stream in (self.to_host, self.to_device, self.update, self.communication):
+            for stream in self._others:
                 stream.wait_stream(current)
+
+    @property
+    def _others(self) -> tuple[torch.cuda.Stream, ...]:
+        copies = self.to_host, self.to_device, self.state_in, self.state_out
+        return (*copies, self.update, self.communication)
+
+    @contextmanager
+    def copying(
+        self, way: Literal["in", "out"], after: Iterable[torch.cuda.Event | None]
+    ) -> Generator[None]:
+        """Runs the block on the stream that copies streamed state this way, after some events."""
+        if not self.is_cuda:
+            yield
+            return
+        stream = self.state_in if way == "in" else self.state_out
+        for event in after:
+            if event is not None:
+                stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            yield
 
     @contextmanager
     def beside(self) -> Generator[None]:
@@ -194,6 +217,8 @@ class Streams:
             "to-device": self.to_device,
             "update": self.update,
             "communication": self.communication,
+            "state-in": self.state_in,
+            "state-out": self.state_out,
         }
         return [(name, "idle" if s.query() else "busy") for name, s in streams.items()]
 

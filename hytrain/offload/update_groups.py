@@ -41,6 +41,9 @@ class GroupLimits:
 
 
 LIMITS = GroupLimits()
+
+IN_FLIGHT = 2
+"""Pieces of streamed state on the device: one comes or leaves while the other is updated."""
 ONE_GROUP = GroupLimits(_NO_LIMIT, _NO_LIMIT, _NO_LIMIT, _NO_LIMIT)
 """Of neighbours that may share a launch."""
 

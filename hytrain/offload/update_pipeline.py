@@ -22,6 +22,7 @@ from hytrain.offload.device_update import DeviceUpdate, UpdateObserver
 from hytrain.offload.exposure import ExposureMeter
 from hytrain.offload.gradient_room import GradientRoom
 from hytrain.offload.mover import LayerMover
+from hytrain.offload.streamed_update import StreamedUpdate
 from hytrain.offload.streams import Streams
 from hytrain.offload.update_groups import LIMITS, GroupLimits
 from hytrain.trace.recorder import Recorder
@@ -51,6 +52,7 @@ class UpdatePipeline:
         self._direct = norm.settings.direct
         self.mover = LayerMover(cpu, streams)
         self._device_update = DeviceUpdate(self.layers, streams, self.mover, group_limits)
+        self.streamed = StreamedUpdate(self.layers, streams)
         self.updates_leave_room = False
         """Updates on the device, to what else runs there, at some cost to themselves. Many models
         have the host wait for the first kernels of forward, to see which mask they need: where
@@ -84,7 +86,7 @@ class UpdatePipeline:
     @property
     def waiting_on_device(self) -> int:
         """Bytes of gradients that are there for updates on the device."""
-        return self._device_update.waiting_bytes
+        return self._device_update.waiting_bytes + self.streamed.waiting_bytes
 
     def begin_step(
         self, unscale: float, hyper: tuple[AdamHyper, ...], *, hold: bool = False
@@ -165,7 +167,7 @@ class UpdatePipeline:
             self.cpu.send(layer, self.norm.address(layer.index), self._record, direct=self._direct)
             # From here the worker may write new weights at any time: reads must wait first.
             layer.update.overwrite()
-        elif self._direct:
+        elif self._direct and layer.form.optimizer is None:
             group = self._device_update.whole_group(layer)
             if group:
                 self._measure(group)
@@ -227,9 +229,12 @@ class UpdatePipeline:
                     "clipping and overflow check updates are committed during backward: change "
                     'them before backward, or set "gradient_clipping" or "check_grad_overflow"'
                 )
+            self.streamed.begin()
+            self._update_streamed(hyper)
             self._after_step(skipped=False)
             return None
         self._update_on_device(hyper)
+        self.streamed.begin()
         with self._collectives.waiting():
             outcome = self.norm.read_decision()
         self._forecast.note(outcome)
@@ -237,6 +242,7 @@ class UpdatePipeline:
             self._drop_all()
         else:
             self.cpu.finalize(native_record(outcome.scale, hyper))
+            self._update_streamed(hyper)
         self._after_step(skipped=outcome.skip)
         return outcome
 
@@ -253,8 +259,14 @@ class UpdatePipeline:
         update.run_group(group, hyper, self._scale, observers, leaves_room=leaves_room)
         self.is_torn = False  # what is left has yet to come: see is_partly_committed
 
+    def _update_streamed(self, hyper: tuple[AdamHyper, ...]) -> None:
+        """Behind the decision: the worker, which has been told of it, goes on beside this."""
+        self.is_torn = True
+        self.streamed.run(hyper, self.norm.outcome, self.trace)
+
     def _drop_all(self) -> None:
         """Forgets the step: a layer that the worker has not begun is as if it never was sent."""
+        self.streamed.skip()
         for layer in self.cpu.layers:
             if not self.cpu.cancel(layer):
                 self.cpu.submit(layer, _C.Pass.drop)
@@ -263,7 +275,7 @@ class UpdatePipeline:
     def _after_step(self, *, skipped: bool) -> None:
         self.overwrites += not skipped
         for layer in self.layers:
-            layer.update.end_step(layer.placement)
+            layer.update.end_step(layer.updated_on)
             if not skipped:
                 self.weights_changed(layer)
         self.is_torn = False
@@ -291,7 +303,7 @@ class UpdatePipeline:
         """
         self._refuse_direct()
         gradient = layer.update.gradient
-        if layer.placement == "gpu":
+        if layer.updated_on == "gpu":
             assert gradient is not None
             layer.update.release_gradient()
             layer.update.withdraw()
@@ -334,7 +346,7 @@ class UpdatePipeline:
             ConfigError: as there.
         """
         self._refuse_direct()
-        if layer.placement == "gpu":
+        if layer.updated_on == "gpu":
             layer.update.release_gradient()
             layer.update.withdraw()
             return

@@ -1,4 +1,4 @@
-"""Reads Adam's hyper-parameters from an optimizer's parameter groups, every step.
+"""Reads hyper-parameters from an optimizer's parameter groups, every step.
 
 Schedulers write into ``param_groups``; ``.defaults`` is never looked at. What a step cannot follow,
 an option that the kernels do not have or other parameters in a group, is refused by that step.
@@ -13,10 +13,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from hytrain.errors import UnsupportedError
+from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.kernels.cpu_adam import AdamHyper
+from hytrain.kernels.device_optimizer import DeviceHyper, DeviceOptimizer, registered
+from hytrain.kernels.muon import MUON
 
 _DECOUPLED = {"AdamW": True, "Adam": False}
+_MUON = "MuonWithAuxAdam"
+"""DeepSpeed's class, and that of Muon's author; importing it would compile its kernels."""
 _OPTIONS = ("amsgrad", "maximize", "differentiable")
 """Of torch's Adam, and not of the kernels."""
 
@@ -24,24 +28,56 @@ _OPTIONS = ("amsgrad", "maximize", "differentiable")
 def check_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer decays weights apart from the gradient: AdamW, not Adam with L2.
 
+    Of Muon, its auxiliary Adam's; nothing of one that is registered.
+
     Raises:
-        UnsupportedError: it is neither, or uses an option that the kernels do not have.
+        ConfigError: Muon is given what is no matrix.
+        UnsupportedError: it is none of these, or uses an option that the kernels do not have.
     """
     kind = type(optimizer)
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         decoupled = _DECOUPLED[kind.__name__]
-    elif kind.__name__ in ("DeepSpeedCPUAdam", "FusedAdam"):
+    elif kind.__name__ in ("DeepSpeedCPUAdam", "FusedAdam", _MUON):
         mode = optimizer.__dict__.get("adam_w_mode", True)
         decoupled = bool(mode)
+    elif registered(kind) is not None:
+        return True
     else:
         raise UnsupportedError(
-            f"the optimizer is {kind.__module__}.{kind.__name__}, but hytrain updates with Adam or "
-            'AdamW only: set "optimizer": {"type": "AdamW", ...} in the configuration or pass a '
-            "torch.optim.AdamW"
+            f"the optimizer is {kind.__module__}.{kind.__name__}, but hytrain updates with Adam, "
+            'AdamW or Muon: set "optimizer": {"type": "AdamW", ...} in the configuration, pass a '
+            "torch.optim.AdamW, or register its update with hytrain.register_optimizer"
         )
     for index, group in enumerate(optimizer.param_groups):
         _refuse_options(index, group)
+        if kind.__name__ == _MUON:
+            _check_muons(index, group)
     return decoupled
+
+
+def device_optimizers(optimizer: torch.optim.Optimizer) -> list[DeviceOptimizer | None]:
+    """Of each parameter group, what updates it on the device wherever its state is; None: Adam."""
+    found = registered(type(optimizer))
+    is_muon = type(optimizer).__name__ == _MUON
+    return [MUON if is_muon and group["use_muon"] else found for group in optimizer.param_groups]
+
+
+def _check_muons(index: int, group: Mapping[str, Any]) -> None:
+    """A parameter is updated by Muon where its group says so, not by its own ``use_muon``."""
+    by_muon = bool(group["use_muon"])
+    for parameter in group["params"]:
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if by_muon and len(shape) < 2:
+            raise ConfigError(
+                f"parameter group {index} has use_muon = True and a parameter of shape {shape}; "
+                "Muon makes matrices orthogonal: set use_muon = False on it, or move it to a group "
+                "that has"
+            )
+        if bool(getattr(parameter, "use_muon", by_muon)) != by_muon:
+            raise ConfigError(
+                f"a parameter of shape {shape} has use_muon = {not by_muon}, but its parameter "
+                f"group {index} has use_muon = {by_muon}: make them alike"
+            )
 
 
 def _refuse_options(index: int, group: Mapping[str, Any]) -> None:
@@ -62,6 +98,7 @@ class HyperParameters:
         self.steps = [0] * len(optimizer.param_groups)
         """Steps that each parameter group has made; skipped ones do not count."""
         self._decoupled = decoupled
+        self._device_optimizers = device_optimizers(optimizer)
         # Of the groups as the engine was built: state is laid out by that.
         self._built = [list(group["params"]) for group in optimizer.param_groups]
 
@@ -122,6 +159,11 @@ class HyperParameters:
 
     def _read_group(self, index: int, group: Mapping[str, Any], step: int) -> AdamHyper:
         _refuse_options(index, group)
+        optimizer = self._device_optimizers[index]
+        if optimizer is not None:
+            decay = float(group.get("weight_decay", 0.0))
+            values = optimizer.read(group, step)
+            return DeviceHyper(lr=float(group["lr"]), weight_decay=decay, step=step, values=values)
         beta1, beta2 = group["betas"]
         return AdamHyper(
             lr=float(group["lr"]),

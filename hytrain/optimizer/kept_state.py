@@ -37,8 +37,9 @@ class KeptState:
 
     @property
     def form(self) -> StateFormat:
-        """How master weights and moments are kept."""
-        return self.layers[0].form
+        """How master weights and moments are kept: Adam's, if there are any."""
+        forms = [layer.form for layer in self.layers]
+        return next((form for form in forms if form.optimizer is None), forms[0])
 
     @property
     def device(self) -> torch.device:

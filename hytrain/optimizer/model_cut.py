@@ -12,6 +12,7 @@ from itertools import chain, compress, count, islice
 from torch import nn
 
 from hytrain.config import HyTrainConfig
+from hytrain.kernels.device_optimizer import DeviceOptimizer
 from hytrain.model.discovery import LayerParameters, can_be_sharded, find_layers
 from hytrain.model.layout import LayerLayout, lay_out
 from hytrain.model.partition import partition
@@ -33,11 +34,13 @@ class CutPart:
         layout: their flat space; its index counts parts of the same kind.
         sizes: elements that each rank owns.
         is_sharded: a rank keeps the training copy of what it owns only.
+        optimizer: what updates them, if not Adam.
     """
 
     layout: LayerLayout
     sizes: list[int]
     is_sharded: bool
+    optimizer: DeviceOptimizer | None = None
 
     def shard(self, rank: int) -> tuple[int, int]:
         """``[begin, end)`` of the flat space that a rank owns."""
@@ -77,6 +80,7 @@ def cut_model(
     config: HyTrainConfig,
     num_ranks: int,
     gathers: GatherSettings | None,
+    optimizers: Sequence[DeviceOptimizer | None] = (),
 ) -> list[CutLayer]:
     """A model's layers in forward order.
 
@@ -86,6 +90,7 @@ def cut_model(
         config: how layers are found and shards are cut.
         num_ranks: ranks that share the weights.
         gathers: DeepSpeed's keys where weights are sharded (ZeRO-3); None: they are whole.
+        optimizers: of each parameter group; (): Adam is that of all.
 
     Raises:
         ConfigError: the section does not fit the model or the ranks.
@@ -94,7 +99,8 @@ def cut_model(
     trained = [p for p in parameters if id(p) in group_of]
     frozen = [p for p in parameters if can_be_sharded(p)] if gathers is not None else []
     found = find_layers(model, trained, config.layers.block_class, frozen)
-    pieces = [_pieces(layer) for layer in found]
+    by_parameter = {key: optimizers[group] for key, group in group_of.items()} if optimizers else {}
+    pieces = [_pieces(layer, by_parameter) for layer in found]
     apart = [LayerParameters(each.name, each.frozen, each.block) for each in found if each.frozen]
     layouts = lay_out(list(chain(*pieces)), group_of, num_ranks)
     frozen_layouts = lay_out(apart, dict.fromkeys(map(id, frozen), 0), num_ranks)
@@ -106,7 +112,12 @@ def cut_model(
         # Where a layer has pieces, all of them are gathered.
         whole -= set(compress(count(), (len(each) > 1 for each in pieces for _ in each)))
     parts = iter(
-        CutPart(layout, table.sizes(number), number not in whole)
+        CutPart(
+            layout,
+            table.sizes(number),
+            number not in whole,
+            by_parameter.get(id(layout.slots[0].parameter)),
+        )
         for number, layout in enumerate(everything)
     )
     trained_parts = [tuple(islice(parts, len(each))) for each in pieces]
@@ -119,19 +130,40 @@ def cut_model(
     return [layer for layer in layers if layer.parts]
 
 
-def _pieces(layer: LayerParameters) -> list[LayerParameters]:
+_Items = list[tuple[str, nn.Parameter]]
+
+
+def _pieces(
+    layer: LayerParameters, optimizers: Mapping[int, DeviceOptimizer | None]
+) -> list[LayerParameters]:
     """Of a layer's trained parameters: one, or several of a block that has very many.
 
     A piece has its own gradient, state and update, and moves by itself; a parameter is not cut.
-    One gather brings all of them: the block's modules tell of it as a whole.
+    One gather brings all of them: the block's modules tell of it as a whole. What another optimizer
+    updates is a piece of its own.
     """
-    if layer.block is None or sum(p.numel() for _, p in layer.parameters) <= MOST_ELEMENTS:
-        return [layer] if layer.parameters else []
-    # A block's norms get their gradients last: together with one, a large one would wait for it.
-    alone = [[item] for item in layer.parameters if item[1].numel() > MOST_ELEMENTS // 4]
-    small: list[list[tuple[str, nn.Parameter]]] = []
-    elements = 0
+    kinds: dict[DeviceOptimizer | None, _Items] = {}
     for item in layer.parameters:
+        kinds.setdefault(optimizers.get(id(item[1])), []).append(item)
+    found = [
+        items
+        for kind in kinds.values()
+        for items in ([kind] if layer.block is None else _of_size(kind))
+    ]
+    return [
+        LayerParameters(f"{layer.name}{f'{PIECE}{number}' * (number > 1)}", items, layer.block)
+        for number, items in enumerate(found, 1)
+    ]
+
+
+def _of_size(parameters: _Items) -> list[_Items]:
+    if sum(p.numel() for _, p in parameters) <= MOST_ELEMENTS:
+        return [parameters]
+    # A block's norms get their gradients last: together with one, a large one would wait for it.
+    alone = [[item] for item in parameters if item[1].numel() > MOST_ELEMENTS // 4]
+    small: list[_Items] = []
+    elements = 0
+    for item in parameters:
         if item[1].numel() > MOST_ELEMENTS // 4:
             continue
         elements += item[1].numel()
@@ -139,10 +171,7 @@ def _pieces(layer: LayerParameters) -> list[LayerParameters]:
             small.append([])
             elements = item[1].numel()
         small[-1].append(item)
-    return [
-        LayerParameters(f"{layer.name}{f'{PIECE}{number}' * (number > 1)}", items, layer.block)
-        for number, items in enumerate([*small, *alone], 1)
-    ]
+    return [*small, *alone]
 
 
 def live_bytes(layers: Sequence[CutLayer], gathers: GatherSettings | None) -> int:

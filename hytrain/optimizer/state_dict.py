@@ -17,7 +17,7 @@ from hytrain.optimizer.kept_state import KeptState
 _FORMAT = "hytrain_state"
 _VERSION = 1
 _MOMENTS = "moments"
-_KINDS = ("fp32", "exp_avg", "exp_avg_sq")
+_MASTER = "fp32"
 
 
 def state_dict(state: KeptState) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def load_state_dict(
     raise_together(failure, state.collectives)
     state.forget_gradients()
     for layer, stored in zip(state.layers, found["layers"], strict=True):
-        layer.write_master(0, stored[_KINDS[0]])
+        layer.write_master(0, stored[_MASTER])
         for kind, tensor in _moments(layer).items():
             tensor.copy_(stored[kind])
     state.hyper.steps = [int(step) for step in found["steps"]]
@@ -109,7 +109,9 @@ def _why_not(state: KeptState, found: Mapping[str, Any]) -> str | None:
 
 def _moments(layer: LayerState) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for kind, part in zip(_KINDS[1:], layer.state[1:], strict=True):
+    for kind, part in zip(layer.form.kinds, layer.state, strict=False):
+        if kind == _MASTER:
+            continue
         if isinstance(part, EightBit):
             tensors |= {kind: part.codes, f"{kind}_exponents": part.exponents}
         else:
@@ -122,6 +124,6 @@ def _pack(layer: LayerState) -> dict[str, Any]:
         "name": layer.name,
         "begin": layer.begin,
         "end": layer.end,
-        _KINDS[0]: layer.read_master(0, layer.shard_size),
+        _MASTER: layer.read_master(0, layer.shard_size),
         **_moments(layer),
     }

@@ -20,6 +20,7 @@ from hytrain.kernels.host_limits import GROUP, host_memory_pools
 from hytrain.model.layer_state import LayerState
 from hytrain.model.state_format import StateFormat
 from hytrain.offload.cpu_updater import CpuSettings, pinned_bytes, staging_bytes
+from hytrain.offload.streamed_update import piece_bytes, work_bytes
 from hytrain.offload.threads import ThreadChoice
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.placement.calibration import gpu_seconds_per_parameter
@@ -151,7 +152,7 @@ def _choose_form(
 
     def keep(form: StateFormat) -> tuple[tuple[LayerBytes, ...], int]:
         for state in states:
-            state.form = form
+            state.form = form.of(state.form.optimizer)
         return tuple(_bytes_of(state, cpu) for state in states), staging_bytes(states, cpu)
 
     if config.master != SPLIT or cpu.direct:
@@ -177,6 +178,9 @@ def _bytes_of(state: LayerState, cpu: CpuSettings) -> LayerBytes:
         moments=state.form.name,
         master=state.form.master,
         host_master=state.form.host_master,
+        streamed_states=state.form.optimizer and len(state.form.optimizer.states),
+        piece_bytes=piece_bytes(state),
+        work_bytes=work_bytes(state),
     )
 
 

@@ -26,6 +26,10 @@ class LayerBytes:
         moments: how Adam's moments are kept ("hytrain.moments").
         master: how master weights are kept ("hytrain.master").
         host_master: how those of layers on the host are, where that is another way.
+        streamed_states: of a layer that is updated on the GPU with state from the host, how many
+            tensors its optimizer has beside master weights; None: Adam's, and on the CPU.
+        piece_bytes: of its state, that are copied to the GPU at once.
+        work_bytes: on the GPU, that the update of such a piece takes beside them.
     """
 
     name: str
@@ -36,16 +40,25 @@ class LayerBytes:
     moments: MomentsName = FP32
     master: MasterName = FP32
     host_master: MasterName | None = None
+    streamed_states: int | None = None
+    piece_bytes: int = 0
+    work_bytes: int = 0
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it is updated on the GPU wherever its state is."""
+        return self.streamed_states is not None
 
     @property
     def state_bytes(self) -> int:
         """Of master weights and both moments, on the GPU."""
-        return state_bytes(self.moments, self.parameters, self.master)
+        return state_bytes(self.moments, self.parameters, self.master, self.streamed_states)
 
     @property
     def host_state_bytes(self) -> int:
         """The same on the host."""
-        return state_bytes(self.moments, self.parameters, self.host_master or self.master)
+        master = self.host_master or self.master
+        return state_bytes(self.moments, self.parameters, master, self.streamed_states)
 
 
 def num_blocks(layers: Sequence[LayerBytes]) -> int:

@@ -134,7 +134,9 @@ class PlacementManager:
             return
         if samples:
             self._add_samples(samples)
-        estimator.add_spans(self._pipeline.cpu.worker.take_spans())
+        spans = self._pipeline.cpu.worker.take_spans()
+        if not self._pipeline.streamed.layers:  # the worker numbers its own layers
+            estimator.add_spans(spans)
         if estimator.num_samples:
             self._pipeline.updates_leave_room = estimator.launch_bound
         if controller.is_due(self._steps):
@@ -165,9 +167,12 @@ class PlacementManager:
             has_new_steps: steps were measured since the last time.
         """
         estimator, controller = self._estimator, self.controller
-        if self._idle_steps > CONFIRMING:
-            # This rank computes no samples: there are no times to solve from, and no need.
-            controller.consider_idle(self._steps, self._current_limits())
+        if self._idle_steps > CONFIRMING or self._pipeline.streamed.layers:
+            # There are no times to solve from, and no need.
+            reason = "this rank computes no samples: its GPU updates all that fits there"
+            if self._idle_steps <= CONFIRMING:
+                reason = "matrices are updated on the GPU in any case: of state all that fits stays"
+            controller.consider_idle(self._steps, self._current_limits(), reason)
             return
         if not has_new_steps and self._steps - self._considered_at < LOOK_EVERY:
             return
@@ -215,6 +220,7 @@ class PlacementManager:
         controller = self.controller
         if self._probing:
             moving = self._pipeline.mover.bytes_leaving_device
+            moving += self._pipeline.streamed.buffer_bytes  # planned for beside the state, too
             self._probe.end_step(controller.num_gpu_layers, moving)
             if self._limits is not None:
                 self._limits = self._probe.with_base(self._limits)
@@ -309,8 +315,8 @@ class PlacementManager:
         self.controller.resume(step, history)
 
     def costs(self) -> StepCosts | None:
-        """What the last steps took; None before enough of them."""
-        return self._estimator.costs()
+        """What the last steps took; None before enough of them, and with updates that stream."""
+        return None if self._pipeline.streamed.layers else self._estimator.costs()
 
     @property
     def decisions(self) -> list[Decision]:

@@ -17,7 +17,7 @@ from itertools import accumulate
 
 from hytrain.errors import MemoryBudgetError, PlacementError, size_text
 from hytrain.formats.moment_kinds import FP32, MOMENTS, SPLIT, MasterName
-from hytrain.offload.update_groups import LIMITS
+from hytrain.offload.update_groups import IN_FLIGHT, LIMITS
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 
 GPU_RESERVE_KEY = "hytrain.solver.gpu_memory_reserve_bytes"
@@ -109,7 +109,19 @@ def host_state_bytes(layers: Sequence[LayerBytes]) -> int:
 
 def pending_bytes(layers: Sequence[LayerBytes]) -> int:
     """Gradients of these layers that wait on the host for their commit."""
-    return sum(layer.parameters * layer.gradient_itemsize * layer.keeps_pending for layer in layers)
+    return gradient_bytes([layer for layer in updated_on_cpu(layers) if layer.keeps_pending])
+
+
+def updated_on_cpu(layers: Sequence[LayerBytes]) -> list[LayerBytes]:
+    """Those whose updates are the CPU's where their state is on the host."""
+    return [layer for layer in layers if not layer.is_streamed]
+
+
+def streaming_bytes(layers: Sequence[LayerBytes], k: int) -> int:
+    """Of the GPU, for state that is streamed with the first ``k`` layers there, and its updates."""
+    buffers = max((layer.piece_bytes for layer in layers), default=0)
+    work = max((layer.work_bytes for layer in layers), default=0)
+    return work + IN_FLIGHT * buffers * any(layer.is_streamed for layer in layers[k:])
 
 
 def gradient_bytes(layers: Sequence[LayerBytes]) -> int:
@@ -117,9 +129,9 @@ def gradient_bytes(layers: Sequence[LayerBytes]) -> int:
     return sum(layer.parameters * layer.gradient_itemsize for layer in layers)
 
 
-def waiting_bytes(layers: Sequence[LayerBytes]) -> int:
-    """The most bytes of gradients of these layers, which are on the GPU, at one time."""
-    return min(gradient_bytes(layers), most_waiting(layers))
+def waiting_bytes(layers: Sequence[LayerBytes], k: int) -> int:
+    """The most bytes of gradients that wait on the GPU, with the first ``k`` layers there."""
+    return max(_waiting_at(layers, k), default=0)
 
 
 def most_waiting(layers: Sequence[LayerBytes]) -> int:
@@ -144,13 +156,14 @@ def gpu_peak_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -
         PlacementError: ``k`` is not in 0..L, or ``gpu_base_at`` is not one number a layer.
     """
     _check(layers, limits, k)
-    return state_bytes(layers[:k]) + _gpu_rest_bytes(layers, limits, k)
+    fixed = state_bytes(layers[:k]) + streaming_bytes(layers, k)
+    return fixed + _gpu_rest_bytes(layers, limits, k)
 
 
 def _gpu_rest_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> int:
     """The GPU's peak less the state."""
     if not limits.gpu_base_at:
-        return limits.gpu_base + waiting_bytes(layers[:k])
+        return limits.gpu_base + waiting_bytes(layers, k)
     # The peak of all may be no layer's backward (the loss): no gradient waits there yet.
     waiting = _waiting_at(layers, k)
     at = (base + more for base, more in zip(limits.gpu_base_at, waiting, strict=True))
@@ -158,11 +171,17 @@ def _gpu_rest_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) 
 
 
 def _waiting_at(layers: Sequence[LayerBytes], k: int) -> list[int]:
-    """Bytes of GPU-placed gradients that may be there by the end of each layer's backward."""
-    most, come, found = most_waiting(layers[:k]), 0, [0] * len(layers)
-    for index in reversed(range(k)):
-        come += gradient_bytes(layers[index : index + 1])
-        found[index] = min(come, most)
+    """Bytes of gradients that may wait there by the end of each layer's backward.
+
+    Those of layers with state that is streamed do so wherever it is, until the step's end.
+    """
+    most, found = most_waiting(updated_on_cpu(layers[:k])), [0] * len(layers)
+    come = streamed = 0
+    for index in reversed(range(len(layers))):
+        own = gradient_bytes([layers[index]])
+        streamed += own * layers[index].is_streamed
+        come += own * (index < k and not layers[index].is_streamed)
+        found[index] = streamed + min(come, most)
     return found
 
 
@@ -175,7 +194,7 @@ def gradient_room(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) ->
     if limits.gpu is None or not limits.gpu_base_at:
         return None
     # Two have been left room to in any case: see GradientRoom.
-    free = limits.gpu - limits.gpu_reserve - state_bytes(layers[:k])
+    free = limits.gpu - limits.gpu_reserve - state_bytes(layers[:k]) - streaming_bytes(layers, k)
     free += 2 * max(gradient_bytes([layer]) for layer in layers)
     each = zip(layers, limits.gpu_base_at, _waiting_at(layers, k), strict=True)
     return [(free - base - waiting) // layer.gradient_itemsize for layer, base, waiting in each]
@@ -371,7 +390,7 @@ def fewer_bytes(
     first = layers[0]
     kinds = MOMENTS[MOMENTS.index(first.moments) :]
     ways = [(kind, first.master) for kind in kinds[1:]]
-    if first.master != SPLIT:
+    if first.master != SPLIT and len(updated_on_cpu(layers)) == len(layers):
         split: MasterName = SPLIT
         ways += [(kind, split) for kind in kinds]
     for kind, master in ways:

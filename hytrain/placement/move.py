@@ -220,8 +220,8 @@ class PlacementController:
             return f"{reason}, to compare the solver's choice with all that fit"
         return reason if number == num_layers else f"{reason}, as many as fit"
 
-    def consider_idle(self, step: int, limits: MemoryLimits) -> None:
-        """Decides for a rank that computes no samples: its GPU has time for every update.
+    def consider_idle(self, step: int, limits: MemoryLimits, reason: str) -> None:
+        """Decides for a rank whose GPU has time for every update, or makes them anyway.
 
         Sets ``target`` to the most layers that fit there: the host's cores and memory bandwidth are
         left to ranks that need them, and a step waits for no update on this rank's CPU.
@@ -229,6 +229,7 @@ class PlacementController:
         Args:
             step: steps made so far.
             limits: what memory there is.
+            reason: why all that fits is to be there.
         """
         allowed, here = self._allowed(step, limits), self.num_gpu_layers
         most = allowed.max_gpu_layers
@@ -239,8 +240,7 @@ class PlacementController:
         self._decide(
             step,
             most,
-            "this rank computes no samples: its GPU updates all that fits there, "
-            f"{most} of {len(self._layers)} layers",
+            f"{reason}, {most} of {len(self._layers)} layers",
             bounds=allowed,
             limits=limits,
             costs=None,

@@ -18,6 +18,8 @@ from hytrain.placement.memory import (
     gradient_bytes,
     host_state_bytes,
     state_bytes,
+    streaming_bytes,
+    updated_on_cpu,
     waiting_bytes,
 )
 
@@ -94,18 +96,22 @@ def predict_peaks(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
     if inputs.gpu_base is None:
         return _of_one_memory(inputs)
     away, here = inputs.layers[: inputs.gpu_layers], inputs.layers[inputs.gpu_layers :]
-    base, on_host = inputs.gpu_base + state_bytes(away), host_state_bytes(here)
-    gathered, left = _gathered(inputs), gradient_bytes(here)
+    layers, k = inputs.layers, inputs.gpu_layers
+    base = inputs.gpu_base + state_bytes(away) + streaming_bytes(layers, k)
+    on_cpu = updated_on_cpu(here)
+    on_host = host_state_bytes(on_cpu)
+    gathered, left = _gathered(inputs), gradient_bytes(on_cpu)
     rounded = any(layer.moments != FP32 for layer in away)
     copied = gathered + _ROUNDED_BYTES * inputs.largest_parameter * rounded
-    ahead = left + max(inputs.gradients) if here else 0
+    ahead = left + max(inputs.gradients) if on_cpu else 0
     kept = inputs.kept_gradients
-    pinned = inputs.pinned_bytes + inputs.home_bytes
+    # State that is streamed is pinned.
+    pinned = inputs.pinned_bytes + inputs.home_bytes + host_state_bytes(here) - on_host
     return {
         "build": PhasePeak(max(on_host, CALIBRATION_BYTES), pinned, base),
         # Where gradients are kept from one micro-batch to the next, those in flight are among them.
         "step": PhasePeak(
-            on_host, pinned, base + max(waiting_bytes(away), kept), 0 if kept else ahead
+            on_host, pinned, base + max(waiting_bytes(layers, k), kept), 0 if kept else ahead
         ),
         # Frozen weights are written when all else is.
         "save": PhasePeak(
@@ -121,7 +127,8 @@ def predict_peaks(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
 def _of_one_memory(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
     """On a CPU: what would be the device's is the host's."""
     away, here = inputs.layers[: inputs.gpu_layers], inputs.layers[inputs.gpu_layers :]
-    state, left = state_bytes(away) + host_state_bytes(here), gradient_bytes(here)
+    state, left = state_bytes(away) + host_state_bytes(here), gradient_bytes(updated_on_cpu(here))
+    state += streaming_bytes(inputs.layers, inputs.gpu_layers)
     gathered = _gathered(inputs)
     # A backward may be that far ahead of the update; autograd's own of one layer is copied.
     ahead = sum(inputs.gradients) + max(inputs.gradients)

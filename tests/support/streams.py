@@ -23,6 +23,8 @@ def stream_delays(seed: int) -> Callable[[Any], None]:
             streams.to_device,
             streams.update,
             streams.communication,
+            streams.state_in,
+            streams.state_out,
         ):
             if rng.random() < 0.5:
                 with torch.cuda.stream(stream):
