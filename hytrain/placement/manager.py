@@ -135,7 +135,7 @@ class PlacementManager:
         if samples:
             self._add_samples(samples)
         spans = self._pipeline.cpu.worker.take_spans()
-        if not self._pipeline.streamed.layers:  # the worker numbers its own layers
+        if not controller.streams:  # the worker numbers its own layers
             estimator.add_spans(spans)
         if estimator.num_samples:
             self._pipeline.updates_leave_room = estimator.launch_bound
@@ -167,7 +167,7 @@ class PlacementManager:
             has_new_steps: steps were measured since the last time.
         """
         estimator, controller = self._estimator, self.controller
-        if self._idle_steps > CONFIRMING or self._pipeline.streamed.layers:
+        if self._idle_steps > CONFIRMING or controller.streams:
             # There are no times to solve from, and no need.
             reason = "this rank computes no samples: its GPU updates all that fits there"
             if self._idle_steps <= CONFIRMING:
@@ -220,7 +220,6 @@ class PlacementManager:
         controller = self.controller
         if self._probing:
             moving = self._pipeline.mover.bytes_leaving_device
-            moving += self._pipeline.streamed.buffer_bytes  # planned for beside the state, too
             self._probe.end_step(controller.num_gpu_layers, moving)
             if self._limits is not None:
                 self._limits = self._probe.with_base(self._limits)
@@ -316,7 +315,7 @@ class PlacementManager:
 
     def costs(self) -> StepCosts | None:
         """What the last steps took; None before enough of them, and with updates that stream."""
-        return None if self._pipeline.streamed.layers else self._estimator.costs()
+        return None if self.controller.streams else self._estimator.costs()
 
     @property
     def decisions(self) -> list[Decision]:

@@ -119,9 +119,14 @@ def updated_on_cpu(layers: Sequence[LayerBytes]) -> list[LayerBytes]:
 
 def streaming_bytes(layers: Sequence[LayerBytes], k: int) -> int:
     """Of the GPU, for state that is streamed with the first ``k`` layers there, and its updates."""
-    buffers = max((layer.piece_bytes for layer in layers), default=0)
     work = max((layer.work_bytes for layer in layers), default=0)
-    return work + IN_FLIGHT * buffers * any(layer.is_streamed for layer in layers[k:])
+    return work + buffer_bytes(layers, k)
+
+
+def buffer_bytes(layers: Sequence[LayerBytes], k: int) -> int:
+    """The part of them that pieces of state are copied to."""
+    largest = max((layer.piece_bytes for layer in layers), default=0)
+    return IN_FLIGHT * largest * any(layer.is_streamed for layer in layers[k:])
 
 
 def gradient_bytes(layers: Sequence[LayerBytes]) -> int:

@@ -12,7 +12,7 @@ from hytrain.hardware.gpu_memory import allocated_bytes, shares_host_memory, usa
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import host_memory_pools
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.memory import gpu_reserve, host_reserve, state_bytes
+from hytrain.placement.memory import buffer_bytes, gpu_reserve, host_reserve, state_bytes
 
 LOOK_EVERY = 10
 """Steps between two looks at memory: asking takes tenths of a millisecond."""
@@ -85,6 +85,7 @@ class MemoryProbe:
         if len(self._at) != len(self._layers):
             return
         state = state_bytes(self._layers[:gpu_layers]) + moving_bytes
+        state += buffer_bytes(self._layers, gpu_layers)  # planned for with the state
         transient = self._transient_bytes()
         base = [0] * len(self._layers)
         left, growth = self._begin - state, 0

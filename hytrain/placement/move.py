@@ -65,6 +65,8 @@ class PlacementController:
         """
         self._layers = list(layers)
         self._bytes = first.layer_bytes
+        self.streams = any(layer.is_streamed for layer in first.layer_bytes)
+        """Whether state of layers on the host is streamed to updates on the GPU."""
         self._staging_bytes = first.staging_bytes
         self._mover = mover
         self._solver = solver

@@ -284,7 +284,7 @@ def run_idle(bench: Bench, steps: int, limits: MemoryLimits) -> list[int]:
     seen: list[int] = []
     for _ in range(steps):
         if bench.controller.is_due(bench.step):
-            bench.controller.consider_idle(bench.step, limits)
+            bench.controller.consider_idle(bench.step, limits, "it computes no samples")
         bench.step += 1
         bench.controller.apply_moves(bench.step)
         seen.append(bench.here)

@@ -78,11 +78,13 @@ def test_where_updates_commit_directly_no_gradient_waits_on_the_host() -> None:
 def test_where_updates_commit_directly_the_gpu_has_gradients_of_two_launches() -> None:
     """A layer's own, or of small ones that share a launch."""
     alone = [replace(layer, keeps_pending=False, moments="8bit") for layer in LAYERS]
-    assert waiting_bytes(alone[:1]) == 200
-    assert waiting_bytes(alone * 9) == 2 * max(gradient_bytes([layer]) for layer in alone)
+    assert waiting_bytes(alone[:1], 1) == 200
+    assert waiting_bytes(alone * 9, 9 * len(alone)) == 2 * max(
+        gradient_bytes([layer]) for layer in alone
+    )
     shared = [replace(layer, keeps_pending=False, parameters=1 << 20) for layer in LAYERS]
-    assert waiting_bytes(shared * 9) == 27 << 21
-    assert waiting_bytes(shared * 99) == 2 * 2 * GROUPS.most_elements
+    assert waiting_bytes(shared * 9, 9 * len(shared)) == 27 << 21
+    assert waiting_bytes(shared * 99, 99 * len(shared)) == 2 * 2 * GROUPS.most_elements
     # Of the layers that backward has been through, with what it used there.
     limits = replace(LIMITS, gpu_base_at=(0,) * 8 + (900,), gpu_base=900)
     nine = [replace(layer, parameters=100) for layer in alone * 3]
