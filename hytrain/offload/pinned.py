@@ -78,13 +78,6 @@ class PinnedMemory:
         """Address of the next layer's float64."""
         return self._norms.take(8, _CACHE_LINE)
 
-    def missing_bytes(self, on_host: Sequence[bool]) -> int:
-        """Bytes that :meth:`grow` would take for so many chunks on the host."""
-        outgoing = self._plan.buffer_bytes
-        return self._plan.slot_bytes(self._missing(on_host)) + (
-            outgoing if any(on_host) and self._outgoing is None else 0
-        )
-
     def _missing(self, on_host: Sequence[bool]) -> list[int]:
         needed = self._plan.counts(on_host)
         return [max(0, n - c) for n, c in zip(needed, self._counts(), strict=True)]

@@ -381,7 +381,7 @@ def _advice(
                 f'a smaller "{key}": now {reserve} ({size_text(reserve)}); '
                 f"{max(0, reserve - missing)} at most{enough}"
             )
-    lines.append(f"more memory: {_missing(best)}")
+    lines.append("more memory")
     return lines
 
 

@@ -56,7 +56,6 @@ times all of the model's parameters over the trained ones.
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -238,15 +237,6 @@ def gpu_bytes(
     """The peak of a rank's GPU."""
     shard = problem.sharded_bytes * (on_gpu + on_cpu) + problem.gpu_state_bytes * on_gpu
     return gpu.memory_bytes + shard - min(work.room, work.end_room - problem.waiting_bytes * on_gpu)
-
-
-def shard_that_fits(problem: PlanProblem, work: Workload, gpu_part: float) -> float:
-    """Parameters of the largest shard of which so much may be GPU-placed; not negative."""
-    each = problem.gpu_state_bytes * gpu_part + problem.sharded_bytes
-    at_end = each + problem.waiting_bytes * gpu_part
-    fitting = [math.inf if each <= 0.0 else work.room / each]
-    fitting += [math.inf if at_end <= 0.0 else work.end_room / at_end]
-    return max(0.0, min(fitting))
 
 
 def gpu_layers_that_fit(problem: PlanProblem, work: Workload, shard: float) -> int:

@@ -91,15 +91,7 @@ class Plan:
 
         A simulated step is never shorter than the roofline bounds of it, nor those than the bound.
         """
-        return self._above_bound(self.predicted_seconds)
-
-    @property
-    def limits_gap(self) -> float:
-        """Likewise by the roofline bounds alone."""
-        return self._above_bound(self.step_seconds)
-
-    def _above_bound(self, seconds: float) -> float:
-        return seconds / self.lower_bound - 1.0 if self.lower_bound > 0.0 else math.inf
+        return self.predicted_seconds / self.lower_bound - 1.0 if self.lower_bound else math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def check_plan(given: PlanProblem, plan: Plan) -> None:
     assert plan.lower_bound <= plan.step_seconds
     # The finer model has all that the roofline bounds have, and what they leave out.
     assert plan.predicted_seconds >= plan.lower_bound * (1.0 - 1e-9)
-    assert plan.gap >= plan.limits_gap
+    assert plan.gap >= plan.step_seconds / plan.lower_bound - 1.0
     assert plan.predicted_seconds >= max(rank.step_seconds for rank in plan.ranks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,6 @@ from hytrain.tools.planner.cost_model import (
     Workload,
     gpu_bytes,
     gpu_layers_that_fit,
-    shard_that_fits,
     workload,
 )
 from hytrain.tools.planner.curves import Table
@@ -159,6 +159,15 @@ def test_gradients_that_wait_take_the_place_of_activations() -> None:
     # Layer by layer the lowest layer's inputs are there to the end.
     by_layer = work("keep", 16)
     assert by_layer.end_room == pytest.approx((36 - 2 - 16 * 0.1) * GB)
+
+
+def shard_that_fits(problem: PlanProblem, work: Workload, gpu_part: float) -> float:
+    """Parameters of the largest shard of which so much may be GPU-placed; not negative."""
+    each = problem.gpu_state_bytes * gpu_part + problem.sharded_bytes
+    at_end = each + problem.waiting_bytes * gpu_part
+    fitting = [math.inf if each <= 0.0 else work.room / each]
+    fitting += [math.inf if at_end <= 0.0 else work.end_room / at_end]
+    return max(0.0, min(fitting))
 
 
 def test_what_is_said_to_fit_fits() -> None:

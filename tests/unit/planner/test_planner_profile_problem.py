@@ -152,7 +152,7 @@ def test_a_plan_of_a_profile_deals_by_speed() -> None:
     fast, slow = plan.ranks
     assert fast.batch_size == pytest.approx(2 * slow.batch_size, abs=4)
     assert max(fast.microbatch_size, slow.microbatch_size) <= 8
-    assert plan.limits_gap < 0.01
+    assert plan.step_seconds / plan.lower_bound - 1.0 < 0.01
 
 
 def test_a_device_of_a_problem_is_found_by_its_label() -> None:
