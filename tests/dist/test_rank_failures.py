@@ -20,6 +20,8 @@ from harness import on_ranks
 from rank_shadow import backward, config_for, take_steps
 from support.engines import built
 from support.models import HIDDEN, make_batch, make_model
+from support.sequences import make_model as make_shared
+from support.sequences import training_shared
 
 from hytrain.comm import failure_watch as watch
 from hytrain.engine import build_optimizer
@@ -65,6 +67,27 @@ class _Strike:
         if self.armed:
             raise ValueError("injected")
         return gradient
+
+
+@on_ranks(2, alone=True)
+def test_an_exception_where_ranks_share_sequences() -> None:
+    """Behind attention's last exchange, in which the other rank would wait for this process."""
+    impatient()
+
+    def train() -> None:
+        with training_shared(make_shared("llama", 2), 2) as on:
+            on.step(0)
+            strike = _Strike(on.beside.engine.module.get_input_embeddings().weight)
+            strike.armed = dist.get_rank() == 1
+            on.step(1)
+
+    if dist.get_rank() == 0:
+        with told(RankFailedError, "rank 1 has failed", "ValueError: injected"):
+            train()
+        return
+    with pytest.raises(ValueError, match="injected"):
+        train()
+    _until_raised()
 
 
 @pytest.mark.parametrize(("failing", "step"), [(1, 2), pytest.param(0, 0, marks=full)])
