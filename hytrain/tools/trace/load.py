@@ -31,9 +31,17 @@ def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
     """The ranks of all files, by rank.
 
     Raises:
-        TraceError: a file cannot be used, or two have the same rank or are of two runs.
+        TraceError: files cannot be used (all are named), or two have the same rank or are of two runs.
     """
-    ranks = [_rank_trace(read_trace(path), number) for number, path in enumerate(paths)]
+    ranks: list[RankTrace] = []
+    wrong: list[str] = []
+    for number, path in enumerate(paths):
+        try:
+            ranks.append(_rank_trace(read_trace(path), number))
+        except TraceError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise TraceError(";\n".join(wrong))
     ranks.sort(key=lambda rank: rank.rank)
     for one, other in itertools.pairwise(ranks):
         if one.rank == other.rank:

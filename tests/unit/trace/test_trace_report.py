@@ -250,11 +250,11 @@ def test_compare_in_words_and_a_table(tmp_path: Path, capsys: Capture) -> None:
     assert differences == pytest.approx(found["step"]["after"] - found["step"]["before"])
 
 
-def _error(capsys: Capture, *arguments: object) -> str:
+def _error(capsys: Capture, *arguments: object, lines: int = 1) -> str:
     assert cli.main(["trace", *map(str, arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.count("\n") == 1
+    assert captured.err.count("\n") == lines
     return captured.err
 
 
@@ -264,6 +264,9 @@ def test_errors_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     cut.write_text(path.read_text()[:-500])
     assert "ends in the middle" in _error(capsys, "report", cut)
     assert "no such file" in _error(capsys, "report", tmp_path / "none.json").lower()
+    text = _error(capsys, "report", cut, tmp_path / "none.json", path, lines=2)
+    assert "ends in the middle" in text
+    assert "none.json" in text
     assert "both of rank 0" in _error(capsys, "report", path, path)
     assert "would replace the file of FILE" in _error(capsys, "report", path, "--html", path)
     assert "there is no folder" in _error(capsys, "report", path, "--html", "/none/a.html")
