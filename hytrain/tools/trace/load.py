@@ -31,7 +31,7 @@ def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
     """The ranks of all files, by rank.
 
     Raises:
-        TraceError: files cannot be used (all are named), or two have the same rank or are of two runs.
+        TraceError: files cannot be used, or two have the same rank or are of two runs.
     """
     ranks: list[RankTrace] = []
     wrong: list[str] = []
