@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,87 +141,124 @@ def _print(arguments: argparse.Namespace, found: Any) -> None:
     print(json.dumps(found, indent=2) if arguments.json else fold(found))
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A configuration, as training would read it, and the rank that it is explained for."""
+
+    section: HyTrainConfig
+    form: TrainingForm
+    warnings: list[str]
+    ranks: int
+    rank: int
+    check_model: Callable[[ModelSizes], None] | None
+
+    @property
+    def words(self) -> str:
+        from hytrain.tools.explain.config import config_words
+
+        return config_words(self.section, self.form)
+
+
 def _explain_config(arguments: argparse.Namespace) -> int:
+    with stdout_to(2):  # where DeepSpeed writes warnings
+        asked = _read_config(arguments)
+    if arguments.model is not None:
+        return _explain_model(arguments, asked)
+    given = given_flags(arguments, _FOR_MODEL)
+    if given:
+        raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
+    if arguments.json:
+        words = [*asked.warnings, *asked.words.splitlines()]
+        _print(arguments, {"verdict": _NO_MODEL, "words": words})
+    else:
+        example = f"  hytrain explain {arguments.file} --model {_EXAMPLE}"
+        words = "\n".join([*asked.warnings, "", asked.words])
+        print(fold(_NO_MODEL), example, fold(words), sep="\n")
+    return 0
+
+
+def _read_config(arguments: argparse.Namespace) -> _Asked:
     from hytrain.config import SECTION
+    from hytrain.engine.deepspeed_internals import load_config
     from hytrain.engine.sequence_groups import mesh_of, refuse_dealt_batches
-    from hytrain.placement.memory import STREAMED
-    from hytrain.tools.explain.config import config_words, first_decision, model_text, verdict_of
-    from hytrain.tools.explain.report import decision_json
+    from hytrain.tools.explain.checks import read_as_training, with_plan
     from hytrain.tools.explain.training_form import read_form
 
     ranks, rank = arguments.ranks, arguments.rank or 0
-    with stdout_to(2):  # where DeepSpeed writes warnings
-        from hytrain.engine.deepspeed_internals import load_config
-        from hytrain.tools.explain.checks import read_as_training, with_plan
-
-        config = load_config(str(arguments.file))
-        section, warnings = read_as_training(config)
-        if section is None:
-            raise ConfigError(
-                f'{arguments.file} has no section "{SECTION}": it makes DeepSpeed\'s own engine, '
-                f'with nothing to explain; add "{SECTION}": {{}}, or give a metrics file'
-            )
-        form = read_form(config)
-        refuse_dealt_batches(section, form.sequence_ranks)
-        if ranks is not None:
-            mesh_of(config, mpu=None, mesh=None, ranks=ranks)
-        check_model = None
-        if section.plan is not None:
-            section, check_model = with_plan(config, section, arguments.file, ranks, rank)
-            ranks = len(section.shard_fractions or ())
+    config = load_config(str(arguments.file))
+    section, warnings = read_as_training(config)
+    if section is None:
+        raise ConfigError(
+            f'{arguments.file} has no section "{SECTION}": it makes DeepSpeed\'s own engine, '
+            f'with nothing to explain; add "{SECTION}": {{}}, or give a metrics file'
+        )
+    form = read_form(config)
+    refuse_dealt_batches(section, form.sequence_ranks)
+    if ranks is not None:
+        mesh_of(config, mpu=None, mesh=None, ranks=ranks)
+    check_model = None
+    if section.plan is not None:
+        section, check_model = with_plan(config, section, arguments.file, ranks, rank)
+        ranks = len(section.shard_fractions or ())
     if rank >= (ranks or 1):
         raise ConfigError(f"--rank {rank}: ranks count from 0, and --ranks is {ranks or 1}")
-    words = config_words(section, form)
-    result: dict[str, Any] = {"words": [*warnings, *words.splitlines()]}
-    if arguments.model is None:
-        given = given_flags(arguments, _FOR_MODEL)
-        if given:
-            raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
-        if arguments.json:
-            _print(arguments, {"verdict": _NO_MODEL, **result})
-        else:
-            example = f"  hytrain explain {arguments.file} --model {_EXAMPLE}"
-            print(fold(_NO_MODEL), example, fold("\n".join([*warnings, "", words])), sep="\n")
-        return 0
-    # Imported here: it needs torch.
-    from hytrain.tools.profiler.model_sizes import block_input_bytes, read_model_sizes
+    return _Asked(section, form, warnings, ranks or 1, rank, check_model)
 
-    gpu, host, shares_host = _memory(arguments, ranks or 1)
-    inputs = tokens = 0
-    if arguments.seq is not None:
-        tokens = -(-arguments.seq // form.sequence_ranks)
-        own = section.micro_batch_sizes
-        micro = own[rank] if own else form.batch.get("train_micro_batch_size_per_gpu", 1)
-        inputs = micro * block_input_bytes(arguments.model, form, tokens)
+
+def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
+    # Imported here: they need torch.
+    from hytrain.placement.memory import STREAMED
+    from hytrain.tools.explain.config import first_decision, model_text, verdict_of
+    from hytrain.tools.explain.report import decision_json
+    from hytrain.tools.profiler.model_sizes import read_model_sizes
+
+    section, form = asked.section, asked.form
+    gpu, host, shares_host = _memory(arguments, asked.ranks)
+    tokens, inputs = _block_inputs(arguments, asked)
     is_offloaded = section.solver.host_activation_bytes > 0 or section.activations == "offload"
     on_gpu = 0 if is_offloaded else inputs
 
     def begins(form: TrainingForm) -> tuple[ModelSizes, Decision]:
-        sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks or 1, rank=rank)
+        sizes = read_model_sizes(
+            arguments.model, section, form, num_ranks=asked.ranks, rank=asked.rank
+        )
         found = first_decision(section, sizes, gpu, host, on_gpu, shares_host=shares_host)
         return sizes, found
 
     ways = {"": begins(form)}
     sizes, decision = ways[""]
-    if check_model is not None:
-        check_model(sizes)
+    if asked.check_model is not None:
+        asked.check_model(sizes)
     if not decision.bounds.fits and not form.weights_on_host:
         ways[STREAMED] = begins(replace(form, stage=3, shards_weights=True, weights_on_host=True))
     is_fixed = section.gpu_fraction != "solve"
-    verdict = verdict_of(ways, is_fixed=is_fixed)
+    verdict, words = verdict_of(ways, is_fixed=is_fixed), asked.words
     if arguments.json:
-        result = {"verdict": verdict, **result, "parameters": sum(sizes.parameters)}
+        result = {"verdict": verdict, "words": [*asked.warnings, *words.splitlines()]}
+        result |= {"parameters": sum(sizes.parameters)}
         result |= decision_json(decision, lambda _: None)
         result |= {"tokens": tokens, "block_input_bytes": inputs} if tokens else {}
         _print(arguments, result)
     else:
-        heads = [verdict, *warnings, *_assumed(arguments, gpu, host)]
+        heads = [verdict, *asked.warnings, *_assumed(arguments, gpu, host)]
         if tokens:
             words += f"\n{_inputs_words(inputs, tokens, on_gpu, section)}"
-        memory = model_text(section, sizes, decision)
-        _print(arguments, "\n".join([*heads, memory, "", words]))
+        _print(arguments, "\n".join([*heads, model_text(section, sizes, decision), "", words]))
     number, found = decision.gpu_layers_target, decision.bounds
     return 0 if (found.allow(number) if is_fixed else found.fits) else 1
+
+
+def _block_inputs(arguments: argparse.Namespace, asked: _Asked) -> tuple[int, int]:
+    """Tokens of a sample on this rank, and bytes of all blocks' inputs; 0 where not asked for."""
+    from hytrain.tools.profiler.model_sizes import block_input_bytes
+
+    if arguments.seq is None:
+        return 0, 0
+    tokens = -(-arguments.seq // asked.form.sequence_ranks)
+    own = asked.section.micro_batch_sizes
+    of_all = asked.form.batch.get("train_micro_batch_size_per_gpu", 1)
+    micro = own[asked.rank] if own else of_all
+    return tokens, micro * block_input_bytes(arguments.model, asked.form, tokens)
 
 
 def _inputs_words(inputs: int, tokens: int, on_gpu: int, section: HyTrainConfig) -> str:
