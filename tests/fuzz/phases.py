@@ -64,11 +64,13 @@ def _with_changes(rng: random.Random, case: Case) -> Case:
     if not case.follows:
         case = replace(case, model=_model(rng, case.model))
     if rng.random() < 0.3:
-        before, steps = list[Step](), list[Step]()
+        before, steps, is_fresh = list[Step](), list[Step](), True
         for step in case.steps:
             is_sum = step.style == "sum" and not _may_sum(case, before)
+            step = _with_most_uses(case, step, is_fresh)
             steps.append(replace(step, style="two") if is_sum else step)
             before.append(step)
+            is_fresh = any(event.build is not None for event in step.after)
         return replace(case, steps=tuple(steps))
     if case.batch_keys == "deepspeed" and rng.random() < 0.6:
         case = replace(case, accumulation=rng.randint(1, case.num_micro_batches))
@@ -152,6 +154,13 @@ def _model(rng: random.Random, model: ModelSpec) -> ModelSpec:
     return replace(model, tiled=tiled, tower=rng.random() < 0.2)
 
 
+def _with_most_uses(case: Case, step: Step, is_fresh: bool) -> Step:
+    # Documented: on several ranks the first backward must be the one with the most uses.
+    if is_fresh and case.ranks > 1 and case.model.tiled == "reentrant":
+        return replace(step, skip=tuple(tuple(() for _ in own) for own in case.micro_samples))
+    return step
+
+
 def _changed(
     rng: random.Random, case: Case, step: Step, is_fresh: bool, before: list[Step]
 ) -> Step:
@@ -160,9 +169,7 @@ def _changed(
     is_sharded = case.ranks > 1 and case.build.stage == 3
     # Documented: layer by layer under ZeRO-3 all steps use the same layers.
     must_agree = case.build.stage == 3 and is_by_layer and case.mode == "train_batch"
-    # Documented: on several ranks the first backward must be the one with the most uses.
-    if is_fresh and case.ranks > 1 and model.tiled == "reentrant":
-        step = replace(step, skip=tuple(tuple(() for _ in own) for own in case.micro_samples))
+    step = _with_most_uses(case, step, is_fresh)
     if case.batch_keys == "deepspeed" and case.num_micro_batches > 1:
         step = _with_micros(step, rng.choice((0, rng.randint(1, case.num_micro_batches))))
     tower: tuple[int, ...] = ()
