@@ -6,6 +6,7 @@ What a job says of its system: "system", "clip" (gradient clipping norm; None: n
   large would keep them all);
 - DeepSpeed and FSDP2: "threads" (CPU thread counts to try for the update); FSDP2 also
   "reshard_after_forward";
+- DeepSpeed and hytrain: "optimizer" (its section; AdamW unless given);
 - hytrain: "gpu_fraction", "stage" (2), "streamed" (ZeRO-3, weights in host memory), "direct" (no
   overflow check, so that without clipping the update is committed at once, with nothing to
   preview), "section" (further keys of its section) and "train_batch" (steps are the engine's
@@ -27,6 +28,7 @@ from experiments.common.model import Batch
 from experiments.common.records import Json
 
 ADAMW: Json = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+MUON: Json = {"lr": 2e-3, "momentum": 0.95, "weight_decay": 0.01}
 OFFLOAD: Json = {"device": "cpu", "pin_memory": True}
 _OVERLAPPED: Json = {"overlap_comm": True, "contiguous_gradients": True}
 ZERO: dict[str, Json] = {
@@ -139,6 +141,39 @@ class AllGpu(System):
         return loss
 
 
+class AllGpuMuon(AllGpu):
+    """The same with Muon for the blocks' matrices, by hytrain's step, and no state elsewhere."""
+
+    def __init__(self, model: Any, clip: float | None) -> None:
+        super().__init__(model, clip)
+        from hytrain.kernels.muon import MuonValues, muon_step
+
+        pairs = zip(model.named_parameters(), self._masters, strict=True)
+        self._matrices = [
+            (master, torch.zeros_like(master))
+            for (name, _), master in pairs
+            if master.dim() >= 2 and "embed" not in name and "lm_head" not in name
+        ]
+        ids = {id(master) for master, _ in self._matrices}
+        others = fused_adamw(master for master in self._masters if id(master) not in ids)
+        values = MuonValues(MUON["lr"], MUON["weight_decay"], MUON["momentum"], "gram")
+
+        class Both:
+            @torch.no_grad()
+            def step(self) -> None:
+                others.step()
+                for master, momentum in muons:
+                    muon_step(master.data, (momentum,), master.grad, values, master)
+
+            def zero_grad(self, *, set_to_none: bool) -> None:
+                others.zero_grad(set_to_none=set_to_none)
+                for master, _ in muons:
+                    master.grad = None
+
+        muons = self._matrices
+        self._optimizer = Both()  # type: ignore[assignment]
+
+
 class TorchaoOffload(System):
     """torchao's CPUOffloadOptimizer around torch's fused AdamW, without clipping, which it has not.
 
@@ -205,7 +240,7 @@ def ds_config(job: Json) -> Json:
         "gradient_accumulation_steps": job.get("accumulation", 1),
         "gradient_clipping": job.get("clip") or 0.0,
         "bf16": {"enabled": not job.get("fp32", False)},
-        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "optimizer": job.get("optimizer", {"type": "AdamW", "params": ADAMW}),
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
@@ -290,7 +325,7 @@ class HyTrain(DeepSpeed):
 
 
 REFERENCE = "forward_backward"
-NAMES = (REFERENCE, "all_gpu", "torchao", "fsdp2", "hytrain", *ZERO)
+NAMES = (REFERENCE, "all_gpu", "all_gpu_muon", "torchao", "fsdp2", "hytrain", *ZERO)
 
 
 def build(job: Json, make_model: MakeModel) -> Any:
@@ -309,6 +344,8 @@ def build(job: Json, make_model: MakeModel) -> Any:
         return System(model, drops=job.get("drops", False))
     if name == "torchao":
         return TorchaoOffload(model)
+    if name == "all_gpu_muon":
+        return AllGpuMuon(model, job.get("clip"))
     if name == "all_gpu":
         return AllGpu(model, job.get("clip"))
     return HyTrain(model, job) if name == "hytrain" else DeepSpeed(model, job)

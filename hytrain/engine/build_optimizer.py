@@ -87,7 +87,7 @@ def build_optimizer(
         gathers = None  # no other rank could keep anything
     optimizers = device_optimizers(basic_optimizer)
     if any(optimizers):
-        _check_streamed(config, type(basic_optimizer).__name__, collectives.world_size)
+        _check_streamed(config, type(basic_optimizer).__name__)
     if MUON in optimizers and settings.clip.max_norm > 0.0 and collectives.rank == 0:
         logger.warning(
             "\"gradient_clipping\" is %g: gradients are clipped before Muon's momentum, as torch's "
@@ -212,7 +212,7 @@ def _step_settings(
     )
 
 
-def _check_streamed(config: HyTrainConfig, name: str, num_ranks: int) -> None:
+def _check_streamed(config: HyTrainConfig, name: str) -> None:
     """An UnsupportedError of what does not go with updates that stream their state."""
     refused = (
         (config.master == SPLIT, f'"hytrain.master" is "{SPLIT}"', 'set it to "fp32"'),
@@ -222,7 +222,6 @@ def _check_streamed(config: HyTrainConfig, name: str, num_ranks: int) -> None:
             '"hytrain.accumulation" is "layer_major"',
             'set it to "micro_batch_major"',
         ),
-        (num_ranks > 1, f"there are {num_ranks} ranks", "use one"),
     )
     for is_so, seen, remedy in refused:
         if is_so:

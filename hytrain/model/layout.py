@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -59,6 +60,8 @@ class LayerLayout:
     size: int
     gaps: tuple[tuple[int, int], ...]
     """Runs of padding between and after parameters; their gradients must be kept at zero."""
+    dealt: tuple[int, ...] = ()
+    """Elements that each rank owns, where parameters are not cut; ranks' parts are in order."""
 
     @property
     def numel(self) -> int:
@@ -97,7 +100,10 @@ class LayerLayout:
 
 
 def lay_out(
-    layers: Sequence[LayerParameters], group_of: Mapping[int, int], num_ranks: int
+    layers: Sequence[LayerParameters],
+    group_of: Mapping[int, int],
+    num_ranks: int,
+    owners: Mapping[int, int] | None = None,
 ) -> list[LayerLayout]:
     """Gives every parameter its place.
 
@@ -105,21 +111,41 @@ def lay_out(
         layers: the model's layers.
         group_of: ``id(parameter)`` -> index of its parameter group.
         num_ranks: ranks that share each layer (the size is padded so that an equal split is exact).
+        owners: ``id(parameter)`` -> its rank, for all of a layer's parameters or none of them.
     """
-    return [_lay_out(index, layer, group_of, num_ranks) for index, layer in enumerate(layers)]
+    return [
+        _lay_out(index, layer, group_of, num_ranks, owners or {})
+        for index, layer in enumerate(layers)
+    ]
 
 
 def _lay_out(
-    index: int, layer: LayerParameters, group_of: Mapping[int, int], num_ranks: int
+    index: int,
+    layer: LayerParameters,
+    group_of: Mapping[int, int],
+    num_ranks: int,
+    owners: Mapping[int, int],
 ) -> LayerLayout:
-    def key(item: tuple[str, nn.Parameter]) -> tuple[str, int]:
-        return str(item[1].dtype), group_of[id(item[1])]
+    def key(item: tuple[str, nn.Parameter]) -> tuple[int, str, int]:
+        return owners.get(id(item[1]), 0), str(item[1].dtype), group_of[id(item[1])]
 
     slots: list[ParameterSlot] = []
     segments: list[Segment] = []
     gaps: list[tuple[int, int]] = []
+    begins: list[int] = []  # of the ranks' parts
     at = 0
+
+    def begin_parts(number: int) -> None:
+        nonlocal at
+        while len(begins) < number:
+            if begins and begins[-1] == at:  # no rank owns nothing
+                gaps.append((at, at + ALIGNMENT))
+                at += ALIGNMENT
+            begins.append(at)
+
     for name, parameter in sorted(layer.parameters, key=key):  # stable: registration order within
+        if id(parameter) in owners:
+            begin_parts(owners[id(parameter)] + 1)
         group, end = group_of[id(parameter)], at + align_up(parameter.numel())
         slots.append(ParameterSlot(name, parameter, at, parameter.numel()))
         if at + parameter.numel() < end:
@@ -127,15 +153,21 @@ def _lay_out(
         if segments and (segments[-1].group, segments[-1].dtype) == (group, parameter.dtype):
             segments[-1] = Segment(group, parameter.dtype, segments[-1].begin, end)
         else:
-            segments.append(Segment(group, parameter.dtype, at, end))
+            begin = segments[-1].end if segments else 0
+            segments.append(Segment(group, parameter.dtype, begin, end))
         at = end
-    size = padded_size(at, num_ranks)
-    if size > at:
-        gaps.append((at, size))
-        last = segments[-1]
-        segments[-1] = Segment(last.group, last.dtype, last.begin, size)
+    if begins:
+        begin_parts(num_ranks + 1)
+        size = at
+    else:
+        size = padded_size(at, num_ranks)
+        if size > at:
+            gaps.append((at, size))
+    last = segments[-1]
+    segments[-1] = Segment(last.group, last.dtype, last.begin, size)
+    dealt = tuple(end - begin for begin, end in pairwise(begins))
     return LayerLayout(
-        index, layer.name, layer.block, tuple(slots), tuple(segments), size, tuple(gaps)
+        index, layer.name, layer.block, tuple(slots), tuple(segments), size, tuple(gaps), dealt
     )
 
 

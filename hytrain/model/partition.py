@@ -98,6 +98,23 @@ def partition(
     return PartitionTable(tuple(_cut(size, shares) for size in layer_sizes))
 
 
+def deal(sizes: Sequence[int], num_ranks: int, fractions: Sequence[float] | None) -> list[int]:
+    """A rank for each of some things that are not cut: the largest first, each to who has least.
+
+    Args:
+        sizes: of each.
+        num_ranks: ranks that share them.
+        fractions: what each rank shall have of all; None: as much as any other.
+    """
+    shares = list(fractions) if fractions is not None else [1.0] * num_ranks
+    taken, owners = [0] * num_ranks, [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        owner = min(range(num_ranks), key=lambda rank: (taken[rank] + sizes[item]) / shares[rank])
+        owners[item] = owner
+        taken[owner] += sizes[item]
+    return owners
+
+
 def _cut(size: int, shares: Sequence[float]) -> tuple[int, ...]:
     units = size // ALIGNMENT
     if units < len(shares) or size % ALIGNMENT:

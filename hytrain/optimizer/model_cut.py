@@ -15,7 +15,7 @@ from hytrain.config import HyTrainConfig
 from hytrain.kernels.device_optimizer import DeviceOptimizer
 from hytrain.model.discovery import LayerParameters, can_be_sharded, find_layers
 from hytrain.model.layout import LayerLayout, lay_out
-from hytrain.model.partition import partition
+from hytrain.model.partition import deal, partition
 from hytrain.model.sharded_storage import shard_bytes
 from hytrain.placement.costs import PIECE
 from hytrain.zero3.plan import GatherSettings, most_live, persistent_layers
@@ -102,7 +102,8 @@ def cut_model(
     by_parameter = {key: optimizers[group] for key, group in group_of.items()} if optimizers else {}
     pieces = [_pieces(layer, by_parameter) for layer in found]
     apart = [LayerParameters(each.name, each.frozen, each.block) for each in found if each.frozen]
-    layouts = lay_out(list(chain(*pieces)), group_of, num_ranks)
+    owners = _owners(list(chain(*pieces)), by_parameter, num_ranks, config.shard_fractions)
+    layouts = lay_out(list(chain(*pieces)), group_of, num_ranks, owners)
     frozen_layouts = lay_out(apart, dict.fromkeys(map(id, frozen), 0), num_ranks)
     everything = [*layouts, *frozen_layouts]
     sizes = [layout.size for layout in everything]
@@ -114,7 +115,7 @@ def cut_model(
     parts = iter(
         CutPart(
             layout,
-            table.sizes(number),
+            [*layout.dealt] or table.sizes(number),
             number not in whole,
             by_parameter.get(id(layout.slots[0].parameter)),
         )
@@ -128,6 +129,26 @@ def cut_model(
             still = None  # stays as the model has it
         layers.append(CutLayer(its_trained, still))
     return [layer for layer in layers if layer.parts]
+
+
+def _owners(
+    layers: Sequence[LayerParameters],
+    optimizers: Mapping[int, DeviceOptimizer | None],
+    num_ranks: int,
+    fractions: Sequence[float] | None,
+) -> dict[int, int]:
+    """``id(parameter)`` -> its rank, of those whose optimizer takes whole matrices.
+
+    So that each is made orthogonal once, and nothing is gathered for it.
+    """
+    whole: list[nn.Parameter] = []
+    for layer in layers:
+        kinds = ((parameter, optimizers.get(id(parameter))) for _, parameter in layer.parameters)
+        whole += [p for p, kind in kinds if kind is not None and kind.whole_matrices]
+    if num_ranks == 1:
+        return {}
+    dealt = deal([parameter.numel() for parameter in whole], num_ranks, fractions)
+    return {id(parameter): owner for parameter, owner in zip(whole, dealt, strict=True)}
 
 
 _Items = list[tuple[str, nn.Parameter]]

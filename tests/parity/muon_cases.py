@@ -24,3 +24,10 @@ DELAYED = [
     MuonCase("gpt2", 0.3, "always", accumulation=4, **STEPS),
     MuonCase("vit", 0.0, "off", dtype="fp32", stage=1, **STEPS),
 ]
+SHARED = {**VALUES, "fractions": ((0.5, 0.5), (0.7, 0.3)), "stage": (1, 2, 3)}
+TWO_RANKS = [MuonCase(**values, **STEPS) for values in covering(SHARED)]
+THREE_RANKS = [MuonCase("llama", 0.0, "sometimes", stage=2, fractions=(1 / 3,) * 3, **STEPS)]
+HOST_WEIGHTS = [
+    MuonCase("llama", 0.0, "sometimes", stage=3, offload_param=True, **STEPS),
+    MuonCase("gpt2", 0.5, "always", 4, stage=3, fractions=(0.5, 0.5), offload_param=True, **STEPS),
+]

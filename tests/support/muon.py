@@ -127,6 +127,8 @@ def serial_muon(
                     else:
                         commit_by_definition(*state, own, rounding_of(name, low - first))
                     continue
+                if low >= first + parameter.numel():
+                    continue  # padding behind another rank's
                 assert low == first, f"a matrix is cut: {name}"
                 part = slice(part.start, part.start + parameter.numel())
                 values = (shard.p[part], shard.m[part].float(), gradients[index][part].float())
@@ -174,7 +176,8 @@ def assert_near_plain_muon(run: Run, outcomes: list[Outcome], bound: float) -> N
     steps = run.case.steps
     most = steps * max(learning_rate(step, 0) for step in range(1, steps + 1))
     for actual, expected in zip(run.final, serial_muon(run, outcomes, plainly=True), strict=True):
-        if actual.v.numel() == 0:  # type: ignore[union-attr]
+        # A rank may own padding alone.
+        if actual.v.numel() == 0 and bool(actual.p.any()):  # type: ignore[union-attr]
             error = (actual.p - expected.p).abs().max().item()
             moved = (actual.p - run.initial[run.final.index(actual)].p).abs().max().item()
             assert moved > 0.01 * most
