@@ -18,23 +18,28 @@ if TYPE_CHECKING:
     from hytrain.api import initialize, register
     from hytrain.config import HyTrainConfig
     from hytrain.engine.engine import HyTrainEngine
+    from hytrain.kernels.device_optimizer import DeviceOptimizer, register_optimizer
     from hytrain.optimizer.unequal_batches import UnequalBatchSampler
 
 __all__ = [
+    "DeviceOptimizer",
     "HyTrainConfig",
     "HyTrainEngine",
     "UnequalBatchSampler",
     "__version__",
     "initialize",
     "register",
+    "register_optimizer",
 ]
 
 _HOMES = {
+    "DeviceOptimizer": "hytrain.kernels.device_optimizer",
     "HyTrainConfig": "hytrain.config",
     "HyTrainEngine": "hytrain.engine.engine",
     "UnequalBatchSampler": "hytrain.optimizer.unequal_batches",
     "initialize": "hytrain.api",
     "register": "hytrain.api",
+    "register_optimizer": "hytrain.kernels.device_optimizer",
 }
 
 

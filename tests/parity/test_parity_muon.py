@@ -6,6 +6,9 @@ the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from harness import on_ranks
 from muon_cases import DELAYED, HOST_WEIGHTS, ONE_RANK, THREE_RANKS, TWO_RANKS
@@ -13,6 +16,7 @@ from support.comparisons import assert_same_bits
 from support.engines import device, environment
 from support.muon import MuonCase, check_muon
 from support.streams import stream_delays
+from test_parity_moves import random_moves
 
 pytestmark = pytest.mark.timeout(300)
 gpu = pytest.mark.gpu
@@ -29,6 +33,39 @@ def test_parity(case: MuonCase) -> None:
 def test_with_delays_at_every_hand_off(case: MuonCase) -> None:
     with environment("HYTRAIN_DELAYS", "1:400"):
         check_muon(case)
+
+
+MOVED = [
+    MuonCase("llama", 0.5, "sometimes", steps=16),
+    MuonCase("gpt2", 0.0, "always", 4, stage=1, moments="bf16", steps=16),
+    MuonCase("llama", 1.0, "off", steps=16),
+]
+
+
+def check_moves(case: MuonCase, seed: int, delays: Callable[[Any], None]) -> None:
+    moved: list[int] = []
+    moves = random_moves(seed, 0.5, moved)
+
+    def disturb(engine: Any) -> None:
+        delays(engine)
+        moves(engine)
+
+    check_muon(case, disturb)
+    assert sum(map(abs, moved)) > case.steps / 4
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("case", MOVED, ids=str)
+def test_layers_that_move(case: MuonCase) -> None:
+    check_moves(case, 1, lambda _engine: None)
+
+
+@gpu
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("case", MOVED, ids=str)
+def test_layers_that_move_on_a_gpu(case: MuonCase, seed: int) -> None:
+    check_moves(case, seed, stream_delays(seed))
 
 
 @gpu
