@@ -101,6 +101,13 @@ class StreamedUpdate:
             ]
             self._buffers = [_Buffer(memory) for memory in memories]
 
+    def give_back(self) -> None:
+        """Frees the buffers until the next step."""
+        if self._buffers:
+            # Without this wait memory with a copy in flight could be given out again.
+            self._streams.synchronize()
+        self._buffers = []
+
     # -- a step ----------------------------------------------------------------------------------
 
     def begin(self) -> None:

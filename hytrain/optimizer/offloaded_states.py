@@ -135,6 +135,7 @@ class OffloadedStates:
             return
         if not self.kinds:
             self._come_to_rest()
+        self._kept.pipeline.streamed.give_back()
         # In a call of its own: what it refers to on the device is gone when it returns.
         self._move(coming, pin=pin, non_blocking=non_blocking)
         self._split_what_stays()

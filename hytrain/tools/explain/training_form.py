@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.formats.dtypes import TORCH_NAMES
 
 BATCH_WORDS = {
@@ -63,7 +63,13 @@ def read_form(config: Mapping[str, Any]) -> TrainingForm:
 
     Raises:
         ConfigError: a key has a value of the wrong kind.
+        UnsupportedError: the optimizer is Muon.
     """
+    if str(_section(config, "optimizer").get("type")).lower() == "muon":
+        raise UnsupportedError(
+            '"optimizer.type" is "Muon", and what is told before a run counts Adam\'s state: '
+            "train; an engine says what it takes when it is built (engine.memory_peaks())"
+        )
     bf16 = _section(config, "bf16") or _section(config, "bfloat16")
     fp16 = _section(config, "fp16")
     dtype, check_overflow, enabled = "float32", True, None

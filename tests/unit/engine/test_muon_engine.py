@@ -14,6 +14,8 @@ from support.engines import built, make_config
 from support.models import loss_of, make_batch, make_model
 
 from hytrain.errors import CheckpointError, ConfigError, UnsupportedError
+from hytrain.placement.memory import buffer_bytes, waiting_bytes
+from hytrain.tools.explain.training_form import read_form
 
 pytestmark = pytest.mark.usefixtures("process_group")
 MATRIX = "blocks.1.up.weight"
@@ -213,3 +215,23 @@ def test_all_that_fits_is_on_the_gpu() -> None:
         assert {state.placement for state in states} == {"streamed", "cpu"}
         steps(engine, 24, 26)
         assert engine.optimizer.pipeline.streamed.buffer_bytes > 0
+
+
+def test_what_is_told_before_a_run_counts_adams_state() -> None:
+    with pytest.raises(UnsupportedError, match="memory_peaks"):
+        read_form(muon_config())
+
+
+@pytest.mark.parametrize("gpu_fraction", [0.0, 0.5, 1.0])
+def test_planned_memory_is_what_the_state_takes(gpu_fraction: float) -> None:
+    with built(make_model("mlp"), muon_config(gpu_fraction=gpu_fraction)) as engine:
+        states = engine.optimizer.layer_states
+        planned = engine.optimizer.placement.decisions[0].layer_bytes
+        assert [layer.state_bytes for layer in planned] == [x.memory.nbytes for x in states]
+        matrices = [layer for layer in planned if layer.is_streamed]
+        assert all(x.state_bytes == 8 * x.parameters for x in matrices)
+        k = engine.optimizer.pipeline.num_gpu_layers
+        assert buffer_bytes(planned, k) == engine.optimizer.pipeline.streamed.buffer_bytes
+        # Their gradients wait for the step wherever the state is; Adam's, on the host, do not.
+        own = [x for n, x in enumerate(planned) if x.is_streamed or n < k]
+        assert waiting_bytes(planned, k) == sum(2 * layer.parameters for layer in own)
