@@ -99,6 +99,7 @@ class OptimizerSpec:
             (DeepSpeed's).
         share: of the trainable parameters that the optimizer is given.
         bias_correction: of the JSON's section; None: left out.
+        muon: half of the matrices are Muon's, in a group of their own.
     """
 
     kind: str
@@ -108,6 +109,7 @@ class OptimizerSpec:
     bias_correction: bool | None = None
     adam_w_mode: bool | None = None
     share: float = 1.0
+    muon: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,20 @@ Micros = tuple[tuple[int, ...], ...]
 def draw(seed: int, ranks: int | None = None) -> Case:
     """The case of a seed, the same everywhere; ``ranks``: instead of what it draws."""
     case = _draw(seed, ranks)
-    return case if case.refusal is not None else with_phases(case)
+    return case if case.refusal is not None else _with_muon(with_phases(case))
+
+
+def _with_muon(case: Case) -> Case:
+    """Half of the cases in which it is possible."""
+    spec = case.optimizer
+    is_possible = spec.client and spec.kind == "AdamW" and case.master == "fp32"
+    if not is_possible or "layer_major" in repr(case):
+        return case
+    if random.Random(f"muon {case.seed}").random() < 0.5:
+        return case
+    spec = replace(spec, muon=True)
+    then = None if case.then is None else replace(case.then, optimizer=spec)
+    return replace(case, optimizer=spec, then=then)
 
 
 def _draw(seed: int, ranks: int | None) -> Case:

@@ -21,7 +21,7 @@ from fuzz.cases import Case, Event, Step
 from fuzz.models import batch_of, set_gradient, set_values
 from fuzz.player import Layout, StepTrace, Trace, rate_factor
 from fuzz.precision import autocasting, compute_dtype, copy_dtype
-from fuzz.reference import KINDS, Reference, Sums
+from fuzz.reference import Reference, Sums
 
 
 class Judge:
@@ -103,8 +103,8 @@ class Judge:
     def _expect_fp32(self) -> None:
         found = self.next_seen("fp32")
         assert not any(found[1:]), f"{self._where}: other ranks than 0 have the state"
-        for name, tensors in self.reference.state.items():
-            for kind, expected in zip(KINDS, tensors, strict=True):
+        for name in self.reference.state:
+            for kind, expected in self.reference.tensors(name):
                 self._same(f"{kind} of {name}", found[0][name][kind].flatten(), expected)
 
     def _expect_copies(self) -> None:
@@ -384,8 +384,8 @@ class Judge:
 
     def _judge_safe_get(self, _event: Event) -> None:
         for rank, (name, values) in enumerate(self.next_seen("safe_get")):
-            expected = self.reference.state[name]
-            for kind, value, flat in zip(KINDS, values, expected, strict=True):
+            expected = self.reference.tensors(name)
+            for (kind, flat), value in zip(expected, values, strict=True):
                 self._same(f"{kind} of {name} on rank {rank}", value.flatten(), flat)
 
     def _judge_gradient(self, _event: Event) -> None:

@@ -108,7 +108,7 @@ def parameter_groups(model: FuzzModel, spec: OptimizerSpec) -> list[dict[str, An
     trained = [p for p in trained if p is anchor or rng.random() <= spec.share]
     count = min(len(spec.groups), len(trained))
     keys = ("lr", "eps", "weight_decay")
-    return [
+    groups: list[dict[str, Any]] = [
         {
             "params": trained[number::count],
             "betas": (beta1, beta2),
@@ -116,6 +116,28 @@ def parameter_groups(model: FuzzModel, spec: OptimizerSpec) -> list[dict[str, An
         }
         for number, (lr, beta1, beta2, eps, decay) in enumerate(spec.groups[:count])
     ]
+    return _with_muon(groups) if spec.muon else groups
+
+
+class MuonWithAuxAdam(torch.optim.Optimizer):
+    """What hytrain asks for its groups; its step is never called."""
+
+
+def _with_muon(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every second matrix in one more group; no group is left without a parameter."""
+    muons: list[Any] = []
+    for group in groups:
+        group["use_muon"] = False
+        params = group["params"]
+        for number, parameter in enumerate(list(params)):
+            shape = vars(parameter).get("ds_shape", parameter.shape)
+            if number % 2 and len(shape) >= 2:
+                muons.append(parameter)
+        group["params"] = [p for p in params if all(p is not muon for muon in muons)]
+    if not muons:
+        return groups
+    own = {"params": muons, "use_muon": True, "momentum": 0.9, "ns_method": "gram"}
+    return [*groups, {**groups[0], **own}]
 
 
 def rate_factor(step: int) -> float:
@@ -163,6 +185,8 @@ def _add_optimizer(config: dict[str, Any], spec: OptimizerSpec) -> None:
     if spec.client:
         if config.get("zero_force_ds_cpu_optimizer"):  # of torch's there is an error, as it says
             del config["zero_force_ds_cpu_optimizer"]
+        if spec.muon:
+            config["zero_allow_untested_optimizer"] = True
         return
     lr, beta1, beta2, eps, decay = spec.groups[0]
     params = {"lr": lr, "betas": [beta1, beta2], "eps": eps, "weight_decay": decay}
@@ -275,8 +299,10 @@ class Player:
         spec = self.case.optimizer
         keywords: dict[str, Any] = {"model_parameters": parameter_groups(model, spec)}
         if spec.client:
+            groups = parameter_groups(model, spec)
             kind = getattr(torch.optim, spec.kind)
-            keywords = {"optimizer": kind(parameter_groups(model, spec), lr=1e-3)}
+            made = MuonWithAuxAdam(groups, {}) if spec.muon else kind(groups, lr=1e-3)
+            keywords = {"optimizer": made}
         if spec.schedule == "lambda":
             keywords["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
                 optimizer, rate_factor
@@ -624,8 +650,11 @@ class Player:
     def _do_safe_get(self, event: Event) -> None:
         name, parameter = self._parameter(event)
         values = [safe_get_full_fp32_param(parameter)]
-        values += [safe_get_full_optimizer_state(parameter, k) for k in ("exp_avg", "exp_avg_sq")]
+        values += [safe_get_full_optimizer_state(parameter, k) for k in self._states(parameter)]
         self.note("safe_get", (name, [value.detach().cpu().clone() for value in values]))
+
+    def _states(self, parameter: Any) -> list[str]:
+        return [key for key in self.engine.optimizer.state[parameter] if key != "step"]
 
     def _do_gradient(self, event: Event) -> None:
         name, parameter = self._parameter(event)
@@ -636,7 +665,8 @@ class Player:
         shape = vars(parameter).get("ds_shape", parameter.shape)
         values = set_values(torch.Size(shape), event)
         safe_set_full_fp32_param(parameter, values.to(device()))
-        safe_set_full_optimizer_state(parameter, (values / 8).to(device()), "exp_avg")
+        first, *_ = self._states(parameter)
+        safe_set_full_optimizer_state(parameter, (values / 8).to(device()), first)
         self.note("safe_set", name)
 
     def _do_zero_grad(self, event: Event) -> None:

@@ -22,9 +22,11 @@ from fuzz.player import StepTrace, parameter_groups
 from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit
 from hytrain.kernels.moment_codes import read_moment, write_moment
 from hytrain.kernels.moments import zero_moment
+from hytrain.kernels.muon import muon_step, read_group
 from hytrain.model.state_format import StateFormat
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
+MUONS_KINDS = ("fp32", "momentum_buffer")
 
 
 @dataclass
@@ -74,8 +76,15 @@ class Reference:
                 self.state[name] = [flat, torch.zeros_like(flat), torch.zeros_like(flat)]
                 self.group[name] = group_of[id(parameter)]
                 self.shapes[name] = parameter.shape
+        by_muon = [bool(group.get("use_muon")) for group in groups]
+        self._muons = {name for name, group in self.group.items() if by_muon[group]}
         self.steps = 0
         self._saved: Any = None
+
+    def tensors(self, name: str) -> list[tuple[str, torch.Tensor]]:
+        """A parameter's state, with names."""
+        kinds = MUONS_KINDS if name in self._muons else KINDS
+        return list(zip(kinds, self.state[name], strict=False))
 
     def copy_of(self, name: str) -> torch.Tensor:
         """The training copy of a parameter."""
@@ -192,14 +201,32 @@ class Reference:
         self.steps += 1
         hypers = [self._hyper(group) for group in trace.groups]
         for name, (p, m, v) in self.state.items():
+            if name in self._muons:
+                self._update_by_muon(name, gradients[name], scale, trace.groups[self.group[name]])
+                continue
             hyper = hypers[self.group[name]]
             commit(p, m, v, Gradient(gradients[name].contiguous(), scale, hyper))
             if self._kind != torch.float32:
                 kept = stored_moments(m, v, self._kind, rounding_of(name, 0), hyper.step)
                 self.state[name][1:] = [x[: p.numel()].clone() for x in read_moments(*kept)]
 
+    def _update_by_muon(
+        self, name: str, gradient: torch.Tensor, scale: float, group: Mapping[str, Any]
+    ) -> None:
+        state = (*self.state[name][:2], gradient.float())
+        p, m, g = (x.view(self.shapes[name]).to(device()) for x in state)
+        g = g * torch.tensor(scale, device=g.device)
+        muon_step(p, (m,), g, read_group(group, self.steps), torch.nn.Parameter(p))
+        self.state[name][:2] = [p.flatten().cpu(), self._kept(m.flatten().cpu())]
+
+    def _kept(self, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum if self._kind == torch.float32 else momentum.bfloat16().float()
+
     def set_first_moment(self, name: str, values: torch.Tensor) -> None:
         """By hand: what is kept of them is the nearest."""
+        if name in self._muons:
+            self.state[name][1] = self._kept(values.clone())
+            return
         moment = zero_moment(self._kind, values.numel())
         write_moment(moment, values, is_second=False)
         self.state[name][1] = read_moment(moment, values.numel(), is_second=False)
