@@ -7,14 +7,17 @@ the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from harness import on_ranks
 from muon_cases import DELAYED, HOST_WEIGHTS, ONE_RANK, THREE_RANKS, TWO_RANKS
 from support.comparisons import assert_same_bits
 from support.engines import device, environment
-from support.muon import MuonCase, check_muon
+from support.muon import MuonCase, assert_serial_muon, check_muon
+from support.parity import train
 from support.streams import stream_delays
 from test_parity_moves import random_moves
 
@@ -91,3 +94,16 @@ def test_where_the_state_is_changes_no_bit() -> None:
     for first, *others in zip(*(run.final for run in runs), strict=True):
         for other in others:
             assert_same_bits(first.name, other.p, first.p)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_comparison_can_fail() -> None:
+    """A clip factor that one step forgets, and another momentum."""
+    run = train(MuonCase("llama", 0.4, "always", steps=4))
+    outcomes = [outcome for outcome in run.outcomes if outcome is not None]
+    assert_serial_muon(run, outcomes)
+    forgotten = [replace(outcomes[0], scale=outcomes[0].scale / outcomes[0].coefficient)]
+    with pytest.raises(AssertionError):
+        assert_serial_muon(run, [*forgotten, *outcomes[1:]])
+    with patch("support.muon.MOMENTUM", 0.8), pytest.raises(AssertionError):
+        assert_serial_muon(run, outcomes)

@@ -104,7 +104,7 @@ def _place(name: str, owned: list[int]) -> Any:
         for rank, size in enumerate(owned)
         if size
     ]
-    return SimpleNamespace(name=name, numel=sum(owned), pieces=pieces)
+    return SimpleNamespace(name=name, numel=sum(owned), pieces=pieces, kinds=("fp32",))
 
 
 @given(
