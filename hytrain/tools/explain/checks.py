@@ -82,11 +82,15 @@ def _check_deepspeeds(config: Mapping[str, Any]) -> None:
     is_elsewhere |= any(config.get(key) == "auto" for key in BATCH_KEYS[:2]) or _has_no_batch(
         config
     )
-    refuse_all(
+    ours = (
         lambda: check_config(given, batches_elsewhere=is_elsewhere),
         lambda: refuse_unsupported(given),
-        lambda: _check_deepspeeds_own(given, config),
     )
+    try:
+        refuse_all(*ours, lambda: _check_deepspeeds_own(given, config))
+    except (AttributeError, TypeError):
+        refuse_all(*ours)  # DeepSpeed has gone on with a value that is refused here
+        raise
     total, micro, steps = (given.get(key, 1) for key in BATCH_KEYS)
     if not is_elsewhere and BATCH_KEYS[0] in given and total % (micro * steps):
         raise ConfigError(
