@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -45,7 +46,12 @@ def _places(shape: str, ranks: int) -> tuple[list[ParameterPlace], int]:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     groups = {id(parameter): 0 for parameter in model.parameters()}
     layers = cut_model(model, groups, HyTrainConfig(), ranks, None)
-    trained = [part for layer in layers for part in layer.trained]
+    kinds = SimpleNamespace(kinds=("fp32", "exp_avg", "exp_avg_sq"))
+    trained = [
+        SimpleNamespace(layout=part.layout, sizes=part.sizes, form=kinds)
+        for layer in layers
+        for part in layer.trained
+    ]
     return list_parameters(cast(Any, trained)), len(trained)
 
 
