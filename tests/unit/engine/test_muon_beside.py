@@ -29,7 +29,7 @@ def final_states(**keywords: Any) -> Any:
 def test_a_traced_run_is_the_same_run(tmp_path: Path) -> None:
     traced = {"trace": {"steps": [1, 3], "dir": str(tmp_path)}}
     found = final_states(gpu_fraction=0.4, hytrain=traced)
-    assert_same_states(found, final_states(gpu_fraction=0.0))
+    assert_same_states(found, final_states(gpu_fraction=0.4))
     (trace,) = tmp_path.rglob("trace_rank0.json*")
     assert "update layer" in trace.read_text()
 
@@ -46,7 +46,7 @@ def test_states_leave_the_device_and_come_back(gpu_fraction: float) -> None:
         engine.train()
         steps(engine, 2, 4)
         found = engine.fp32_state_dict()
-    assert_same_states(found, final_states())
+    assert_same_states(found, final_states(gpu_fraction=gpu_fraction))
 
 
 def test_a_forward_between_backward_and_step_takes_updates_back() -> None:
@@ -60,4 +60,4 @@ def test_a_forward_between_backward_and_step_takes_updates_back() -> None:
         engine.step()
         steps(engine, 3, 4)
         found = engine.fp32_state_dict()
-    assert_same_states(found, final_states())
+    assert_same_states(found, final_states(gpu_fraction=0.4))
