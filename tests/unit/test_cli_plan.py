@@ -469,6 +469,23 @@ def test_files_of_two_hosts_are_planned_together(tmp_path: Path, capsys: Capture
     assert "--interconnect" in _error(capsys, "--profile", one, two, "--batch", 32)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "gb_per_s"),
+    [
+        (("2xh100",), (), 360.0),
+        (("h100", "a100"), (), 240.0),
+        (("h100", "l4"), (), 20.0),
+        (("2xh100pcie",), (), 40.0),
+        (("2xh100",), ("--hosts", 1, 1), 40.0),
+    ],
+)
+def test_gpus_of_a_host_are_linked_where_all_are(
+    model: Path, capsys: Capture, gpus: tuple[str, ...], hosts: tuple[Any, ...], gb_per_s: float
+) -> None:
+    record = _json(capsys, "--gpus", *gpus, "--model", model, "--batch", 64, *hosts)
+    assert record["assumed"]["interconnect"] == gb_per_s * 1e9
+
+
 def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
     arguments = ("--gpus", "l4", "l4", "a6000", "p40", "--model", model, "--batch", 64)
     assert _run(*arguments) == 0

@@ -63,12 +63,12 @@ def plan_options(
         ConfigError: a flag is out of range, or contradicts the configuration or another one.
     """
     from hytrain.placement.memory import gpu_reserve, host_reserve
+    from hytrain.tools.planner.device_sheets import estimated_interconnect
     from hytrain.tools.planner.profile_problem import PlanOptions
 
     interconnect = None if arguments.interconnect is None else arguments.interconnect * 1e9
     if interconnect is None and is_estimated:
-        # Through the host, as long as nobody says otherwise.
-        interconnect = min(device.copies.to_host_both for device in profile.devices)
+        interconnect = estimated_interconnect(profile)
 
     def given(gib: float | None) -> int | None:
         return None if gib is None else int(gib * _GIB)

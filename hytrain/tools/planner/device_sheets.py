@@ -20,6 +20,7 @@ from hytrain.formats.profile_file import (
     LayerSample,
     OutsideSample,
     ProfiledModel,
+    ProfileFile,
     UpdateRate,
     device_label,
 )
@@ -62,6 +63,8 @@ class DeviceSheet:
         single_tflops: fp32, without TF32.
         bandwidth: of its memory, GB/s.
         copy_rate: to the host, each way while both go, GB/s.
+        link_rate: of a collective with other GPUs of its host by NVLink and its switches, GB/s: 0.8
+            of the link's each way. 0: through the host.
     """
 
     name: str
@@ -71,6 +74,7 @@ class DeviceSheet:
     single_tflops: float
     bandwidth: float
     copy_rate: float
+    link_rate: float = 0.0
 
 
 SHEETS: dict[str, DeviceSheet] = {
@@ -83,15 +87,15 @@ SHEETS: dict[str, DeviceSheet] = {
     "a10": DeviceSheet("NVIDIA A10", 72, 22.1, 125.0, 31.2, 600, 20),
     "a10g": DeviceSheet("NVIDIA A10G", 80, 22.1, 70.0, 31.5, 600, 20),
     "a6000": DeviceSheet("NVIDIA RTX A6000", 84, 47.4, 154.8, 38.7, 768, 20),
-    "a100": DeviceSheet("NVIDIA A100-SXM4-80GB", 108, 79.2, 312.0, 19.5, 2039, 20),
-    "a10040gb": DeviceSheet("NVIDIA A100-SXM4-40GB", 108, 39.4, 312.0, 19.5, 1555, 20),
+    "a100": DeviceSheet("NVIDIA A100-SXM4-80GB", 108, 79.2, 312.0, 19.5, 2039, 20, 240),
+    "a10040gb": DeviceSheet("NVIDIA A100-SXM4-40GB", 108, 39.4, 312.0, 19.5, 1555, 20, 240),
     "l4": DeviceSheet("NVIDIA L4", 58, 22.0, 121.0, 30.3, 300, 20),
     "l40s": DeviceSheet("NVIDIA L40S", 142, 44.4, 362.0, 91.6, 864, 20),
     "rtx4090": DeviceSheet("NVIDIA GeForce RTX 4090", 128, 23.6, 165.2, 82.6, 1008, 20),
-    "h100": DeviceSheet("NVIDIA H100 80GB HBM3", 132, 79.2, 989.0, 66.9, 3350, 40),
+    "h100": DeviceSheet("NVIDIA H100 80GB HBM3", 132, 79.2, 989.0, 66.9, 3350, 40, 360),
     "h100pcie": DeviceSheet("NVIDIA H100 PCIe", 114, 79.2, 756.0, 51.2, 2000, 40),
     "h100nvl": DeviceSheet("NVIDIA H100 NVL", 132, 93.0, 835.0, 60.0, 3938, 40),
-    "h200": DeviceSheet("NVIDIA H200", 132, 139.8, 989.0, 66.9, 4800, 40),
+    "h200": DeviceSheet("NVIDIA H200", 132, 139.8, 989.0, 66.9, 4800, 40, 360),
 }
 
 _ALIASES = {
@@ -115,6 +119,18 @@ def sheet_of(name: str) -> DeviceSheet | None:
     """The sheet that a user's word means, however it is spelt; None where there is none."""
     word = re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
     return SHEETS.get(_ALIASES.get(word, word))
+
+
+def estimated_interconnect(profile: ProfileFile) -> float:
+    """Bytes a second of a collective between all ranks of an estimated profile.
+
+    By NVLink where all are GPUs of one host that have it, else through the slowest's host.
+    """
+    there = {device.device for device in profile.devices}
+    linked = min(sheet.link_rate for sheet in SHEETS.values() if sheet.name in there)
+    if len(profile.hosts) == 1 and linked:
+        return linked * 1e9
+    return min(device.copies.to_host_both for device in profile.devices)
 
 
 def estimated_device(sheet: DeviceSheet, shape: ModelShape, host: str) -> DeviceProfile:
