@@ -257,7 +257,7 @@ def _kind(place: ParameterPlace, optim_state_key: str | None) -> str:
     if optim_state_key not in known:
         names = " or ".join(f'"{name}"' for name in known)
         raise ConfigError(
-            f"there is no optimizer state \"{optim_state_key}\" of '{place.name}': pass {names} "
+            f'there is no optimizer state "{optim_state_key}": pass {names} '
             "(engine.optimizer.steps counts the steps of each parameter group)"
         )
     return optim_state_key

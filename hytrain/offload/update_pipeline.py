@@ -229,12 +229,14 @@ class UpdatePipeline:
                     "clipping and overflow check updates are committed during backward: change "
                     'them before backward, or set "gradient_clipping" or "check_grad_overflow"'
                 )
-            self.streamed.begin()
-            self._update_streamed(hyper)
+            if self.streamed.layers:
+                self.streamed.begin()
+                self._update_streamed(hyper)
             self._after_step(skipped=False)
             return None
         self._update_on_device(hyper)
-        self.streamed.begin()
+        if self.streamed.layers:
+            self.streamed.begin()
         with self._collectives.waiting():
             outcome = self.norm.read_decision()
         self._forecast.note(outcome)
@@ -242,7 +244,8 @@ class UpdatePipeline:
             self._drop_all()
         else:
             self.cpu.finalize(native_record(outcome.scale, hyper))
-            self._update_streamed(hyper)
+            if self.streamed.layers:
+                self._update_streamed(hyper)
         self._after_step(skipped=outcome.skip)
         return outcome
 
@@ -275,7 +278,8 @@ class UpdatePipeline:
     def _after_step(self, *, skipped: bool) -> None:
         self.overwrites += not skipped
         for layer in self.layers:
-            layer.update.end_step(layer.updated_on)
+            # Not the property: a call for every layer, where the host's launches bound a step.
+            layer.update.end_step("cpu" if layer.placement == "cpu" else "gpu")
             if not skipped:
                 self.weights_changed(layer)
         self.is_torn = False
