@@ -202,6 +202,25 @@ def test_what_training_refuses_is_refused(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("change", "ranks", "is_said"),
+    [
+        ({}, 1, True),
+        ({}, 2, False),  # counted: the first backward keeps as much
+        ({"gradient_accumulation_steps": 1}, 1, False),
+        ({"hytrain": {"accumulation": "layer_major"}}, 1, False),
+    ],
+)
+def test_gradients_kept_between_micro_batches_are_said(
+    tmp_path: Path, model: Path, capsys: Capture, change: Any, ranks: int, is_said: bool
+) -> None:
+    path = tmp_path / "accumulated.json"
+    path.write_text(json.dumps(CONFIG | {"gradient_accumulation_steps": 4} | change))
+    arguments = ("--model", str(model), "--gpu-memory", "80", "--host-memory", "64")
+    assert cli.main(["explain", str(path), *arguments, "--ranks", str(ranks)]) == 0
+    assert ("between micro-batches the GPU keeps" in capsys.readouterr().out) == is_said
+
+
 def test_keys_that_training_ignores_are_said(tmp_path: Path, config: Path, capsys: Capture) -> None:
     path = tmp_path / "misspelt.json"
     optimizer = {"type": "AdamW", "parms": {"lr": 1e-4}}

@@ -136,6 +136,7 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
         print(json.dumps(result, indent=2))
     else:
         heads = [verdict, *asked.warnings, *_assumed(arguments, gpu, host)]
+        heads += _kept_words(asked, sizes)
         if tokens:
             words += f"\n{_inputs_words(inputs, tokens, on_gpu, section)}"
         text = "\n".join([*heads, model_text(section, sizes, decision), "", words])
@@ -164,6 +165,20 @@ def _inputs_words(inputs: int, tokens: int, on_gpu: int, section: HyTrainConfig)
         f"{size_text(section.solver.host_activation_bytes)} on the host. What one block and "
         "the loss take while they are computed comes on top, on the GPU."
     )
+
+
+def _kept_words(asked: _Asked, sizes: ModelSizes) -> list[str]:
+    """A line about gradients of accumulation that no number below has: only a run's own do."""
+    form, is_ordered = asked.form, asked.section.accumulation == "layer_major"
+    # Elsewhere the first backward keeps as much, and that is counted.
+    is_counted = asked.ranks > 1 and not form.shards_weights
+    if form.accumulation == 1 or is_ordered or is_counted:
+        return []
+    kept = sum(layer.parameters * layer.gradient_itemsize for layer in sizes.layers)
+    return [
+        f"Not counted: between micro-batches the GPU keeps {size_text(kept)} of gradients "
+        '("accumulation": "layer_major" keeps none).'
+    ]
 
 
 def _assumed(arguments: argparse.Namespace, gpu: int | None, host: int) -> list[str]:
