@@ -83,6 +83,9 @@ def plan_placement(
     states = weights.states
     gpu_base = _known_gpu_bytes(weights, collectives.world_size, device)
     limits = MemoryProbe((), device).limits(config.solver, gpu_base, 0, host)
+    if collectives.world_size == 1 or any(layer.sharded for layer in weights.layers):
+        # Elsewhere what is known has all gradients of the first backward, which are no fewer.
+        limits = replace(limits, kept_gradients=kept_gradients)
     largest = max(slot.numel for layer in weights.layers for slot in layer.slots)
     layer_bytes, staging, why = _choose_form(states, config, cpu, limits, largest)
     shared = partial(

@@ -100,6 +100,8 @@ class MemoryLimits:
             GPU-placed layers pile up as backward goes down while activations are released, so
             that the two do not add up at one moment.
         host_base: of ``host``, what offloaded activations will take still.
+        kept_gradients: of all layers, on the GPU from one micro-batch to the next, and not in
+            ``gpu_base``: until that is measured.
         shares_host: the GPU's memory is the host's: what the GPU takes comes out of ``host``, where
             what it has already counts as left.
     """
@@ -111,6 +113,7 @@ class MemoryLimits:
     host_reserve: int
     gpu_base_at: tuple[int, ...] = field(default=())
     host_base: int = 0
+    kept_gradients: int = 0
     shares_host: bool = False
 
     @property

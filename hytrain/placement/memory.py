@@ -168,7 +168,8 @@ def gpu_peak_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -
 def _gpu_rest_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> int:
     """The GPU's peak less the state."""
     if not limits.gpu_base_at:
-        return limits.gpu_base + waiting_bytes(layers, k)
+        # Where gradients are kept between micro-batches, those that wait are among them.
+        return limits.gpu_base + max(waiting_bytes(layers, k), limits.kept_gradients)
     # The peak of all may be no layer's backward (the loss): no gradient waits there yet.
     waiting = _waiting_at(layers, k)
     at = (base + more for base, more in zip(limits.gpu_base_at, waiting, strict=True))

@@ -203,22 +203,28 @@ def test_what_training_refuses_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "ranks", "is_said"),
+    ("change", "ranks", "is_kept"),
     [
         ({}, 1, True),
-        ({}, 2, False),  # counted: the first backward keeps as much
-        ({"gradient_accumulation_steps": 1}, 1, False),
+        ({"zero_optimization": {**CONFIG["zero_optimization"], "stage": 3}}, 2, True),
+        ({}, 2, False),  # the first backward keeps as much
         ({"hytrain": {"accumulation": "layer_major"}}, 1, False),
     ],
 )
-def test_gradients_kept_between_micro_batches_are_said(
-    tmp_path: Path, model: Path, capsys: Capture, change: Any, ranks: int, is_said: bool
+def test_gradients_kept_between_micro_batches_are_counted(
+    tmp_path: Path, model: Path, capsys: Capture, change: Any, ranks: int, is_kept: bool
 ) -> None:
-    path = tmp_path / "accumulated.json"
-    path.write_text(json.dumps(CONFIG | {"gradient_accumulation_steps": 4} | change))
-    arguments = ("--model", str(model), "--gpu-memory", "80", "--host-memory", "64")
-    assert cli.main(["explain", str(path), *arguments, "--ranks", str(ranks)]) == 0
-    assert ("between micro-batches the GPU keeps" in capsys.readouterr().out) == is_said
+    bases: list[int] = []
+    for steps in (1, 4):
+        path = tmp_path / f"{steps}.json"
+        path.write_text(json.dumps(CONFIG | {"gradient_accumulation_steps": steps} | change))
+        options = ("--gpu-memory", "80", "--host-memory", "64", "--ranks", str(ranks), "--json")
+        assert cli.main(["explain", str(path), "--model", str(model), *options]) == 0
+        found = json.loads(capsys.readouterr().out)
+        bases.append(found["candidates"][0]["gpu_bytes"])
+    parameters = 3 * BLOCK + 2 * 256 * 64 + 64
+    assert bases[1] - bases[0] >= 2 * parameters // ranks * is_kept
+    assert (bases[1] > bases[0]) == is_kept
 
 
 def test_keys_that_training_ignores_are_said(tmp_path: Path, config: Path, capsys: Capture) -> None:

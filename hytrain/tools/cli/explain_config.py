@@ -117,7 +117,10 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
         sizes = read_model_sizes(
             arguments.model, section, form, num_ranks=asked.ranks, rank=asked.rank
         )
-        found = first_decision(section, sizes, gpu, host, on_gpu, shares_host=shares_host)
+        kept = _kept_gradients(asked, form, sizes)
+        found = first_decision(
+            section, sizes, gpu, host, on_gpu, kept_gradients=kept, shares_host=shares_host
+        )
         return sizes, found
 
     ways = {"": begins(form)}
@@ -136,7 +139,6 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
         print(json.dumps(result, indent=2))
     else:
         heads = [verdict, *asked.warnings, *_assumed(arguments, gpu, host)]
-        heads += _kept_words(asked, sizes)
         if tokens:
             words += f"\n{_inputs_words(inputs, tokens, on_gpu, section)}"
         text = "\n".join([*heads, model_text(section, sizes, decision), "", words])
@@ -167,18 +169,12 @@ def _inputs_words(inputs: int, tokens: int, on_gpu: int, section: HyTrainConfig)
     )
 
 
-def _kept_words(asked: _Asked, sizes: ModelSizes) -> list[str]:
-    """A line about gradients of accumulation that no number below has: only a run's own do."""
-    form, is_ordered = asked.form, asked.section.accumulation == "layer_major"
-    # Elsewhere the first backward keeps as much, and that is counted.
+def _kept_gradients(asked: _Asked, form: TrainingForm, sizes: ModelSizes) -> int:
+    """Bytes on the GPU between micro-batches that are not in what the first backward keeps."""
     is_counted = asked.ranks > 1 and not form.shards_weights
-    if form.accumulation == 1 or is_ordered or is_counted:
-        return []
-    kept = sum(layer.parameters * layer.gradient_itemsize for layer in sizes.layers)
-    return [
-        f"Not counted: between micro-batches the GPU keeps {size_text(kept)} of gradients "
-        '("accumulation": "layer_major" keeps none).'
-    ]
+    if form.accumulation == 1 or asked.section.accumulation == "layer_major" or is_counted:
+        return 0
+    return sum(layer.parameters * layer.gradient_itemsize for layer in sizes.layers)
 
 
 def _assumed(arguments: argparse.Namespace, gpu: int | None, host: int) -> list[str]:

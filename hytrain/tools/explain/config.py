@@ -156,10 +156,12 @@ def first_decision(
     host_bytes: int,
     activation_bytes: int = 0,
     *,
+    kept_gradients: int = 0,
     shares_host: bool = False,
 ) -> Decision:
     """What a run begins with, before anything but sizes is known; ``gpu_bytes``: None without a
-    GPU; ``activation_bytes``: known ones on the GPU; ``shares_host``: its memory is the host's."""
+    GPU; ``activation_bytes``: known ones on the GPU; ``kept_gradients``: see
+    :class:`MemoryLimits`; ``shares_host``: its memory is the host's."""
     solver, base = config.solver, sizes.training_copy_bytes + activation_bytes
     if sizes.num_ranks > 1:
         # The first backward learns the order of the layers and keeps all gradients until its end.
@@ -174,6 +176,7 @@ def first_decision(
         host=host_bytes,
         host_reserve=host_reserve(solver.host_memory_reserve_bytes, host_bytes),
         host_base=solver.host_activation_bytes,
+        kept_gradients=kept_gradients,
         shares_host=shares_host,
     )
     layers, staging, why = sizes.layers, sizes.staging_bytes, ""

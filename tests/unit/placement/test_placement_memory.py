@@ -41,6 +41,14 @@ def test_gpu_peak_without_measured_backward() -> None:
     assert [gpu_peak_bytes(LAYERS, LIMITS, k) for k in range(4)] == [1000, 2400, 5200, 9400]
 
 
+def test_gradients_kept_between_micro_batches_are_there_at_any_k() -> None:
+    limits = replace(LIMITS, kept_gradients=700)
+    alone = [gpu_peak_bytes(LAYERS, LIMITS, k) - state_bytes(LAYERS[:k]) - 1000 for k in range(4)]
+    found = [gpu_peak_bytes(LAYERS, limits, k) - state_bytes(LAYERS[:k]) - 1000 for k in range(4)]
+    assert found == [max(700, waiting) for waiting in alone]
+    assert min(alone) < 700 < max(alone)
+
+
 def test_gpu_peak_while_activations_are_released() -> None:
     limits = replace(LIMITS, gpu_base_at=(300, 600, 900))
     # k 0: the peak of all, 1000. k 1: 1200 + max(1000; 900, 600, 300 + 200).
