@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,6 +71,8 @@ class AdamHyper:
         step: Number of this step, 1 for the first.
         decoupled_decay: True for AdamW, False for Adam with L2 added to the gradient.
         bias_correction: Whether the moments are corrected for their start at zero.
+        values: Of a group that another optimizer updates on the device: what that has read of it.
+            The kernels then use none of the others.
 
     Raises:
         KernelArgumentError: A value is outside its range.
@@ -83,6 +86,7 @@ class AdamHyper:
     step: int = 1
     decoupled_decay: bool = True
     bias_correction: bool = True
+    values: Any = None
 
     def __post_init__(self) -> None:
         for name, value in (

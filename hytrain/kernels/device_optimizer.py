@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from hytrain.errors import ConfigError
-from hytrain.kernels.cpu_adam import AdamHyper
 
 Update = Callable[
     [torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, Any, torch.nn.Parameter], None
@@ -40,17 +39,6 @@ class DeviceOptimizer:
     read: Callable[[Mapping[str, Any], int], Any]
     update: Update
     whole_matrices: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceHyper(AdamHyper):
-    """A step's hyper-parameters of a group that a :class:`DeviceOptimizer` updates.
-
-    Attributes:
-        values: what the optimizer has read of the group.
-    """
-
-    values: Any = None
 
 
 _registered: dict[type, DeviceOptimizer] = {}

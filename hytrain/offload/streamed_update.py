@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from hytrain.kernels.cpu_adam import AdamHyper
-from hytrain.kernels.device_optimizer import DeviceHyper
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layout import ParameterSlot
 from hytrain.model.partition import in_buckets
@@ -206,12 +205,9 @@ class StreamedUpdate:
             weight, *states = (x[at].view(unit.shape) for x in arrays)
             values = [state.float() for state in states]  # themselves where they are kept so
             own = gradient[unit.begin : unit.end].to(torch.float32, copy=True).mul_(outcome[0])
-            settings = hyper[unit.group]
-            assert isinstance(settings, DeviceHyper)
             low, high = layer.begin + unit.begin, layer.begin + unit.end
-            optimizer.update(
-                weight, tuple(values), own.view(unit.shape), settings.values, unit.slot.parameter
-            )
+            read, parameter = hyper[unit.group].values, unit.slot.parameter
+            optimizer.update(weight, tuple(values), own.view(unit.shape), read, parameter)
             for state, value in zip(states, values, strict=True):
                 if state is not value:
                     state.copy_(value)

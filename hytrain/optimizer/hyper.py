@@ -15,7 +15,7 @@ import torch
 
 from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.kernels.cpu_adam import AdamHyper
-from hytrain.kernels.device_optimizer import DeviceHyper, DeviceOptimizer, registered
+from hytrain.kernels.device_optimizer import DeviceOptimizer, registered
 from hytrain.kernels.muon import MUON
 
 _DECOUPLED = {"AdamW": True, "Adam": False}
@@ -163,7 +163,7 @@ class HyperParameters:
         if optimizer is not None:
             decay = float(group.get("weight_decay", 0.0))
             values = optimizer.read(group, step)
-            return DeviceHyper(lr=float(group["lr"]), weight_decay=decay, step=step, values=values)
+            return AdamHyper(lr=float(group["lr"]), weight_decay=decay, step=step, values=values)
         beta1, beta2 = group["betas"]
         return AdamHyper(
             lr=float(group["lr"]),
