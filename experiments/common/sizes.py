@@ -79,6 +79,9 @@ SIZES = {
     "qwen3-4b": Size(
         layers=36, hidden=2560, intermediate=9728, heads=32, kv_heads=8, vocab=151936, qwen3=True
     ),
+    "llama-70b": Size(
+        layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8, vocab=128256
+    ),
     # The blocks of Llama 65B; 0.8 B parameters each.
     "llama-41b": Size(layers=50, hidden=8192, intermediate=22016, heads=64),
 }

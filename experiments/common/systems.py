@@ -5,7 +5,7 @@ What a job says of its system: "system", "clip" (gradient clipping norm; None: n
 - forward and backward only: "drops" (each gradient is freed as soon as it is final: a model too
   large would keep them all);
 - DeepSpeed and FSDP2: "threads" (CPU thread counts to try for the update); FSDP2 also
-  "reshard_after_forward";
+  "reshard_after_forward" and "offload" (True; else all state is on the GPUs);
 - DeepSpeed and hytrain: "optimizer" (its section; AdamW unless given);
 - hytrain: "gpu_fraction", "stage" (2), "streamed" (ZeRO-3, weights in host memory), "direct" (no
   overflow check, so that without clipping the update is committed at once, with nothing to
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.adamw import adamw
 
 from experiments.common.model import Batch
 from experiments.common.records import Json
@@ -32,6 +33,7 @@ MUON: Json = {"lr": 2e-3, "momentum": 0.95, "weight_decay": 0.01}
 OFFLOAD: Json = {"device": "cpu", "pin_memory": True}
 _OVERLAPPED: Json = {"overlap_comm": True, "contiguous_gradients": True}
 ZERO: dict[str, Json] = {
+    "deepspeed_zero2": {"stage": 2, **_OVERLAPPED},
     # Gradients move to the host during backward, Adam runs after it.
     "deepspeed_zero2_offload": {"stage": 2, **_OVERLAPPED, "offload_optimizer": OFFLOAD},
     "deepspeed_zero3_offload": {"stage": 3, **_OVERLAPPED, "offload_optimizer": OFFLOAD},
@@ -195,11 +197,11 @@ class TorchaoOffload(System):
 
 
 class Fsdp2(System):
-    """PyTorch FSDP2 with CPUOffloadPolicy: fp32 weights, gradients and moments live on the host.
+    """PyTorch FSDP2: fp32 weights, gradients and moments live on the host, or on the GPUs.
 
-    One rank; every decoder layer is a unit of its own, the rest belongs to the root. Measured
-    without clipping: a norm of gradients on the host would be one more pass over all of them before
-    the update, so leaving it out is in this system's favour.
+    Every decoder layer is a unit of its own, the rest belongs to the root. On the host it is
+    measured without clipping: a norm of gradients there would be one more pass over all of them
+    before the update, so leaving it out is in this system's favour.
     """
 
     def __init__(self, model: Any, job: Json) -> None:
@@ -210,14 +212,20 @@ class Fsdp2(System):
         device = job["device"]
         self.thread_candidates = tuple(job.get("threads", ()))
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        shard = functools.partial(
-            fully_shard,
-            mesh=init_device_mesh(device, (1,)),
-            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        settings: Json = {
+            "mesh": init_device_mesh(device, (dist.get_world_size(),)),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+            ),
+            "reshard_after_forward": job.get("reshard_after_forward", True),
+        }
+        self._clip = None
+        if job.get("offload", True):
             # Page-locked memory needs a driver.
-            offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda"),
-            reshard_after_forward=job.get("reshard_after_forward", True),
-        )
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device == "cuda")
+        else:
+            self._clip = job.get("clip")
+        shard = functools.partial(fully_shard, **settings)
         for layer in model.get_submodule("model.layers").children():
             shard(layer)
         shard(model)
@@ -225,6 +233,8 @@ class Fsdp2(System):
 
     def step(self, batches: Sequence[Batch]) -> torch.Tensor:
         loss = self._add_gradients(batches)
+        if self._clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip, foreach=True)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss
@@ -246,6 +256,9 @@ def ds_config(job: Json) -> Json:
     }
     if job["system"] in ZERO:
         config["zero_optimization"] = ZERO[job["system"]]
+        if "offload_optimizer" not in config["zero_optimization"]:
+            # torch's own: DeepSpeed's fused Adam would be compiled first.
+            config["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
         return copy.deepcopy(config)  # the engine writes into it
     zero: Json = {"stage": job.get("stage", 2), "offload_optimizer": OFFLOAD}
     if job.get("streamed", False):
@@ -324,8 +337,46 @@ class HyTrain(DeepSpeed):
         return self.engine.optimizer.placement.costs()
 
 
+class StreamedAdamW(HyTrain):
+    """A HyTrainEngine whose AdamW is updated on the GPU, with state streamed from the host."""
+
+    def _initialize(self, model: Any, config: Json) -> Any:
+        import hytrain
+
+        hytrain.register_optimizer(
+            _StreamedAdamW, hytrain.DeviceOptimizer(("exp_avg", "exp_avg_sq"), _adam_values, _adam)
+        )
+        del config["optimizer"]
+        config["zero_allow_untested_optimizer"] = True
+        return hytrain.initialize(
+            model=model, config=config, optimizer=_StreamedAdamW(model.parameters(), **ADAMW)
+        )[0]
+
+
+class _StreamedAdamW(torch.optim.AdamW):
+    """Its step is never called; AdamW itself is hytrain's on the CPU."""
+
+
+def _adam_values(group: Any, step: int) -> Json:
+    names = ("lr", "weight_decay", "eps")
+    beta1, beta2 = group["betas"]
+    return {**{n: group[n] for n in names}, "beta1": beta1, "beta2": beta2, "step": step}
+
+
+def _adam(weight: Any, states: Any, gradient: Any, values: Json, _parameter: Any) -> None:
+    (first, second), others = states, dict(values)
+    made = torch.full((), float(others.pop("step") - 1), device=weight.device)
+    adamw(
+        [weight], [gradient], [first], [second], [], [made],
+        fused=weight.is_cuda, amsgrad=False, maximize=False, **others,
+    )  # fmt: skip
+
+
 REFERENCE = "forward_backward"
-NAMES = (REFERENCE, "all_gpu", "all_gpu_muon", "torchao", "fsdp2", "hytrain", *ZERO)
+NAMES = (
+    *(REFERENCE, "all_gpu", "all_gpu_muon", "torchao", "fsdp2", "hytrain"),
+    *("hytrain_streamed_adamw", *ZERO),
+)
 
 
 def build(job: Json, make_model: MakeModel) -> Any:
@@ -348,4 +399,6 @@ def build(job: Json, make_model: MakeModel) -> Any:
         return AllGpuMuon(model, job.get("clip"))
     if name == "all_gpu":
         return AllGpu(model, job.get("clip"))
+    if name == "hytrain_streamed_adamw":
+        return StreamedAdamW(model, job)
     return HyTrain(model, job) if name == "hytrain" else DeepSpeed(model, job)

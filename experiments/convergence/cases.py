@@ -23,6 +23,8 @@ class Case:
     engine: str
     """--engine of train_lm."""
     moments: str = "fp32"
+    optimizer: str = "AdamW"
+    """Or Muon."""
     attention: str = "sdpa"
     offload: bool = True
     """Of DeepSpeed: whether state is in host memory; else it has torch's AdamW on the GPU."""
@@ -42,6 +44,8 @@ ZERO2 = "ZeRO-2 offload"
 ZERO2_GPU = "ZeRO-2 on the GPU"
 ZERO2_EAGER = "ZeRO-2 on the GPU, other attention"
 ADAMW = "torch AdamW"
+HYTRAIN_MUON = "hytrain, Muon"
+TORCH_MUON = "torch Muon"
 ZERO2_SHARE = 0.75
 """Of the schedule: 3,000 of 4,000 steps."""
 ZERO2_CORES = 10
@@ -49,6 +53,8 @@ ZERO2_CORES = 10
 for each other: where other processes have a turn on their cores it takes several times as long."""
 SCHEDULE_STEPS = 4000
 LEARNING_RATE = 6e-4
+MUON_LEARNING_RATE = 0.02
+"""Of torch's and DeepSpeed's Muon alike: a matrix's step is this times an orthogonal matrix."""
 FIXED_FRACTION = 0.75
 """k of the last seed, by which its layers are updated by either kernel all the time."""
 HYTRAIN_CORES = 2
@@ -76,6 +82,10 @@ def all_cases() -> list[Case]:
             if moments != "fp32" or seed not in SYSTEM_SEEDS
         ]
         cases.append(Case(kind=ADAMW, seed=seed, engine="torch"))
+    for seed in SYSTEM_SEEDS:
+        muon = {"seed": seed, "optimizer": "Muon", "enough": ZERO2_SHARE}
+        cases.append(Case(kind=HYTRAIN_MUON, engine="hytrain", cores=HYTRAIN_CORES, **muon))
+        cases.append(Case(kind=TORCH_MUON, engine="torch", **muon))
     return cases
 
 
@@ -141,11 +151,16 @@ def ds_config(
         beta2=0.999,
         on_gpu=on_gpu,
     )
+    if case.optimizer == "Muon":
+        adam = config["optimizer"]["params"]
+        lrs = {"muon_lr": MUON_LEARNING_RATE, "adam_lr": adam.pop("lr")}
+        config["optimizer"] = {"type": "Muon", "params": {**adam, **lrs, "momentum": 0.95}}
     if case.engine == "deepspeed" and not case.offload:
         del config["zero_optimization"]["offload_optimizer"]
         config["optimizer"]["params"]["torch_adam"] = True  # its own would have to be compiled
     if case.engine == "hytrain":
-        is_fixed = case.seed == SEEDS[-1] or not on_gpu
+        # Muon's state would all come to the GPU: a quarter is to be streamed.
+        is_fixed = case.seed == SEEDS[-1] or case.optimizer == "Muon" or not on_gpu
         config["hytrain"] = {
             "gpu_fraction": FIXED_FRACTION if is_fixed else "solve",
             "moments": case.moments,

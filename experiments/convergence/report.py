@@ -19,8 +19,10 @@ from experiments.common.report import markdown
 from experiments.convergence.cases import (
     ADAMW,
     HYTRAIN,
+    HYTRAIN_MUON,
     MOMENTS,
     SYSTEM_SEEDS,
+    TORCH_MUON,
     ZERO2,
     ZERO2_EAGER,
     ZERO2_GPU,
@@ -35,9 +37,13 @@ from experiments.convergence.curves import (
 
 YARDSTICK = ((ZERO2, ZERO2_GPU), (ZERO2, ZERO2_EAGER), (ZERO2_GPU, ZERO2_EAGER))
 """Runs of one system that differ in how their kernels round: of Adam, of attention, of both."""
-PAIRS = (*YARDSTICK, (HYTRAIN, ZERO2), (HYTRAIN, ZERO2_GPU), (HYTRAIN, ADAMW), (ADAMW, ZERO2))
+PAIRS = (
+    *YARDSTICK,
+    *((HYTRAIN, ZERO2), (HYTRAIN, ZERO2_GPU), (HYTRAIN, ADAMW), (ADAMW, ZERO2)),
+    (HYTRAIN_MUON, TORCH_MUON),
+)
 """Of one seed."""
-KINDS = (*map(hytrain_kind, MOMENTS), ADAMW)
+KINDS = (*map(hytrain_kind, MOMENTS), ADAMW, HYTRAIN_MUON, TORCH_MUON)
 """Of several seeds."""
 
 Trainings = dict[tuple[str, int], Json]
@@ -90,9 +96,10 @@ def seeds_rows(trainings: Trainings) -> list[Json]:
         row |= {f"seed {seed}": f"{value:.4f}" for seed, value in sorted(own.items())}
         row["mean"] = f"{statistics.fmean(own.values()):.4f}"
         row["largest - least of seeds"] = f"{max(own.values()) - min(own.values()):.4f}"
-        gaps = [own[seed] - loss[HYTRAIN, seed] for seed in own if (HYTRAIN, seed) in loss]
-        if gaps and kind != HYTRAIN:
-            row["mean difference to fp32 moments"] = f"{statistics.fmean(gaps):+.4f}"
+        base = HYTRAIN_MUON if kind == TORCH_MUON else HYTRAIN
+        gaps = [own[seed] - loss[base, seed] for seed in own if (base, seed) in loss]
+        if gaps and kind not in (HYTRAIN, HYTRAIN_MUON):
+            row["mean difference to hytrain's fp32 state"] = f"{statistics.fmean(gaps):+.4f}"
             row["largest, same seed"] = f"{max(map(abs, gaps)):.4f}"
         found.append(row)
     return found

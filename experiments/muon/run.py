@@ -2,9 +2,12 @@
 
     python experiments/muon/run.py --out DIR
     python experiments/muon/run.py --tokens accumulated --out DIR
+    python experiments/muon/run.py --part third_place --out DIR
     python experiments/muon/run.py --toy --out DIR
 
-Each system has processes of its own, in turns; without clipping, which DeepSpeed means otherwise.
+Part third_place: AdamW at 9.84 B, every step clipped: on the CPU beside the GPU, and on the GPU,
+with state streamed to it. Each system has processes of its own, in turns; Muon is measured without
+clipping, which DeepSpeed means otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +42,19 @@ SYSTEMS: dict[str, Json] = {
     },
     DEEPSPEED: {"system": "deepspeed_zero2_offload", "threads": [16], "seconds": 150.0},
 }
+_SOLVED: Json = {
+    "gpu_fraction": "solve",
+    "settle": {"least": 12, "quiet": 3, "most": 40},
+    "seconds": 110.0,
+}
+THIRD_PLACE: dict[str, Json] = {
+    "forward and backward": {"system": "forward_backward", "drops": True, "seconds": 30.0},
+    "AdamW on the CPU": {"system": "hytrain", **_SOLVED},
+    "AdamW streamed": {"system": "hytrain_streamed_adamw", **_SOLVED},
+}
 MUON: Json = {"lr": 2e-3, "adam_lr": 1e-4, "momentum": 0.95, "weight_decay": 0.01}
+CLIP = 0.01
+"""The norm of every step's gradient is above it."""
 TOKENS = 65536
 """Of a step with accumulation."""
 
@@ -48,6 +63,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = runner.parser(__doc__, budget=590.0)
     add = parser.add_argument
+    add("--part", default="muon", choices=["muon", "third_place"])
     add("--tokens", default="once", choices=["once", "accumulated"],
         help=f"a micro-batch a step, or as many as have {TOKENS} tokens")  # fmt: skip
     add("--turns", default=2, type=int, help="of all systems, each in a new process")
@@ -57,6 +73,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", default=3, type=int, help="in a window")
     add("--toy", action="store_true", help="a toy model on a CPU")
     options = parser.parse_args(arguments)
+    if options.part == "third_place":
+        options.model, options.turns = "llama-10b", 1
     if options.toy:
         options.device, options.model, options.batch, options.seq = "cpu", "toy", 2, 16
     return options
@@ -66,13 +84,15 @@ def jobs(options: argparse.Namespace) -> list[Json]:
     """A job a system and turn."""
     tokens = 4 * options.batch * options.seq if options.toy else TOKENS
     many = max(1, tokens // (options.batch * options.seq))
+    is_muon = options.part == "muon"
+    optimizer = {"optimizer": {"type": "Muon", "params": MUON}} if is_muon else {}
     return [
         {
             "label": f"{label}, turn {turn}",
             "of": label,
             "worker": "experiments.common.bench",
-            "clip": None,
-            "optimizer": {"type": "Muon", "params": MUON},
+            "clip": None if is_muon else CLIP,
+            **optimizer,
             "accumulation": many if options.tokens == "accumulated" else 1,
             "section": {"moments": options.moments},
             **{"windows": options.windows, "steps": options.steps, "warmup": options.warmup},
@@ -80,14 +100,15 @@ def jobs(options: argparse.Namespace) -> list[Json]:
             **settings,
         }
         for turn in range(1, options.turns + 1)
-        for label, settings in SYSTEMS.items()
+        for label, settings in (SYSTEMS if is_muon else THIRD_PLACE).items()
     ]
 
 
 def rows(result: Json) -> list[Json]:
     """A row a system: medians over turns, and what they are of the first system's."""
-    found: dict[str, list[Json]] = {label: [] for label in SYSTEMS}
-    states: dict[str, list[str]] = {label: [] for label in SYSTEMS}
+    labels = list(dict.fromkeys(record["job"]["of"] for record in result["jobs"]))
+    found: dict[str, list[Json]] = {label: [] for label in labels}
+    states: dict[str, list[str]] = {label: [] for label in labels}
     for record in result["jobs"]:
         states[record["job"]["of"]].append(record["status"])
         if record["status"] == records.OK:
@@ -103,12 +124,13 @@ def rows(result: Json) -> list[Json]:
         if some:
             row |= {
                 "step_seconds": short(seconds[label]),
-                "of_all_gpu": short(ratio(seconds[label], seconds.get(ALL_GPU)), 3),
+                "of_first": short(ratio(seconds[label], seconds.get(labels[0])), 3),
                 "gpu_gib": report.gib(
                     max(rank["gpu"].get("peak_allocated_bytes", 0) for rank in some)
                 ),
                 "host_gib": report.gib(max(rank.get("host_bytes", 0) for rank in some)),
                 "gpu_layers": some[-1].get("gpu_layers"),
+                "clipped": some[-1].get("clipped"),
             }
         table.append(row)
     return table

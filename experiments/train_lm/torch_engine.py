@@ -11,8 +11,9 @@ from options import OptionError
 class TorchEngine:
     """The part of a DeepSpeed engine that the loop uses, without DeepSpeed's optimizers.
 
-    The model trains in its own dtype; master weights, gradients as they are clipped, and AdamW's
-    moments are fp32, beside it on its device. What the schedule is, DeepSpeed's own class says.
+    The model trains in its own dtype; master weights, gradients as they are clipped, and the
+    optimizer's state are fp32, beside it on its device. What the schedule is, DeepSpeed's own class
+    says. With Muon, torch's Muon updates the blocks' matrices and AdamW the rest.
     """
 
     def __init__(
@@ -24,17 +25,21 @@ class TorchEngine:
         """
         Args:
             model: on its device, in the dtype of its passes.
-            model_parameters: groups, as ``torch.optim.AdamW`` takes them.
+            model_parameters: groups, as ``torch.optim.AdamW`` takes them; with Muon, all its
+                matrices are decayed.
             config: the DeepSpeed JSON; its optimizer, scheduler and clipping are used.
 
         Raises:
-            OptionError: more than one rank, another optimizer than AdamW, or fp16.
+            OptionError: more than one rank, another optimizer than AdamW or Muon, or fp16.
         """
         if torch.distributed.get_world_size() > 1:
             raise OptionError("--engine torch is for one process: leave the launcher out")
         optimizer = config.get("optimizer", {})
-        if optimizer.get("type") != "AdamW" or config.get("fp16", {}).get("enabled"):
-            raise OptionError('--engine torch has AdamW in bf16 or fp32: set "optimizer" to AdamW')
+        kind = optimizer.get("type")
+        if kind not in ("AdamW", "Muon") or config.get("fp16", {}).get("enabled"):
+            raise OptionError(
+                '--engine torch has AdamW and Muon in bf16 or fp32: set "optimizer" to one of them'
+            )
         self._model = model
         self.eval, self.train = model.eval, model.train
         self._clip = float(config.get("gradient_clipping", 0.0))
@@ -44,9 +49,16 @@ class TorchEngine:
         self._weights = [w for group in model_parameters for w in group["params"]]
         self._masters = [w.detach().float().clone().requires_grad_() for w in self._weights]
         groups = _with_masters(model_parameters, self._masters)
-        on_gpu = self._weights[0].device.type == "cuda"
-        self._adamw = torch.optim.AdamW(groups, **optimizer["params"], fused=on_gpu)
-        self._scheduler = _scheduler(config.get("scheduler"), self._adamw)
+        if kind == "Muon":
+            matrices = _matrices(model, dict(zip(self._weights, self._masters, strict=True)))
+            self._optimizers = _muon_and_adamw(groups, matrices, optimizer["params"])
+        else:
+            self._optimizers = [_adamw(groups, optimizer["params"])]
+        self._schedulers = [
+            scheduler
+            for each in self._optimizers
+            if (scheduler := _scheduler(config.get("scheduler"), each)) is not None
+        ]
 
     def __call__(self, **inputs: torch.Tensor) -> Any:
         """The model's forward."""
@@ -66,16 +78,17 @@ class TorchEngine:
             weight.grad = None
         if self._clip:
             self._norm = torch.nn.utils.clip_grad_norm_(self._masters, self._clip)
-        self._adamw.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         with torch.no_grad():
             for weight, master in zip(self._weights, self._masters, strict=True):
                 weight.copy_(master)
-        if self._scheduler is not None:
-            self._scheduler.step()
+        for scheduler in self._schedulers:
+            scheduler.step()
 
     def get_lr(self) -> list[float]:
         """Each group's learning rate of the next step."""
-        return [group["lr"] for group in self._adamw.param_groups]
+        return [group["lr"] for each in self._optimizers for group in each.param_groups]
 
     def get_global_grad_norm(self) -> torch.Tensor | None:
         """Of the last step's gradient before clipping; None without clipping."""
@@ -91,6 +104,39 @@ def _with_masters(
     """The groups, with master weights in the weights' places."""
     remaining = iter(masters)
     return [{**group, "params": [next(remaining) for _ in group["params"]]} for group in groups]
+
+
+def _adamw(groups: list[dict[str, Any]], parameters: dict[str, Any]) -> torch.optim.Optimizer:
+    on_gpu = groups[0]["params"][0].device.type == "cuda"
+    return torch.optim.AdamW(groups, **parameters, fused=on_gpu)
+
+
+def _matrices(
+    model: torch.nn.Module, masters: dict[torch.nn.Parameter, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Master weights of the parameters that DeepSpeed gives to Muon."""
+    return [
+        masters[parameter]
+        for name, parameter in model.named_parameters()
+        if parameter.dim() >= 2 and "embed" not in name and "lm_head" not in name
+    ]
+
+
+def _muon_and_adamw(
+    groups: list[dict[str, Any]], matrices: list[torch.Tensor], parameters: dict[str, Any]
+) -> list[torch.optim.Optimizer]:
+    """torch's Muon, and AdamW for all but the matrices, with DeepSpeed's names of parameters."""
+    muon = torch.optim.Muon(
+        matrices,
+        lr=parameters["muon_lr"],
+        weight_decay=parameters["weight_decay"],
+        momentum=parameters["momentum"],
+    )
+    ids = {id(matrix) for matrix in matrices}
+    rest = [{**g, "params": [p for p in g["params"] if id(p) not in ids]} for g in groups]
+    names = ("betas", "eps", "weight_decay")
+    values = {"lr": parameters["adam_lr"]} | {name: parameters[name] for name in names}
+    return [muon, _adamw([group for group in rest if group["params"]], values)]
 
 
 def _scheduler(section: dict[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:

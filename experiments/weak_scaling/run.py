@@ -1,11 +1,13 @@
-"""Measure weak scaling: the same batch a GPU on 1, 2 and 4 equal GPUs, beside DeepSpeed's offload.
+"""Measure weak scaling: the same batch a GPU on 1, 2 and 4 equal GPUs, beside other systems.
 
     python experiments/weak_scaling/run.py --gpus 4 --sizes 4,1,2 --out DIR
+    python experiments/weak_scaling/run.py --gpus 4 --sizes 2,4 --out DIR --model llama-8b \
+        --batch 2 --seq 4096 --checkpointing --systems forward_backward hytrain fsdp2
     python experiments/weak_scaling/run.py --gpus 2 --sizes 2,1 --out DIR --device cpu --model toy
 
 Each system and number of GPUs is a job of its own, one after another, since they share the host. A
 GPU has the same cores in all of them. hytrain comes first at every size, so that a run which is cut
-short has the claim.
+short has the claim. Forward and backward alone: each rank by itself, no collective, no update.
 """
 
 from __future__ import annotations
@@ -22,12 +24,18 @@ from experiments.common import records, report, runner
 from experiments.common.records import Json
 from experiments.common.report import Claim, ratio, short
 
-SYSTEMS = {
-    "hytrain": ("hytrain", 55.0),
-    "zero2": ("deepspeed_zero2_offload", 85.0),
-    "zero3": ("deepspeed_zero3_offload", 100.0),
+SYSTEMS: dict[str, Json] = {
+    "hytrain": {"system": "hytrain", "seconds": 55.0},
+    "hytrain_zero3": {"system": "hytrain", "stage": 3, "seconds": 55.0},
+    "forward_backward": {"system": "forward_backward", "drops": True, "seconds": 25.0},
+    "fsdp2": {"system": "fsdp2", "offload": False, "seconds": 40.0},
+    "zero2_gpu": {"system": "deepspeed_zero2", "seconds": 50.0},
+    "zero2": {"system": "deepspeed_zero2_offload", "seconds": 85.0},
+    "zero3": {"system": "deepspeed_zero3_offload", "seconds": 100.0},
 }
-"""Name -> system, and about how many seconds it takes with the 3 B model."""
+"""Of a job, and about how many seconds it takes with the 3 B model. fsdp2 and zero2_gpu have all
+state on the GPUs."""
+DEFAULT = ("hytrain", "zero2", "zero3")
 EFFICIENCY = 0.92
 
 
@@ -37,8 +45,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--gpus", required=True, type=int, help="of the machine; its cores are divided by them")
     add("--sizes", default=(4, 1, 2), type=runner.counts, metavar="N,...", help="GPUs of each job")
-    add("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    add("--systems", nargs="+", default=list(DEFAULT), choices=SYSTEMS)
     add("--accumulation", default=1, type=int, help="micro-batches a step")
+    add("--checkpointing", action="store_true", help="blocks are computed again in backward")
     add("--gpu-fraction", default="solve", type=runner.fraction, help="hytrain's k")
     add("--settle", default=24, type=int, help="hytrain's steps before the timed ones: k is solved")
     add("--warmup", default=3, type=int, help="the other systems' steps before the timed ones")
@@ -49,23 +58,29 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def is_ours(name: str) -> bool:
+    """Whether the system is hytrain."""
+    return name.startswith("hytrain")
+
+
 def jobs(options: argparse.Namespace) -> list[Json]:
     """hytrain at every size, then the others."""
-    ordered = sorted(options.systems, key=lambda name: name != "hytrain")
+    ordered = sorted(options.systems, key=lambda name: not is_ours(name))
     return [
         {
             **{"label": f"{name} on {size}", "worker": "experiments.common.bench", "ranks": size},
-            **{"system": SYSTEMS[name][0], "clip": 1.0, "gpu_fraction": options.gpu_fraction},
+            **{"clip": 1.0, "gpu_fraction": options.gpu_fraction},
             **{"accumulation": options.accumulation, "windows": 2, "steps": options.steps},
             # Ranks step together, so that the number of steps until k has settled must be given.
             "warmup": options.settle
-            if name == "hytrain" and options.gpu_fraction == "solve"
+            if is_ours(name) and options.gpu_fraction == "solve"
             else options.warmup,
-            "seconds": SYSTEMS[name][1],
+            "checkpointing": options.checkpointing,
             **runner.workload(options),
+            **SYSTEMS[name],
         }
-        for name, size in [(n, s) for s in options.sizes for n in ordered if n == "hytrain"]
-        + [(n, s) for s in options.sizes for n in ordered if n != "hytrain"]
+        for name, size in [(n, s) for s in options.sizes for n in ordered if is_ours(n)]
+        + [(n, s) for s in options.sizes for n in ordered if not is_ours(n)]
     ]
 
 
@@ -85,7 +100,11 @@ def rows(result: Json) -> list[Json]:
             row |= report.failure(record)
         found.append(row)
     alone = {row["system"]: row.get("samples_per_s") for row in found if row["gpus"] == 1}
+    limit = {row["gpus"]: row.get("step_s") for row in found if row["system"] == "forward_backward"}
     for row in found:
+        of_limit = ratio(row.get("step_s"), limit.get(row["gpus"]))
+        if of_limit is not None:
+            row["over_forward_backward"] = short(of_limit, 3)
         scaled = ratio(row.get("samples_per_s"), alone.get(row["system"]))
         if scaled is not None:
             row["weak_scaling"] = short(scaled / row["gpus"])
@@ -98,10 +117,10 @@ def claims(rows: Sequence[Json]) -> list[Claim]:
     for row in rows:
         of_run = [each for each in rows if each.get("run") == row.get("run")]
         where = f"{row.get('run', '')}: {row['system']} on {row['gpus']} GPUs"
-        if row["system"] == "hytrain" and row["gpus"] > 1:
+        if is_ours(row["system"]) and row["gpus"] > 1:
             text = f"{where}: weak scaling"
             found.append(Claim(text, row.get("weak_scaling"), EFFICIENCY, at_least=True))
-        elif row["system"] != "hytrain":
+        elif not is_ours(row["system"]):
             ours = [r for r in of_run if (r["system"], r["gpus"]) == ("hytrain", row["gpus"])]
             times = ratio(row.get("step_s"), ours[0].get("step_s")) if ours else None
             found.append(Claim(f"{where}: its time over hytrain's", times, at_least=True))

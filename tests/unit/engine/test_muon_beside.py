@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.comparisons import assert_same_states
-from support.engines import built, make_config
+from support.engines import built, device, make_config
 from support.models import loss_of, make_batch, make_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -16,7 +16,7 @@ MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}
 
 def steps(engine: Any, first: int, last: int) -> None:
     for number in range(first, last):
-        engine.backward(loss_of(engine(**make_batch("mlp", number))))
+        engine.backward(loss_of(engine(**make_batch("mlp", number, device()))))
         engine.step()
 
 
@@ -42,7 +42,7 @@ def test_states_leave_the_device_and_come_back(gpu_fraction: float) -> None:
         engine.offload_states()
         engine.reload_states()
         engine.eval()
-        loss_of(engine(**make_batch("mlp", 9)))
+        loss_of(engine(**make_batch("mlp", 9, device())))
         engine.train()
         steps(engine, 2, 4)
         found = engine.fp32_state_dict()
@@ -53,9 +53,9 @@ def test_a_forward_between_backward_and_step_takes_updates_back() -> None:
     """As an evaluation there does: gradients are kept, and the step is made with them."""
     with built(make_model("mlp"), make_config(optimizer=MUON, gpu_fraction=0.4)) as engine:
         steps(engine, 0, 2)
-        engine.backward(loss_of(engine(**make_batch("mlp", 2))))
+        engine.backward(loss_of(engine(**make_batch("mlp", 2, device()))))
         engine.eval()
-        loss_of(engine(**make_batch("mlp", 9)))
+        loss_of(engine(**make_batch("mlp", 9, device())))
         engine.train()
         engine.step()
         steps(engine, 3, 4)

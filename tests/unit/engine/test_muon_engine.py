@@ -28,7 +28,7 @@ def muon_config(parameters: dict[str, Any] | None = None, **keywords: Any) -> di
 
 def steps(engine: Any, first: int, last: int) -> None:
     for number in range(first, last):
-        engine.backward(loss_of(engine(**make_batch("mlp", number))))
+        engine.backward(loss_of(engine(**make_batch("mlp", number, device()))))
         engine.step()
 
 
@@ -119,7 +119,7 @@ def test_a_skipped_step_changes_no_bit() -> None:
     with built(make_model("mlp"), muon_config(gpu_fraction=0.3)) as engine:
         steps(engine, 0, 2)
         before = engine.fp32_state_dict()
-        loss = loss_of(engine(**make_batch("mlp", 2)))
+        loss = loss_of(engine(**make_batch("mlp", 2, device())))
         engine.backward(loss * float("inf"))
         engine.step()
         assert engine.optimizer.overflow
