@@ -215,8 +215,11 @@ def _refusal(
         if config.gpu_fraction == "solve":
             check_fits(layers, limits, staging, num_ranks=peak_inputs(0).num_ranks)
             return None
-        peaks = predict_peaks(peak_inputs(round(config.gpu_fraction * len(layers))))
-        limit = hard_limit({name: left - limits.host_base for name, left in _shares(host).items()})
+        inputs = peak_inputs(round(config.gpu_fraction * len(layers)))
+        peaks = predict_peaks(inputs)
+        # Weights that are kept on the host are among the peaks, and taken already.
+        more = inputs.home_bytes - limits.host_base
+        limit = hard_limit({name: left + more for name, left in _shares(host).items()})
         gpu = None if limits.shares_host else limits.gpu  # which counts no caches as free
         refuse_what_cannot_fit(peaks, limit, gpu, config.gpu_fraction)
     except MemoryBudgetError as error:

@@ -286,6 +286,39 @@ def test_a_limit_of_the_process_refuses_the_build(which: str, k: str, tmp_path: 
         assert "the address space (ulimit -v) of process" in lines[0]
 
 
+_WEIGHTS_ON_THE_HOST = f"""
+    import resource, sys
+    sys.path.insert(0, {str(TESTS)!r})
+    import psutil, torch
+    from support.engines import built, join_process_group, make_config
+    join_process_group()
+    config = make_config(bf16=False, stage=3, offload={{"chunk_elements": 2**20}},
+                         hytrain={{"layers": {{"class": "Linear"}}}})
+    config["zero_optimization"]["offload_param"] = {{"device": "cpu"}}
+
+    def train(limit):
+        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4)))
+        used = psutil.Process().memory_info().data
+        if limit:
+            resource.setrlimit(resource.RLIMIT_DATA, (used + limit, resource.RLIM_INFINITY))
+        with built(model, config) as engine:
+            engine.backward(engine(torch.ones(1, 2048)).sum())
+            engine.step()
+            peaks = engine.memory_peaks().values()
+            return max(peak.resident for peak in peaks), engine.optimizer.placement._peak_inputs(0)
+
+    needed, inputs = train(0)
+    assert inputs.home_bytes > 48 << 20
+    train(needed - inputs.home_bytes + (32 << 20))
+    print("TRAINED")
+"""
+
+
+def test_weights_on_the_host_are_not_counted_twice(tmp_path: Path) -> None:
+    """A limit that leaves room for the state alone: the weights take the place of the model's."""
+    assert _run(tmp_path, _WEIGHTS_ON_THE_HOST).splitlines()[-1] == "TRAINED"
+
+
 @pytest.mark.parametrize(
     ("changes", "itemsize"),
     [
