@@ -24,8 +24,8 @@ from experiments.common import report
 from experiments.common.records import Json, lines_of, read_json
 
 EXPERIMENTS = (
-    *("kernel_bench", "layer_major", "memory", "moment_kinds", "offload_step", "solve_k"),
-    *("traces", "unequal_gpus", "weak_scaling", "zero3"),
+    *("kernel_bench", "layer_major", "long_context", "memory", "moment_kinds", "muon"),
+    *("offload_step", "solve_k", "traces", "unequal_gpus", "weak_scaling", "zero3"),
 )
 
 

@@ -47,10 +47,11 @@ _SOLVED: Json = {
     "settle": {"least": 12, "quiet": 3, "most": 40},
     "seconds": 110.0,
 }
+ON_CPU, STREAMED = "AdamW on the CPU", "AdamW streamed"
 THIRD_PLACE: dict[str, Json] = {
     "forward and backward": {"system": "forward_backward", "drops": True, "seconds": 30.0},
-    "AdamW on the CPU": {"system": "hytrain", **_SOLVED},
-    "AdamW streamed": {"system": "hytrain_streamed_adamw", **_SOLVED},
+    ON_CPU: {"system": "hytrain", **_SOLVED},
+    STREAMED: {"system": "hytrain_streamed_adamw", **_SOLVED},
 }
 MUON: Json = {"lr": 2e-3, "adam_lr": 1e-4, "momentum": 0.95, "weight_decay": 0.01}
 CLIP = 0.01
@@ -137,8 +138,11 @@ def rows(result: Json) -> list[Json]:
 
 
 def claims(table: Sequence[Json]) -> list[Claim]:
-    """What was asked of it."""
+    """What was asked of Muon; of AdamW, which place is faster."""
     step = {row["system"]: row.get("step_seconds") for row in table}
+    if ON_CPU in step or STREAMED in step:
+        times = ratio(step.get(STREAMED), step.get(ON_CPU))
+        return [Claim("AdamW streamed: its time over that of the CPU's update", times)]
     return [
         Claim("hytrain k=0: times as fast as DeepSpeed's offload",
               ratio(step.get(DEEPSPEED), step.get(K0)), 2.0, at_least=True),

@@ -89,6 +89,23 @@ def parity_on_rank(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+def muon_on_rank(rank: int, port: int) -> None:
+    """Whole matrices are dealt to the ranks: what NCCL reduces and gathers has unequal parts."""
+    enter_rank(rank, port)
+    from support.muon import MuonCase, check_muon
+
+    steps: dict[str, Any] = {"steps": 10, "observe": (1, 6)}
+    for case in (
+        MuonCase("llama", 0.0, "sometimes", stage=2, fractions=SHARDS[0], **steps),
+        MuonCase("gpt2", 0.3, "always", 4, stage=3, fractions=SHARDS[1], **steps),
+        MuonCase("llama", 0.5, "off", stage=3, fractions=SHARDS[0], offload_param=True, **steps),
+    ):
+        check_muon(case)
+        if rank == 0:
+            print(f"{case}: passed", flush=True)
+    dist.destroy_process_group()
+
+
 def resume_on_rank(rank: int, port: int, folder: str) -> None:
     enter_rank(rank, port)
     from support.engines import built, device, make_config
@@ -251,6 +268,10 @@ def test_frozen_weights_on_two_gpus() -> None:
 
 def test_parity_on_two_gpus() -> None:
     multiprocessing.spawn(parity_on_rank, args=(free_port(),), nprocs=2)
+
+
+def test_muon_on_two_gpus() -> None:
+    multiprocessing.spawn(muon_on_rank, args=(free_port(),), nprocs=2)
 
 
 def test_a_checkpoint_moves_between_shardings(tmp_path: Path) -> None:

@@ -49,6 +49,10 @@ CASES: dict[str, Sequence[str]] = {
         *("--parts", "stall", "rates", "states", "cycles", "--saves", "1", "--cycles", "30"),
     ),
     "moment_kinds": (*TOY, "--part", "k0", "--rounds", "1"),
+    "muon": (
+        *("--toy", "--turns", "1", "--steps", "1", "--windows", "1", "--warmup", "1"),
+        *("--only", "all on the GPU, turn 1", "hytrain k=0, turn 1"),
+    ),
     "offload_step": (
         *(*TOY, "--part", "A", "--windows", "2", "--steps", "2", "--warmup", "2"),
         *("--only", "forward_backward", "hytrain 0", "fsdp2"),
@@ -60,7 +64,10 @@ CASES: dict[str, Sequence[str]] = {
         *("0.1", "--steps", "1", "--profile-seconds", "1"),
         *("--only", "half profile", "half alone", "half planned"),
     ),
-    "weak_scaling": (*TOY, "--gpus", "2", "--sizes", "2,1", "--systems", "hytrain"),
+    "weak_scaling": (
+        *(*TOY, "--gpus", "2", "--sizes", "2,1", "--checkpointing", "--settle", "4"),
+        *("--systems", "hytrain", "forward_backward", "fsdp2"),
+    ),
     "zero3": (*TOY, "--ranks", "2", "--only", "stage2", "stage3", "unequal"),
 }
 
@@ -172,3 +179,13 @@ def test_weights_that_are_handed_over() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     rates = dict(re.findall(r"^(.*\S) +([0-9.]+) GB/s$", done.stdout, re.MULTILINE))
     assert {"to the device", "to the host", "an all-gather", "a copy on the host"} <= rates.keys()
+
+
+def test_adamw_streamed_beside_the_cpus(tmp_path: Path) -> None:
+    options = ("--toy", "--steps", "1", "--windows", "1", "--warmup", "1")
+    result = run(tmp_path, "muon/run.py", "--part", "third_place", *options)
+    rows, claims = command.of("muon")
+    table = {row["system"]: row for row in rows(result)}
+    assert table["AdamW on the CPU"]["clipped"] == table["AdamW streamed"]["clipped"] == 1
+    (claim,) = claims(list(table.values()))
+    assert claim.value is not None
