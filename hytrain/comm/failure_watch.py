@@ -485,9 +485,11 @@ class RankWatch:
     def _is_silent(self, rank: int, now: float) -> bool:
         """Whether the last words of a rank that is gone would have come."""
         since = self._gone_since[rank]
-        is_read = self._news_began > since or self._store_lost_since is not None
-        is_overdue = now - since > STORE_SECONDS and not self._is_behind
-        return now - since > CONFIRM_SECONDS and (is_read or is_overdue)
+        if self._store_lost_since is None:
+            is_missing = now - since > STORE_SECONDS and not self._is_behind
+        else:  # The holder has failed: others end because of it, and cannot say so.
+            is_missing = rank == 0 or self._words.has_anyone_left()
+        return now - since > CONFIRM_SECONDS and (self._news_began > since or is_missing)
 
     def _lose_store(self, how: str) -> None:
         is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

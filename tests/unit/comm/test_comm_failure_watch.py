@@ -240,8 +240,13 @@ def test_a_rank_that_waits_with_all_others_says_nothing(
 class _Peers:
     """What connections tell, where other hosts are."""
 
-    def __init__(self, unheard: set[int] = frozenset(), lost: dict[int, float] = {}) -> None:  # noqa: B006
-        self._unheard, self._lost = unheard, lost
+    def __init__(
+        self,
+        unheard: set[int] = frozenset(),  # type: ignore[assignment]
+        lost: dict[int, float] = {},  # noqa: B006
+        refused: tuple[int, ...] = (),
+    ) -> None:
+        self._unheard, self._lost, self._refused = unheard, lost, refused
 
     def unheard(self) -> set[int]:
         return self._unheard
@@ -253,7 +258,7 @@ class _Peers:
         return self._lost
 
     def refused(self) -> list[int]:
-        return []
+        return list(self._refused)
 
     def turn(self) -> None: ...
 
@@ -396,6 +401,22 @@ def test_a_store_that_is_gone_is_a_failure(job: Job) -> None:
     assert isinstance(found, RankFailedError)
     assert "rank 0 was killed or has crashed" in str(found)
     assert "store, which it holds, cannot be reached" in str(found)
+
+
+@pytest.mark.parametrize("has_left", [False, True], ids=["killed", "left in order"])
+def test_a_rank_that_ends_after_its_store_is_the_cause_only_where_the_holder_left_in_order(
+    job: Job, monkeypatch: pytest.MonkeyPatch, has_left: bool
+) -> None:
+    """Rank 1 hears of rank 2's end, and has no connection that tells of rank 0's."""
+    if has_left:
+        job.ranks[0].leave()
+        assert within(lambda: job.is_known(0, "left"))
+    with job.store.lock:  # the end and the loss are found in any order
+        monkeypatch.setattr(job.ranks[1], "_peers", _Peers(refused=(2,)))
+        job.store.broken = 10**9
+    found = str(job.wait_for(1))
+    assert f"rank {2 if has_left else 0} was killed or has crashed" in found
+    assert "rank 2" in found or "store, which it holds, cannot be reached" in found
 
 
 def test_who_holds_the_store_stays_until_its_end_is_known(job: Job) -> None:
