@@ -150,6 +150,10 @@ class LongContext:
             for one in at
         ]
         slope = (bytes_[1] - bytes_[0]) / (at[1]["length"] - at[0]["length"])
+        if slope <= 0.0:
+            raise ValueError(
+                f"the peaks of {self.job['lengths']} tokens do not grow: give --length"
+            )
         base = bytes_[1] - slope * at[1]["length"]
         length = grain = GRAIN * self.degree
         while True:

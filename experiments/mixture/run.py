@@ -1,6 +1,8 @@
-"""A mixture of 30 B parameters on one GPU: forward and backward alone, then steps, in one process.
+"""A mixture of 30 B parameters: forward and backward alone, then steps, in the same processes.
 
 python experiments/mixture/run.py --out DIR --clip 1 --accumulation 8
+python experiments/mixture/run.py --out DIR --blocks 31 --streamed --gpu-gib 24 --host-gib 128
+torchrun --nproc-per-node 2 experiments/mixture/run.py --out DIR --seq 4096   # ZeRO-3
 python experiments/mixture/run.py --out DIR --clip 0 --trainer --save MODEL   # in HF Trainer
 python experiments/mixture/run.py --out DIR --load MODEL              # what it has saved, alone
 python experiments/mixture/run.py --out DIR --toy                     # on a CPU
@@ -35,6 +37,12 @@ def parse() -> argparse.Namespace:
     add("--master", default="split", choices=("fp32", "split"))
     add("--moments", default="8bit")
     add("--gpu-fraction", default="solve")
+    add("--blocks", type=int, default=48, help="0.62 B parameters each, beside 0.62 B")
+    add(
+        "--streamed", action="store_true", help="weights in host memory, which is all that is timed"
+    )
+    add("--gpu-gib", type=float, help="limit of the GPU")
+    add("--host-gib", type=float, help="limit of what the process allocates")
     add("--batch", type=int, default=2)
     add("--seq", type=int, default=2048)
     add("--steps", type=int, default=40)
@@ -50,18 +58,35 @@ def build(options: argparse.Namespace, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     # The class's other defaults are that model's.
-    shape: dict[str, Any] = {"num_hidden_layers": 48, "hidden_size": 2048, "num_experts": 128}
+    shape: dict[str, Any] = {
+        "num_hidden_layers": options.blocks,
+        "hidden_size": 2048,
+        "num_experts": 128,
+    }
     shape |= {"vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 4}
     shape |= {"moe_intermediate_size": 768, "num_experts_per_tok": 8 if not options.toy else 2}
     shape |= {"head_dim": 128, "norm_topk_prob": True, "tie_word_embeddings": False}
     config = Qwen3MoeConfig(**shape | (TOY if options.toy else {}), use_cache=False)
     torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device("meta" if options.streamed else device):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, experts_implementation="grouped_mm"
         )
+    if options.streamed:
+        fill_on_host(model, device)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def fill_on_host(model: Any, device: torch.device) -> None:
+    """Random weights in host memory, made on the device one by one: it makes them faster."""
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            values = torch.ones_like(parameter, device=device)
+            parameter.copy_(values if "norm" in name else values.normal_(std=0.02))
+    # Its buffers are no parameters, and have no values on the meta device.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -151,8 +176,8 @@ def load(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def random_tokens(options: argparse.Namespace, vocab: int, device: torch.device) -> torch.Tensor:
-    """The batch, the same in every process."""
-    generator = torch.Generator().manual_seed(1)
+    """The batch of a rank, the same in every run."""
+    generator = torch.Generator().manual_seed(1 + int(os.environ["RANK"]))
     return torch.randint(vocab, (options.batch, options.seq), generator=generator).to(device)
 
 
@@ -165,19 +190,43 @@ def timed(run: Any, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
+def limit_memory(options: argparse.Namespace, device: torch.device) -> None:
+    """Of this process, by CUDA's allocator and by the kernel."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if options.gpu_gib is not None:
+        share = options.gpu_gib * 2**30 / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(share)
+    if options.host_gib is not None:
+        most = int(options.host_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def zero(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """The section: weights are sharded where there are several ranks."""
+    section: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    if ranks > 1 or options.streamed:
+        section["stage"] = 3
+    return section | ({"offload_param": {"device": "cpu"}} if options.streamed else {})
+
+
 def main() -> None:
-    """Runs it and writes result.json."""
+    """Runs it; rank 0 writes result.json."""
     options = parse()
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {**one_rank, "MASTER_PORT": os.environ.get("MASTER_PORT", "29500")}
+    os.environ |= {**one_rank, "MASTER_PORT": "29500", **os.environ}
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     import hytrain
 
     end = time.perf_counter() + options.seconds
-    device = torch.device("cpu" if options.toy else "cuda")
+    local = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cpu") if options.toy else torch.device("cuda", local)
+    limit_memory(options, device)
     if options.load:
         load(options, device)
         return
     model = build(options, device)
+    parameters = sum(p.numel() for p in model.parameters())
     ids = random_tokens(options, model.config.vocab_size, device)
     batch = {"input_ids": ids, "labels": ids}
 
@@ -185,7 +234,7 @@ def main() -> None:
         model(**batch).loss.backward()
         model.zero_grad(set_to_none=True)
 
-    passes = [timed(alone, device) for _ in range(5)][1:]
+    passes = [] if options.streamed else [timed(alone, device) for _ in range(5)][1:]
     section = {"master": options.master, "moments": options.moments}
     section["gpu_fraction"] = json.loads(options.gpu_fraction.replace("solve", '"solve"'))
     if options.accumulation > 1:
@@ -195,7 +244,7 @@ def main() -> None:
         "gradient_accumulation_steps": options.accumulation,
         "gradient_clipping": options.clip,
         "bf16": {"enabled": True, "check_grad_overflow": options.clip > 0},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": zero(options, ranks),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
         "hytrain": section,
     }
@@ -207,15 +256,17 @@ def main() -> None:
         engine, *_ = hytrain.initialize(
             model=model, model_parameters=model.parameters(), config=config
         )
-        while len(steps) < options.steps and time.perf_counter() < end:
+        # A number that all ranks know: a rank by itself must not end.
+        while len(steps) < options.steps and (ranks > 1 or time.perf_counter() < end):
             steps.append(
                 timed(lambda: engine.train_batch(iter([batch] * options.accumulation)), device)
             )
     decision = engine.optimizer.placement.decisions[-1]
     result = {
+        "ranks": ranks,
         "options": {key: str(value) for key, value in vars(options).items()},
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "alone_s": statistics.median(passes) * options.accumulation,
+        "parameters": parameters,
+        "alone_s": statistics.median(passes) * options.accumulation if passes else None,
         "step_s": statistics.median(steps[-8:]),
         "steps_s": steps,
         "gpu_layers": f"{decision.gpu_layers_target} of {len(decision.layer_bytes)}",
@@ -225,6 +276,8 @@ def main() -> None:
         "gpu_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if not options.toy else None,
     }
     engine.destroy()
+    if rank:
+        return
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: value for key, value in result.items() if key != "steps_s"}, indent=1))

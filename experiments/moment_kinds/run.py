@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="blocks, until one trains (largest, sharded: bf16=44,42 8bit=55,53)")  # fmt: skip
     add("--master", default="fp32", choices=("fp32", "split"), help="form of the master weights")
     add("--gpus", default=2, type=int, help="of part sharded")
-    add("--gpu-gib", default=24.0, type=float, help="limit of a workstation")
+    add("--gpu-gib", type=float, help="limit of a GPU; a workstation's is 24 unless given")
     add("--host-gib", type=float, help="enforced limit; a workstation's is 64 unless given")
     add("--gpu-fraction", type=runner.fraction, help="default: the part's")
     add("--settle-steps", type=int, help="at least, before anything is timed; default: the part's")
@@ -99,10 +99,12 @@ def jobs(options: argparse.Namespace) -> list[Json]:
         "model": options.model or settings["model"],
     }
     if options.part in CAPPED:
-        common |= {"cap_gib": options.gpu_gib, "host_limit_gib": options.host_gib or 64.0}
+        limits = {"cap_gib": options.gpu_gib or 24.0, "host_limit_gib": options.host_gib or 64.0}
+        common |= limits
         common |= {"streamed": True, "built": "host", "batch": min(4, options.batch)}
-    elif options.host_gib:
-        common["host_limit_gib"] = options.host_gib
+    else:
+        limits = {"cap_gib": options.gpu_gib, "host_limit_gib": options.host_gib}
+        common |= {name: gib for name, gib in limits.items() if gib}
     if options.part == "sharded":
         common["ranks"] = options.gpus
 

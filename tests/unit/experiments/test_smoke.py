@@ -169,6 +169,21 @@ def test_a_toy_mixture(tmp_path: Path) -> None:
     assert 0.0 < result["clip_coefficient"] < 1.0
 
 
+def test_a_toy_mixture_on_two_ranks_and_on_the_host(tmp_path: Path) -> None:
+    """In ZeRO-3; by itself with weights in host memory and a limit."""
+    script = [str(ROOT / "mixture/run.py"), "--toy", "--seq", "16", "--steps", "2", "--blocks", "2"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher += ["--master-port", str(free_port())]
+    streamed = ["--streamed", "--host-gib", "20", "--clip", "0"]
+    for ranks, before, behind in ((2, launcher, []), (1, [], streamed)):
+        call = [sys.executable, *before, *script, "--out", str(tmp_path), *behind]
+        done = subprocess.run(call, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        result = read_json(tmp_path / "result.json")
+        assert (result["ranks"], len(result["steps_s"])) == (ranks, 2)
+        assert (result["alone_s"] is None) == (ranks == 1)
+
+
 def test_weights_that_are_handed_over() -> None:
     call = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     call += ["--master-port", str(free_port()), "-m", "experiments.memory.handover"]
