@@ -81,7 +81,11 @@ def test_a_table_says_what_each_gpu_does(profile: Path, capsys: Capture) -> None
     assert "GPU, 100 SMs" in devices
     assert plan.startswith("rank")
     assert "compute" in plan
-    assert "of the GPUs' own speeds added up" in plan
+    found = re.search(r"\n(\d+)% of the speed of forward and backward alone\n", plan)
+    assert found is not None
+    alone, whole = max(record["forward_backward_seconds"]), record["predicted"]["step_seconds"]
+    assert int(found[1]) == round(100 * alone / whole)
+    assert "longer than the shortest step that this can predict" in plan
 
 
 def test_idle_gpus_are_warned_of(profile: Path, capsys: Capture) -> None:
@@ -93,14 +97,14 @@ def test_idle_gpus_are_warned_of(profile: Path, capsys: Capture) -> None:
     assert "Warning" not in capsys.readouterr().out
 
 
-def test_json_has_the_plan_and_the_gpus_own_speeds(profile: Path, capsys: Capture) -> None:
+def test_json_has_the_plan_and_what_passes_take(profile: Path, capsys: Capture) -> None:
     record = _json(capsys, "--profile", profile, "--batch", 32)
     assert record["estimated"] is False
     assert sum(rank["batch_size"] for rank in record["ranks"]) == 32
     assert [rank["multiprocessors"] for rank in record["ranks"]] == [100, 50]
-    fast, slow = record["own_samples_per_second"]
-    assert fast == pytest.approx(2.0 * slow)
-    assert record["samples_per_second"] < fast + slow
+    passes = record["forward_backward_seconds"]
+    assert max(passes) <= record["predicted"]["step_seconds"]
+    assert all(0.0 <= waited < 0.1 * max(passes) for waited in record["collective_seconds"])
 
 
 def test_the_plan_is_written(profile: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -347,7 +351,7 @@ def test_a_lower_stage_is_named_where_it_fits(tmp_path: Path, capsys: Capture) -
 def test_what_fits_on_the_gpu_is_named(tmp_path: Path, capsys: Capture) -> None:
     # The host holds the state, but not the weights besides.
     path = _small(tmp_path, 12, 12)
-    arguments = ("--profile", path, "--batch", 4)
+    arguments = ("--profile", path, "--batch", 1)
     text = _error(capsys, *arguments, "--stage", 3, "--offload-param", "cpu")
     assert text.rstrip().endswith("; it would fit without --offload-param")
     assert _run(*arguments, "--stage", 3) == 0
@@ -367,11 +371,11 @@ def test_a_first_backward_may_do_without_its_gradients(tmp_path: Path, capsys: C
 
 
 def test_what_is_short_is_said_of_the_plan_that_lacks_less(tmp_path: Path, capsys: Capture) -> None:
-    # With gradients the GPU lacks more than both do without them; 19 GB of host would do.
+    # With gradients the GPU lacks more than both do without them; 20 GB of host would do.
     arguments = ("--batch", 4, "--stage", 3)
-    text = _error(capsys, "--profile", _small(tmp_path, 6, 17), *arguments)
+    text = _error(capsys, "--profile", _small(tmp_path, 6, 18), *arguments)
     assert "GiB is missing, on any host or GPU" in text
-    assert _run("--profile", _small(tmp_path, 6, 19), *arguments) == 0
+    assert _run("--profile", _small(tmp_path, 6, 20), *arguments) == 0
     capsys.readouterr()
 
 
@@ -511,8 +515,9 @@ def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
     l4, other, a6000, p40 = (rank["batch_size"] for rank in record["ranks"])
     assert l4 == pytest.approx(other, abs=2)
     assert a6000 > l4 > p40
-    text = _error(capsys, "--gpus", "h1000", "l4x4", "zz", "--model", model, "--batch", 64)
-    assert 'called h1000 (did you mean "h100"?), l4x4 (write 4xl4), zz: there are p40, ' in text
+    text = _error(capsys, "--gpus", "h1000", "l4x4", "8", "zz", "--model", model, "--batch", 64)
+    words = 'called h1000 (did you mean "h100"?), l4x4 (write 4xl4), 8 (write 8xNAME, as 8xh100), '
+    assert f"{words}zz: there are p40, " in text
     record = _json(capsys, "--gpus", "4090", "--model", model, "--batch", 8)
     assert "RTX 4090" in record["ranks"][0]["device"]
     assert "no data sheet of a GPU called b200" in _error(
@@ -539,7 +544,82 @@ def test_data_sheets_have_the_moments_of_the_training(
     assert "hytrain.moments = '4bit': must be" in _error(capsys, *given)
     config.write_text(json.dumps({"hytrain": {"master": "split"}}))
     text = _error(capsys, *given)
-    assert "\"hytrain.master\" is 'split': plans are made for fp32 master weights" in text
+    assert "\"hytrain.master\" is 'split', of which plans know nothing: `hytrain explain`" in text
+
+
+def test_collectives_that_bound_a_step_are_named(tmp_path: Path, capsys: Capture) -> None:
+    large = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | large))
+    call = ["--gpus", "2xh100", "--model", tmp_path, "--stage", 3, "--batch", 4]
+    call += ["--accumulation", "micro_batch_major"]
+    for speed, column in ((5, "  collectives"), (80, "  compute, collectives"), (999, "  compute")):
+        assert _run(*call, "--interconnect", speed) == 0
+        text = capsys.readouterr().out
+        rows = [line for line in text.splitlines() if line.startswith(("0 ", "1 "))]
+        assert all(row.endswith(column) for row in rows[2:]), text
+        found = re.search(r"of ([\d.]+) s, ([\d.]+)\s+are\s+collectives", text)
+        assert (found is None) == (speed == 999)
+        if found:
+            record = _json(capsys, *call, "--interconnect", speed)
+            assert float(found[2]) == pytest.approx(max(record["collective_seconds"]), rel=0.01)
+
+
+def test_what_trainer_cannot_run_is_said(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    """One GPU keeps inputs of layers where that is faster, which needs engine.train_batch."""
+    large = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288}
+    (model / "config.json").write_text(json.dumps(LLAMA | large | {"vocab_size": 151936}))
+    call = ["--gpus", "a100", "--model", model, "--batch", 8, "--host-memory", 128]
+    assert _json(capsys, *call)["accumulation"] == "layer_major"
+    other = _json(capsys, *call, "--accumulation", "micro_batch_major")
+    assert _run(*call) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "layer by layer (by engine.train_batch alone, not in Trainer); one micro-batch" in text
+    seconds = other["predicted"]["step_seconds"]
+    assert f"(--accumulation micro_batch_major) the step would take {1e3 * seconds:.1f} ms" in text
+    config = tmp_path / "ds.json"
+    for batch, own, mode in (
+        ("auto", {}, "micro_batch_major"),
+        (8, {}, "layer_major"),
+        ("auto", {"accumulation": "layer_major"}, "layer_major"),
+    ):
+        zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+        given = {"train_batch_size": batch, "zero_optimization": zero, "hytrain": own}
+        config.write_text(json.dumps(given))
+        assert _json(capsys, *call, "--deepspeed-config", config)["accumulation"] == mode
+
+
+def test_a_batch_that_is_too_large_is_said_to_be(model: Path, capsys: Capture) -> None:
+    """Gradients of several micro-batches stay on the GPU, where one micro-batch has room."""
+    large = {"num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 13824}
+    (model / "config.json").write_text(json.dumps(LLAMA | large))
+    call = ["--gpus", "a10040gb", "--model", model, "--host-memory", 512, "--batch"]
+    text = _error(capsys, *call, 512)
+    found = re.search(r"it is enough for (\d+) of the batch's 512 samples", text)
+    assert found is not None
+    assert "GiB of gradients stay on each GPU between micro-batches" in text
+    assert "; it would fit with --stage 3 --offload-param cpu" in text
+    most = int(found[1])
+    assert f"plan with --batch {most}, or less" in text
+    assert sum(rank["batch_size"] for rank in _json(capsys, *call, most)["ranks"]) == most
+
+
+def test_what_would_fit_is_told_with_amounts(model: Path, capsys: Capture) -> None:
+    large = {"num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 13824}
+    (model / "config.json").write_text(json.dumps(LLAMA | large))
+    call = ["--gpus", "l4", "--model", model, "--batch", 1]
+    text = _error(capsys, *call)
+    assert (
+        "too little for the weights alone; it would fit with --stage 3 --offload-param cpu" in text
+    )
+    found = re.search(r"(--host-memory \d+)", text)
+    assert found is not None
+    streamed = ("--stage", 3, "--offload-param", "cpu", *found[1].split())
+    assert _run(*call, *streamed) == 0
+    capsys.readouterr()
+    large["num_hidden_layers"] = 12
+    (model / "config.json").write_text(json.dumps(LLAMA | large))
+    text = _error(capsys, *call, "--host-memory", 38)
+    assert 'it would fit with "hytrain.master": "split", of which plans know nothing' in text
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,13 @@ from hytrain.tools.cli.arguments import (
     refuse_flags_of_plan,
     share,
 )
-from hytrain.tools.cli.plan_options import STAGES, moments_of, plan_options, read_deepspeed
+from hytrain.tools.cli.plan_options import (
+    STAGES,
+    accumulation_of,
+    moments_of,
+    plan_options,
+    read_deepspeed,
+)
 
 _DESCRIPTION = (
     "Divides the samples of a batch and the optimizer state over GPUs of unlike speed and memory, "
@@ -35,6 +41,8 @@ _DESCRIPTION = (
 )
 _GIB = 1024**3
 _SHEET_SEQ_LEN = 1024
+_SPLIT = 'with "hytrain.master": "split", of which plans know nothing (`hytrain explain` does)'
+_STATE_BYTES = ("gpu_state_bytes", "host_state_bytes")
 # 65,536 samples of a model of 7 B took less than 10 s on 8 ranks, in stage 3, too (one core), and
 # 42 and 90 s on 4 ranks whose host had hardly enough memory. More were not tried.
 _MOST_SAMPLES = 2**16
@@ -133,8 +141,9 @@ def _add_choices(group: Any) -> None:
         "--accumulation",
         choices=tuple(ACCUMULATION_MODES),
         help="micro-batches one after another (activations are stored or recomputed; the only way "
-        "for some models) or layer by layer (inputs are kept on the GPU or offloaded to the host); "
-        "default: the faster, in stages 1 and 2 chosen per rank",
+        "in Trainer) or layer by layer (inputs are kept on the GPU or offloaded to the host); "
+        'default: one after another if --deepspeed-config has "auto" values, else the faster, in '
+        "stages 1 and 2 chosen per rank",
     )
     group.add_argument(
         "--no-idle", action="store_true", help="every rank computes at least one sample"
@@ -198,7 +207,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     from hytrain.formats.plan_file import write_plan
     from hytrain.tools.infeasible import Infeasible
     from hytrain.tools.planner import plan_report
-    from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
+    from hytrain.tools.planner.plan import (
+        beside_micro_batch_major,
+        make_plan,
+        make_plan_without_spare,
+    )
     from hytrain.tools.planner.profile_problem import problem_from
     from hytrain.tools.planner.result import plan_file
 
@@ -219,6 +232,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     problem, plan = make_plan_without_spare(problem_from(profile, options))
     if isinstance(plan, Infeasible):
         raise PlanError(f"nothing fits: {plan.reason}{_would_fit(arguments, profile, options)}")
+    if is_estimated and plan.other_mode is None and plan.accumulation != "micro_batch_major":
+        plan = beside_micro_batch_major(problem, plan)
     without: Any = None
     if problem.offload_param:
         found = make_plan(problem_from(profile, replace(options, offload_param=False)))
@@ -248,6 +263,8 @@ def _plan(arguments: argparse.Namespace) -> int:
             )
             if len(problem.cluster.ranks) > 1:
                 words += f"; {speed / 1e9:.3g} GB/s between ranks (--interconnect)"
+            if accumulation_of(arguments, config) != arguments.accumulation:
+                words += '; --accumulation as in the configuration or, with "auto", Trainer'
             print(fold(f"{words}."))
         print()
         print(fold(plan_report.plan_text(problem, plan, without)))
@@ -274,22 +291,35 @@ def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str
     from hytrain.tools.planner.plan import make_plan_without_spare
     from hytrain.tools.planner.profile_problem import problem_from
 
-    others: list[tuple[str, int, bool]] = []
+    streamed = "with --stage 3 --offload-param cpu"
+    others: list[tuple[str, dict[str, Any], int]] = []
     if options.offload_param:
-        others.append(("without --offload-param", 3, False))
-    elif options.stage != 3:
-        others.append(("with --stage 3", 3, False))
+        others.append(("without --offload-param", {"offload_param": False}, 1))
+    elif options.stage != 3 and sum(len(host.ranks) for host in profile.hosts) > 1:
+        others.append(("with --stage 3", {"stage": 3}, 1))
     if options.stage == 3:
         # One GPU shards nothing in stage 3, and keeps gradients there that stage 2 sends away.
         words = "with --stage 2" + " and without --offload-param" * options.offload_param
-        others.append((words, 2, False))
-    others.append(("with --stage 3 --offload-param cpu", 3, True))
-    for words, stage, is_offloaded in others:
-        other = replace(options, stage=stage, offload_param=is_offloaded)
-        if other == options:
-            continue
-        _, found = make_plan_without_spare(problem_from(profile, other))
-        if not isinstance(found, Infeasible):
+        others.append((words, {"stage": 2, "offload_param": False}, 1))
+    if not options.offload_param:
+        others.append((streamed, {"stage": 3, "offload_param": True}, 1))
+    if profile.model.dtype == "bf16":
+        others.append((_SPLIT, {}, 1))
+    for times in (2, 4, 8, 16, 32) if arguments.gpus else ():
+        memory = f"--host-memory {times * profile.hosts[0].memory_bytes / _GIB:g}"
+        others.append((f"with {memory}", {}, times))
+        others.append((f"{streamed} {memory}", {"stage": 3, "offload_param": True}, times))
+    for words, change, times in others:
+        hosts = [
+            host.model_copy(update={"memory_bytes": times * host.memory_bytes})
+            for host in profile.hosts
+        ]
+        own = profile.model_copy(update={"hosts": tuple(hosts)})
+        problem = problem_from(own, replace(options, **change))
+        if words == _SPLIT:
+            less = {name: getattr(problem, name) - 2 for name in _STATE_BYTES}
+            problem = replace(problem, **less)
+        if not isinstance(make_plan_without_spare(problem)[1], Infeasible):
             path = arguments.deepspeed_config
             return f"; it would fit {words}" + (f", and {path} to match" if path else "")
     return ""

@@ -9,7 +9,7 @@ from typing import Any
 from hytrain.errors import ConfigError, unquoted
 from hytrain.formats.file_kind import other_kind
 from hytrain.formats.moment_kinds import FP32, MomentsName
-from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS
+from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS, Accumulation
 from hytrain.tools.stdout import stdout_to
 
 _GIB = 1024**3
@@ -81,6 +81,7 @@ def plan_options(
                 f"{host.memory_bytes / _GIB:.2f} GiB: choose a smaller reserve"
             )
     stage, offload_param = zero_keys(arguments, config)
+    mode = accumulation_of(arguments, config)
     _check_moments(arguments, config, profile)
     return PlanOptions(
         batch=arguments.batch,
@@ -89,7 +90,7 @@ def plan_options(
         stage=stage,
         offload_param=offload_param,
         live_parameters=_live_parameters(config),
-        activations=ACCUMULATION_MODES.get(arguments.accumulation, ACTIVATIONS),
+        activations=ACTIVATIONS if mode is None else ACCUMULATION_MODES[mode],
         memory_fraction=arguments.device_memory_fraction,
         allow_idle=not arguments.no_idle,
         interconnect=interconnect,
@@ -136,6 +137,18 @@ def zero_keys(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple
     return stage, device == "cpu"
 
 
+def accumulation_of(
+    arguments: argparse.Namespace, config: Mapping[str, Any]
+) -> Accumulation | None:
+    """How micro-batches are computed: as told, or as Trainer does, which fills "auto" values in.
+
+    None where the plan may choose.
+    """
+    section: Any = config.get("hytrain") or {}
+    own = "micro_batch_major" if "auto" in config.values() else None
+    return arguments.accumulation or section.get("accumulation", own)
+
+
 def moments_of(config: Mapping[str, Any]) -> MomentsName:
     """How a configuration to train with keeps moments.
 
@@ -145,8 +158,9 @@ def moments_of(config: Mapping[str, Any]) -> MomentsName:
     section: Any = config.get("hytrain") or {}
     if section.get("master", FP32) != FP32:
         raise ConfigError(
-            f'"hytrain.master" is {section["master"]!r}: plans are made for fp32 master weights '
-            "alone; remove the key, or train without a plan"
+            f'"hytrain.master" is {section["master"]!r}, of which plans know nothing: `hytrain '
+            "explain` with this file and --model says what fits with it. Plan without the key for "
+            "a time (of 2 bytes more a parameter), and train without a plan"
         )
     return section.get("moments", FP32)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import GpuProfile
-from hytrain.tools.planner.cost_model import Collectives, workload
+from hytrain.tools.planner.cost_model import Collectives, sizes_to_choose, workload
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.step_program import StepProgram
 
@@ -38,6 +38,8 @@ def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
             "thousandth of it: no plan was found; a little more memory would help",
             is_close=True,
         )
+    if (spare := program.spare_samples(program.longest)) < 0:
+        return _samples_are_missing(problem, problem.batch + spare)
     # GPUs that are too small even with all state on hosts of any size: in stage 3 they have their
     # part of the weights and gradients.
     on_gpus = float(problem.sharded_bytes * problem.model.parameters)
@@ -78,21 +80,40 @@ def _too_little(names: Sequence[str], kind: str, usable: float, least: float) ->
     return f"{kind} memory is short: {who} can use {has:.2f} GiB and must hold {needs:.2f} at least"
 
 
-def _rank_is_missing(problem: PlanProblem, rank: int, gpu: GpuProfile, batch: int) -> Infeasible:
-    """A rank whose GPU does not hold 0 samples, or 1, beside what else must be there."""
+def _lacking(problem: PlanProblem, gpu: GpuProfile, batch: int) -> float:
+    """GiB that a rank's GPU lacks for so many samples, beside what else must be there."""
     collectives = Collectives.of(problem, even=True)
     roomy = replace(gpu, memory_bytes=2**62)
     works = [
-        workload(problem, roomy, collectives, batch, batch, policy)
+        workload(problem, roomy, collectives, batch, size, policy)
         for policy in problem.activations
+        for size in (sizes_to_choose(problem, gpu, batch) if batch else (0,))
     ]
-    lacking = (2**62 - max(work.room for work in works) - gpu.memory_bytes) / _GIB
-    what = "nothing but the training copy" if batch == 0 else "a single sample"
+    return (2**62 - max(work.room for work in works) - gpu.memory_bytes) / _GIB
+
+
+def _rank_is_missing(problem: PlanProblem, rank: int, gpu: GpuProfile, batch: int) -> Infeasible:
+    """A rank whose GPU does not hold 0 samples, or 1, beside what else must be there."""
+    lacking = _lacking(problem, gpu, batch)
+    what = "the weights alone" if batch == 0 else "a single sample beside the weights"
     return Infeasible(
-        f"rank {rank} ({gpu.name}) has {gpu.memory_bytes / _GIB:.2f} GiB, {lacking:.2f} too little "
-        f"for {what} (stage 3 would shard that)"
-        if problem.stage != 3
-        else f"rank {rank} ({gpu.name}) has {lacking:.2f} GiB too little for {what}",
+        f"rank {rank} ({gpu.name}) can use {gpu.memory_bytes / _GIB:.2f} GiB, {lacking:.2f} GiB "
+        f"too little for {what}",
         lacking,
         rank,
     )
+
+
+def _samples_are_missing(problem: PlanProblem, most: int) -> Infeasible:
+    """GPUs that compute ``most`` samples of the batch at most."""
+    ranks = problem.cluster.ranks
+    each = -(-problem.batch // len(ranks))
+    lacking = min(_lacking(problem, gpu, each) for _, gpu in ranks)
+    words = (
+        f"GPU memory is short: it is enough for {most} of the batch's {problem.batch} samples, "
+        "with all optimizer state in host memory"
+    )
+    gradients = problem.gradient_bytes * problem.model.parameters / _GIB
+    if problem.stage != 3 and gradients:
+        words += f" ({gradients:.2f} GiB of gradients stay on each GPU between micro-batches)"
+    return Infeasible(f"{words}; plan with --batch {most}, or less", max(0.0, lacking))

@@ -32,6 +32,8 @@ def expand(names: Sequence[str]) -> list[str]:
 
 def _meant(name: str) -> str:
     """An unknown name, with what it may be meant to be."""
+    if name.isdigit():
+        return f"{name} (write {name}xNAME, as {name}xh100)"
     counted = re.fullmatch(r"(.+?)[x*:](\d+)", name)
     if counted and sheet_of(counted[1]):
         return f"{name} (write {counted[2]}x{counted[1]})"

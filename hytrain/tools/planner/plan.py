@@ -20,7 +20,7 @@ from hytrain.tools.planner.infeasibility import missing
 from hytrain.tools.planner.local_search import local_search, unevenly
 from hytrain.tools.planner.micro_batch_counts import best_rounds
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.result import Found, Plan, to_plan
+from hytrain.tools.planner.result import Found, OtherMode, Plan, to_plan
 from hytrain.tools.planner.search import CLOSE, Search, longer, search
 
 # A plan that is not that close is compared with plans of a step up to so many times as long by the
@@ -58,11 +58,23 @@ def make_plan_without_spare(problem: PlanProblem) -> tuple[PlanProblem, Plan | I
     policies = tuple(policy for policy in problem.activations if policy not in LAYER_MAJOR)
     if not isinstance(plan, Infeasible) or problem.stage != 3 or not policies:
         return problem, plan
-    other = replace(problem, activations=policies, keeps_gradients=False)
+    # One rank, which need not decide on a number, has room for one micro-batch only.
+    rounds = problem.rounds or (None if problem.needs_rounds else 1)
+    other = replace(problem, activations=policies, keeps_gradients=False, rounds=rounds)
     found = make_plan(other)
     if isinstance(found, Infeasible) and found.missing >= plan.missing:
         return problem, plan
     return other, found
+
+
+def beside_micro_batch_major(problem: PlanProblem, plan: Plan) -> Plan:
+    """A plan of which a rank goes layer by layer, with what the best plan without such takes."""
+    policies = tuple(policy for policy in problem.activations if policy not in LAYER_MAJOR)
+    if not policies:
+        return plan
+    found = make_plan(replace(problem, activations=policies))
+    result = found if isinstance(found, Infeasible) else found.predicted_seconds
+    return replace(plan, other_mode=OtherMode("micro_batch_major", result))
 
 
 def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeasible:

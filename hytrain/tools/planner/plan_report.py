@@ -28,10 +28,15 @@ _DIFFERENT = 0.01
 _STEADY = 0.1
 # Of a GPU's memory: a plan that uses more is limited by it, too.
 _FULL = 0.95
+# A step of which collectives are this share is limited by them as well, and by them alone.
+_NOTABLE, _MOST = 0.05, 0.5
+# A wider bound tells more of the bound than of the plan.
+_CLOSE = 0.1
 _LEGEND = (
-    "samples (of a micro-batch); activations: stored, recomputed in backward, or offloaded to the "
-    "host; shard: part of the optimizer state; GPU layers: whose state is on the GPU; step: of "
-    "this rank alone; limited by: what it waits for, and memory if it is full"
+    "samples (of a micro-batch); activations: one micro-batch after another store or recompute "
+    "them in backward, layer by layer the layers' inputs are kept on the GPU (keep) or offloaded "
+    "to the host; shard: part of the optimizer state; GPU layers: whose state is on the GPU; step: "
+    "of this rank alone; limited by: what it waits for, and memory if it is full"
 )
 _HEADING = (
     *("rank", "samples", "activations", "shard", "GPU layers", "step ms", "GPU GiB", "host GiB"),
@@ -49,7 +54,7 @@ def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = N
             host memory and that fits all the same.
     """
     parts = [_devices(problem), "", _ranks(problem, plan), _LEGEND, *_quality_words(problem, plan)]
-    parts += _clipped_words(plan) + _mode_words(plan)
+    parts += _collective_words(problem, plan) + _clipped_words(plan) + _mode_words(plan)
     parts += _unsteady_words(problem, plan)
     if not problem.keeps_gradients:
         parts.append(
@@ -91,7 +96,9 @@ def _devices(problem: PlanProblem) -> str:
 
 def _ranks(problem: PlanProblem, plan: Plan) -> str:
     rows: list[tuple[str, ...]] = [_HEADING]
-    for number, (rank, (_, gpu)) in enumerate(zip(plan.ranks, problem.cluster.ranks, strict=True)):
+    waits = [waited for _, waited in passes(problem, plan)]
+    own = zip(plan.ranks, problem.cluster.ranks, waits, strict=True)
+    for number, (rank, (_, gpu), waited) in enumerate(own):
         size = rank.microbatch_size
         shown = (
             f"{rank.batch_size} ({size})" if size else "none",
@@ -101,17 +108,22 @@ def _ranks(problem: PlanProblem, plan: Plan) -> str:
             f"{1e3 * rank.step_seconds:.1f}",
             f"{rank.gpu_bytes / _GIB:.1f}",
             f"{rank.host_bytes / _GIB:.1f}",
-            limit_words(rank, gpu),
+            limit_words(rank, gpu, waited),
         )
         rows.append((str(number), *shown))
     return "\n".join(align(rows, left=(0, len(_HEADING) - 1)))
 
 
-def limit_words(rank: PlannedRank, gpu: GpuProfile) -> str:
-    """What a rank's step is as long as, and whether its memory is full."""
+def limit_words(rank: PlannedRank, gpu: GpuProfile, waited: float) -> str:
+    """What a rank's step is as long as, and whether its memory is full.
+
+    ``waited``: seconds of it that collectives take.
+    """
     words = _LIMITS[rank.limit]
     if rank.limit == "gpu" and gpu.is_launch_bound(rank.microbatch_size):
         words = "launches by the host"
+    elif rank.limit == "gpu" and waited > _NOTABLE * rank.step_seconds:
+        words = "collectives" if waited > _MOST * rank.step_seconds else f"{words}, collectives"
     return f"{words}, memory" if rank.gpu_bytes > _FULL * gpu.memory_bytes else words
 
 
@@ -121,34 +133,37 @@ def device_words(gpu: GpuProfile) -> str:
     return f"{gpu.name}, {gpu.multiprocessors} {units}" if gpu.multiprocessors else gpu.name
 
 
-def own_speeds(problem: PlanProblem) -> list[float]:
-    """Samples/s that each rank computes for itself at its best micro-batch, updates left out.
-
-    0 where it has no room for a sample.
-    """
-    alone = WorkloadMaker(problem, Collectives(0.0, 0.0))
-
-    def speed(gpu: GpuProfile) -> float:
-        works = (
-            alone.of(gpu, size, size, policy)
-            for policy in problem.activations
-            for size in gpu.micro_batches(problem.batch)
-        )
-        return max((one.batch / one.compute for one in works if one.room >= 0.0), default=0.0)
-
-    return [speed(gpu) for _, gpu in problem.cluster.ranks]
+def passes(problem: PlanProblem, plan: Plan) -> list[tuple[float, float]]:
+    """For each rank the seconds of forward and backward, and of them what collectives add."""
+    collectives = Collectives.of(problem, even=plan.even), Collectives(0.0, 0.0)
+    makers = [WorkloadMaker(problem, one) for one in collectives]
+    found: list[tuple[float, float]] = []
+    for rank, (_, gpu) in zip(plan.ranks, problem.cluster.ranks, strict=True):
+        size, shard = rank.microbatch_size, rank.shard_fraction * problem.model.parameters
+        works = [maker.of(gpu, rank.batch_size, size, rank.activations) for maker in makers]
+        whole, alone = (work.compute + work.fetching(shard) for work in works)
+        found.append((whole, whole - alone if size else 0.0))
+    return found
 
 
 def _quality_words(problem: PlanProblem, plan: Plan) -> list[str]:
-    own, speed = sum(own_speeds(problem)), problem.batch / plan.predicted_seconds
-    words: list[str] = []
-    if own > 0.0:
-        words.append(
-            f"{speed / own:.0%} of the GPUs' own speeds added up: each by itself, without updates"
-        )
-    if plan.gap > 1e-3:
+    alone = max(seconds for seconds, _ in passes(problem, plan))
+    words = [f"{alone / plan.predicted_seconds:.0%} of the speed of forward and backward alone"]
+    if len(plan.ranks) > 1 and 1e-3 < plan.gap <= _CLOSE:
         words.append(f"at most {plan.gap:.1%} longer than the shortest step that this can predict")
     return words
+
+
+def _collective_words(problem: PlanProblem, plan: Plan) -> list[str]:
+    """A line about collectives, where they take a part of the step."""
+    waited = max(waited for _, waited in passes(problem, plan))
+    if waited <= _NOTABLE * plan.predicted_seconds:
+        return []
+    return [
+        f"of {plan.predicted_seconds:.3g} s, {waited:.3g} are collectives (all-gathers, "
+        "reduce-scatters) that compute does not hide: a faster interconnect (--interconnect) "
+        "shortens them"
+    ]
 
 
 def _clipped_words(plan: Plan) -> list[str]:
@@ -184,18 +199,17 @@ _MODE_WORDS: dict[Accumulation, str] = {
     "micro_batch_major": "one micro-batch after another",
     "layer_major": "layer by layer",
 }
-_WHY: dict[Accumulation, str] = {
-    "micro_batch_major": "each micro-batch gathers all layers, which need not be computed again",
-    "layer_major": "a layer is gathered once a pass for all micro-batches, and computed again",
-}
 
 
 def _mode_words(plan: Plan) -> list[str]:
-    """A line about the accumulation mode, where all ranks had to be of one."""
-    other, chosen = plan.other_mode, plan.accumulation
-    if other is None or chosen is None:
+    """A line about the accumulation mode, where there was a choice."""
+    other = plan.other_mode
+    if other is None:
         return []
-    words = f"{_MODE_WORDS[chosen]} ({_WHY[chosen]}): {_MODE_WORDS[other.accumulation]}"
+    words = _MODE_WORDS["micro_batch_major"]
+    if plan.accumulation != "micro_batch_major":
+        words = f"{_MODE_WORDS['layer_major']} (by engine.train_batch alone, not in Trainer)"
+    words += f"; {_MODE_WORDS[other.accumulation]} (--accumulation {other.accumulation})"
     if isinstance(other.result, Infeasible):
         return [f"{words} nothing fits: {other.result.reason}"]
     return [f"{words} the step would take {1e3 * other.result:.1f} ms"]
@@ -207,7 +221,9 @@ def plan_json(
     """The plan as its file has it; the arguments are those of :func:`plan_text`."""
     record = plan_file(problem, plan).model_dump(mode="json")
     record["samples_per_second"] = problem.batch / plan.predicted_seconds
-    record["own_samples_per_second"] = own_speeds(problem)
+    seconds = passes(problem, plan)
+    record["forward_backward_seconds"] = [whole for whole, _ in seconds]
+    record["collective_seconds"] = [waited for _, waited in seconds]
     record["accumulation"] = plan.accumulation
     record["other_accumulation"] = _other_mode_json(plan)
     if problem.offload_param:
