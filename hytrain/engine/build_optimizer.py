@@ -15,8 +15,9 @@ from hytrain.config import HyTrainConfig
 from hytrain.engine.build import BuildSettings
 from hytrain.engine.build_agreement import require_one_optimizer
 from hytrain.engine.build_weights import build_weights, give_shapes
+from hytrain.engine.unsupported import refuse_beside_streamed
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
-from hytrain.errors import ConfigError, UnsupportedError
+from hytrain.errors import ConfigError
 from hytrain.formats.moment_kinds import SPLIT
 from hytrain.hardware.numa import call_on, on_cores
 from hytrain.kernels.clipping import GradientNorm
@@ -87,7 +88,7 @@ def build_optimizer(
         gathers = None  # no other rank could keep anything
     optimizers = device_optimizers(basic_optimizer)
     if any(optimizers):
-        _check_streamed(config, type(basic_optimizer).__name__)
+        refuse_beside_streamed(config, type(basic_optimizer).__name__)
     if MUON in optimizers and settings.clip.max_norm > 0.0 and collectives.rank == 0:
         logger.warning(
             "\"gradient_clipping\" is %g: gradients are clipped before Muon's momentum, as torch's "
@@ -210,22 +211,6 @@ def _step_settings(
         communication_dtype=settings.communication_dtype,
         divide_first=settings.mean and torch.float16 in dtypes,
     )
-
-
-def _check_streamed(config: HyTrainConfig, name: str) -> None:
-    """An UnsupportedError of what does not go with updates that stream their state."""
-    refused = (
-        (config.master == SPLIT, f'"hytrain.master" is "{SPLIT}"', 'set it to "fp32"'),
-        (config.plan is not None, '"hytrain.plan" is given', "plans know Adam only: remove it"),
-        (
-            config.accumulation == "layer_major",
-            '"hytrain.accumulation" is "layer_major"',
-            'set it to "micro_batch_major"',
-        ),
-    )
-    for is_so, seen, remedy in refused:
-        if is_so:
-            raise UnsupportedError(f"{seen} and the optimizer is {name}: {remedy}, or use AdamW")
 
 
 def _check_all_found(trained: list[nn.Parameter], found_ids: set[int]) -> None:

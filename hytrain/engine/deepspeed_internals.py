@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, cast, get_args
 
 import deepspeed
@@ -20,6 +20,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.ops import __compatible_ops__ as compatible_ops
 from deepspeed.runtime import lr_schedules as lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer
+from deepspeed.runtime.config import MUON_OPTIMIZER
 from deepspeed.runtime.config import DeepSpeedConfig as DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader as DeepSpeedDataLoader
@@ -54,6 +55,12 @@ class ForcedOptimizerError(ConfigError, ZeRORuntimeException):
 
     A ZeRORuntimeException as well: DeepSpeed raises one there.
     """
+
+
+def mark_matrices(model: torch.nn.Module) -> None:
+    """Sets ``use_muon`` of every parameter as DeepSpeed does where the optimizer is Muon."""
+    config: Any = SimpleNamespace(optimizer_name=MUON_OPTIMIZER)
+    deepspeed.set_optimizer_flags(config, model)
 
 
 def deepspeed_version() -> str:

@@ -11,8 +11,10 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.pipe.module import PipelineModule
 
+from hytrain.config import HyTrainConfig
 from hytrain.engine.deepspeed_internals import is_partitioned
 from hytrain.errors import UnsupportedError, unquoted
+from hytrain.formats.moment_kinds import SPLIT
 
 
 def refuse_unsupported_model(model: torch.nn.Module, stage: int) -> None:
@@ -152,3 +154,19 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     kind = _get(config, "optimizer.type")
     if kind is not None and str(kind).lower() not in ("adam", "adamw", "muon"):
         yield f'"optimizer.type" is {kind!r}: hytrain updates with Adam, AdamW or Muon; set "AdamW"'
+
+
+def refuse_beside_streamed(config: HyTrainConfig, name: str) -> None:
+    """An UnsupportedError of what does not go with updates that stream their state."""
+    refused = (
+        (config.master == SPLIT, f'"hytrain.master" is "{SPLIT}"', 'set it to "fp32"'),
+        (config.plan is not None, '"hytrain.plan" is given', "plans know Adam only: remove it"),
+        (
+            config.accumulation == "layer_major",
+            '"hytrain.accumulation" is "layer_major"',
+            'set it to "micro_batch_major"',
+        ),
+    )
+    for is_so, seen, remedy in refused:
+        if is_so:
+            raise UnsupportedError(f"{seen} and the optimizer is {name}: {remedy}, or use AdamW")

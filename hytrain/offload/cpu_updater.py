@@ -397,7 +397,12 @@ class CpuUpdater:
 
 def staging_bytes(layers: Sequence[LayerState], settings: CpuSettings) -> int:
     """Pinned bytes beside the pending gradients: the ring and the outgoing buffers."""
-    return _plan(layers, _chunks(layers, settings), settings).staging_bytes
+    return slot_plan(layers, settings).staging_bytes
+
+
+def slot_plan(layers: Sequence[LayerState], settings: CpuSettings) -> SlotPlan:
+    """The pinned memory that these layers' updates need; their state need not be there."""
+    return _plan(layers, _chunks(layers, settings), settings)
 
 
 def pinned_bytes(layers: Sequence[LayerState], settings: CpuSettings, gpu_layers: int) -> int:

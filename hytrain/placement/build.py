@@ -156,7 +156,9 @@ def _choose_form(
     def keep(form: StateFormat) -> tuple[tuple[LayerBytes, ...], int]:
         for state in states:
             state.form = form.of(state.form.optimizer)
-        return tuple(_bytes_of(state, cpu) for state in states), staging_bytes(states, cpu)
+        return tuple(layer_bytes_of(state, direct=cpu.direct) for state in states), staging_bytes(
+            states, cpu
+        )
 
     if config.master != SPLIT or cpu.direct:
         return *keep(form), ""
@@ -171,13 +173,14 @@ def _choose_form(
     return layers, staging, why
 
 
-def _bytes_of(state: LayerState, cpu: CpuSettings) -> LayerBytes:
+def layer_bytes_of(state: LayerState, *, direct: bool) -> LayerBytes:
+    """What a layer takes on this rank; its state need not be there."""
     return LayerBytes(
         state.name,
         state.shard_size,
         state.gradient_dtype.itemsize,
         max(segment.dtype.itemsize for segment in state.layout.segments),
-        keeps_pending=not cpu.direct,
+        keeps_pending=not direct,
         moments=state.form.name,
         master=state.form.master,
         host_master=state.form.host_master,

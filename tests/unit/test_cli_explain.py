@@ -627,3 +627,17 @@ def test_a_fixed_number_that_does_not_fit_is_no_success(
     assert cli.main([*call, "--gpu-memory", "64"]) == 1
     words = " ".join(capsys.readouterr().out.split())
     assert "more than the host has: the system may end the run." in words
+
+
+def test_muon(config: Path, model: Path, capsys: Capture) -> None:
+    """Its matrices are layers of their own, whose gradients wait on the GPU wherever they are."""
+    muon = CONFIG | {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
+    config.write_text(json.dumps(muon | {"hytrain": {"master": "split"}}))
+    assert '"hytrain.master" is "split" and the optimizer is Muon' in _error(capsys, config)
+    config.write_text(json.dumps(muon | {"hytrain": {"moments": "bf16"}}))
+    assert cli.main(["explain", str(config), "--model", str(model), "--gpu-memory", "2"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "8 layers (3 blocks in 6 pieces" in text
+    assert "4 bytes of master weight (fp32) and 2 of momentum (bf16)" in text
+    assert "k: of the state all that fits is on the GPU" in text
+    assert "before the momentum" in text

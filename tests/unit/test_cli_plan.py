@@ -427,6 +427,8 @@ def test_layers_that_are_gathered_are_those_of_the_configuration(
     shared.write_text(json.dumps({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}))
     text = _error(capsys, *arguments, shared)
     assert '"sequence_parallel_size" is 2: a plan deals samples to single ranks' in text
+    shared.write_text(json.dumps({"optimizer": {"type": "Muon"}}))
+    assert "plans are made for AdamW alone" in _error(capsys, *arguments, shared)
     assert "is a list: write a JSON object" in _error(capsys, *arguments, bad)
     bad.write_text("{")
     assert "cannot be read" in _error(capsys, *arguments, bad)

@@ -15,6 +15,7 @@ import torch
 from hytrain.config import SECTION, HyTrainConfig
 from hytrain.engine.deepspeed_internals import load_config
 from hytrain.engine.sequence_groups import mesh_of, refuse_dealt_batches
+from hytrain.engine.unsupported import refuse_beside_streamed
 from hytrain.errors import ConfigError, size_text
 from hytrain.formats.text_table import fold
 from hytrain.hardware.gpu_memory import shares_host_memory, usable_gpu_bytes
@@ -95,6 +96,8 @@ def _read_config(arguments: argparse.Namespace) -> _Asked:
         )
     form = read_form(config)
     refuse_dealt_batches(section, form.sequence_ranks)
+    if form.is_muon:
+        refuse_beside_streamed(section, form.optimizer)
     if ranks is not None:
         mesh_of(config, mpu=None, mesh=None, ranks=ranks)
     check_model = None

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hytrain.errors import ConfigError, unquoted
+from hytrain.errors import ConfigError, UnsupportedError, unquoted
 from hytrain.formats.file_kind import other_kind
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS, Accumulation
@@ -50,6 +50,11 @@ def read_deepspeed(arguments: argparse.Namespace) -> Mapping[str, Any]:
             "deals samples to single ranks, but ranks that share a sequence have equal parts of "
             "it. `hytrain explain` with this file, --model, --ranks and --seq says what fits; for "
             "a plan remove the key"
+        )
+    if str((config.get("optimizer") or {}).get("type")).lower() == "muon":
+        raise UnsupportedError(
+            f'{path}: "optimizer.type" is "Muon", and plans are made for AdamW alone. `hytrain '
+            "explain` with this file and --model says what fits"
         )
     return config
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import MemoryBudgetError, size_text
-from hytrain.formats.moment_kinds import MASTER_BYTES, SPLIT, master_bytes, state_bytes_each
+from hytrain.formats.moment_kinds import FP32, MASTER_BYTES, SPLIT, master_bytes, state_bytes_each
 from hytrain.placement.build import first_number
 from hytrain.placement.costs import LayerBytes, MemoryLimits, layers_words
 from hytrain.placement.host_master import whole_on_host, with_whole_on_host
@@ -34,7 +34,7 @@ def config_words(config: HyTrainConfig, form: TrainingForm) -> str:
         [
             _weights_words(form),
             _state_words(config, form),
-            *_placement_words(config),
+            *_placement_words(config, form),
             _clipping_words(form, is_split=config.master == SPLIT),
             _batch_words(config, form),
         ]
@@ -58,6 +58,14 @@ def _state_words(config: HyTrainConfig, form: TrainingForm) -> str:
     if config.master == SPLIT and not form.is_direct:
         whole += f" (of layers on the CPU {MASTER_BYTES}, whole, where memory allows)"
     both = f"{state_bytes_each(moments, config.master) - master:.3g}"
+    if form.is_muon:
+        kept = "fp32" if moments == FP32 else "bf16"
+        return (
+            f"Muon's state: a parameter of its matrices takes {MASTER_BYTES} bytes of master "
+            f"weight (fp32) and {4 if moments == FP32 else 2} of momentum ({kept}), on the GPU or "
+            f"streamed to it from host memory; others have Adam state: {MASTER_BYTES} and {both} "
+            f"of moments ({moments}). Whole matrices are dealt to the ranks."
+        )
     return (
         f"Adam state ({form.optimizer}): a parameter takes {master} bytes of master weight {whole} "
         f"and {both} of moments ({moments}). It is in host memory, or on the GPU for the layers "
@@ -65,8 +73,10 @@ def _state_words(config: HyTrainConfig, form: TrainingForm) -> str:
     )
 
 
-def _placement_words(config: HyTrainConfig) -> list[str]:
+def _placement_words(config: HyTrainConfig, form: TrainingForm) -> list[str]:
     solver = config.solver
+    if form.is_muon and config.gpu_fraction == "solve":
+        return ["k: of the state all that fits is on the GPU, after the first steps."]
     if isinstance(config.gpu_fraction, float):
         ignored = sorted(solver.model_fields_set & {"method", "alpha", "interval"})
         return [
@@ -94,7 +104,7 @@ def _placement_words(config: HyTrainConfig) -> list[str]:
 
 
 def _clipping_words(form: TrainingForm, *, is_split: bool) -> str:
-    if form.is_direct:
+    if form.is_direct and not form.is_muon:
         return (
             "Clipping: none, and no overflow check: each layer is updated as soon as it has its "
             "gradient, which is then freed."
@@ -103,6 +113,10 @@ def _clipping_words(form: TrainingForm, *, is_split: bool) -> str:
     if form.clipping is not None:
         what = f"at a gradient norm of {form.clipping:g}" if form.clipping > 0.0 else "none"
     checks = "a step with inf or NaN is skipped" if form.check_overflow else "no overflow check"
+    if form.is_muon:
+        how = "Matrices are updated in step(); their gradients stay on the GPU until then."
+        order = "" if what == "none" else ", before the momentum"
+        return f"Clipping: {what}{order}; {checks}. {how}"
     how = "updated during backward; their state is written when the norm is known"
     if is_split:
         how += ", or where it has split master weights, after backward"

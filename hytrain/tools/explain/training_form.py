@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from hytrain.errors import ConfigError, UnsupportedError
+from hytrain.errors import ConfigError
 from hytrain.formats.dtypes import TORCH_NAMES
 
 BATCH_WORDS = {
@@ -57,19 +57,18 @@ class TrainingForm:
         """Whether updates are committed at once, since nothing about a step is left open."""
         return self.clipping == 0.0 and not self.check_overflow
 
+    @property
+    def is_muon(self) -> bool:
+        """Whether matrices are updated by Muon, on the GPU wherever their state is."""
+        return self.optimizer.lower() == "muon"
+
 
 def read_form(config: Mapping[str, Any]) -> TrainingForm:
     """The keys of a DeepSpeed JSON that decide what a step is.
 
     Raises:
         ConfigError: a key has a value of the wrong kind.
-        UnsupportedError: the optimizer is Muon.
     """
-    if str(_section(config, "optimizer").get("type")).lower() == "muon":
-        raise UnsupportedError(
-            '"optimizer.type" is "Muon", and what is told before a run counts Adam\'s state: '
-            "train; an engine says what it takes when it is built (engine.memory_peaks())"
-        )
     bf16 = _section(config, "bf16") or _section(config, "bfloat16")
     fp16 = _section(config, "fp16")
     dtype, check_overflow, enabled = "float32", True, None

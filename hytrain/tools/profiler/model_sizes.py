@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
 
 from hytrain.config import HyTrainConfig
+from hytrain.engine.deepspeed_internals import mark_matrices
 from hytrain.errors import ConfigError
-from hytrain.formats.moment_kinds import SPLIT
-from hytrain.offload.slots import plan_slots
-from hytrain.optimizer.model_cut import CutLayer, cut_model, live_bytes
-from hytrain.placement.costs import LayerBytes
+from hytrain.kernels.device_optimizer import DeviceOptimizer
+from hytrain.kernels.muon import MUON
+from hytrain.model.layer_state import LayerState
+from hytrain.model.state_format import StateFormat
+from hytrain.offload.cpu_updater import CpuSettings, slot_plan
+from hytrain.optimizer.model_cut import CutLayer, CutPart, cut_model, live_bytes
+from hytrain.placement.build import layer_bytes_of
 from hytrain.tools.explain.config import ModelSizes
 from hytrain.tools.explain.training_form import TrainingForm
 from hytrain.tools.profiler.language_model import build_language_model, hidden_size, read_config
@@ -36,44 +42,26 @@ def read_model_sizes(
     description = read_config(path)
     with torch.device("meta"):
         model = build_language_model(description, path).to(getattr(torch, form.dtype))
-    trained = [p for p in model.parameters() if p.requires_grad]
+    group_of = {id(p): 0 for p in model.parameters() if p.requires_grad}
+    optimizers: tuple[DeviceOptimizer | None, ...] = ()
+    if form.is_muon:
+        mark_matrices(model)
+        group_of = {
+            id(p): int(vars(p)["use_muon"]) for p in model.parameters() if id(p) in group_of
+        }
+        optimizers = None, MUON
     gathers: GatherSettings | None = gather_settings(form.gather_keys)
     if not form.shards_weights or (num_ranks == 1 and not form.weights_on_host):
         gathers = None
-    cut = cut_model(model, {id(p): 0 for p in trained}, config, num_ranks, gathers)
-    gradient_dtype: torch.dtype | None = None
-    if form.gradient_dtype is not None:
-        gradient_dtype = getattr(torch, form.gradient_dtype)
-    layers: list[LayerBytes] = []
-    gradient_bytes: list[int] = []
-    outgoing_bytes: list[int] = []
+    cut = cut_model(model, group_of, config, num_ranks, gathers, optimizers)
     parts = [part for layer in cut for part in layer.trained]
-    for part in parts:
-        layout, (begin, end) = part.layout, part.shard(rank)
-        itemsize = part.itemsize if gradient_dtype is None else gradient_dtype.itemsize
-        sizes = end - begin, itemsize, part.itemsize
-        layers.append(
-            LayerBytes(
-                layout.name,
-                *sizes,
-                keeps_pending=not form.is_direct,
-                moments=config.moments,
-                master=config.master,
-            )
-        )
-        for span in layout.chunks(begin, end, config.offload.chunk_elements):
-            gradient_bytes.append((span.end - span.begin) * itemsize)
-            outgoing_bytes.append((span.end - span.begin) * span.dtype.itemsize)
-    plan = plan_slots(
-        gradient_bytes,
-        outgoing_bytes,
-        keeps_pending=not form.is_direct,
-        fetches_copies=config.master == SPLIT and not form.weights_on_host,
-    )
+    states = [_without_memory(part, config, form, rank) for part in parts]
+    settings = CpuSettings(1, config.offload.chunk_elements, direct=form.is_direct)
+    plan = slot_plan(states, settings)
     on_gpu, on_host = _weights(model, cut, gathers, form, rank)
     return ModelSizes(
         source=str(path),
-        layers=tuple(layers),
+        layers=tuple(layer_bytes_of(state, direct=form.is_direct) for state in states),
         parameters=tuple(part.layout.numel for part in parts),
         training_copy_bytes=on_gpu,
         staging_bytes=plan.staging_bytes + on_host,
@@ -82,6 +70,18 @@ def read_model_sizes(
         shards_weights=form.shards_weights,
         copies_bytes=plan.copy_bytes,
     )
+
+
+def _without_memory(
+    part: CutPart, config: HyTrainConfig, form: TrainingForm, rank: int
+) -> LayerState:
+    """A rank's shard of a layer, with sizes only."""
+    begin, end = part.shard(rank)
+    widest = max((s.dtype for s in part.layout.segments), key=lambda dtype: dtype.itemsize)
+    dtype = widest if form.gradient_dtype is None else getattr(torch, form.gradient_dtype)
+    storage: Any = SimpleNamespace(on_host=form.weights_on_host and part.is_sharded)
+    kept = StateFormat(config.moments, config.moments_seed, config.master).of(part.optimizer)
+    return LayerState(part.layout, storage, begin, end, part.sizes, "cpu", dtype, form=kept)
 
 
 def block_input_bytes(path: Path, form: TrainingForm, tokens: int) -> int:

@@ -15,7 +15,6 @@ from support.models import loss_of, make_batch, make_model
 
 from hytrain.errors import CheckpointError, ConfigError, UnsupportedError
 from hytrain.placement.memory import buffer_bytes, waiting_bytes
-from hytrain.tools.explain.training_form import read_form
 
 pytestmark = pytest.mark.usefixtures("process_group")
 MATRIX = "blocks.1.up.weight"
@@ -217,11 +216,6 @@ def test_all_that_fits_is_on_the_gpu() -> None:
         assert {state.placement for state in states} == {"streamed", "cpu"}
         steps(engine, 24, 26)
         assert engine.optimizer.pipeline.streamed.buffer_bytes > 0
-
-
-def test_what_is_told_before_a_run_counts_adams_state() -> None:
-    with pytest.raises(UnsupportedError, match="memory_peaks"):
-        read_form(muon_config())
 
 
 @pytest.mark.parametrize("gpu_fraction", [0.0, 0.5, 1.0])

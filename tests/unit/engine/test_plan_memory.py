@@ -22,7 +22,7 @@ from hytrain.config import HyTrainConfig
 from hytrain.formats.profile_file import ProfiledModel, ProfileFile
 from hytrain.kernels.host_memory import PAGE
 from hytrain.optimizer import model_cut
-from hytrain.tools.explain.training_form import TrainingForm
+from hytrain.tools.explain.training_form import TrainingForm, read_form
 from hytrain.tools.planner.cost_model import Collectives, Workload, gpu_bytes, host_bytes, workload
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
@@ -147,6 +147,26 @@ def test_explain_counts_the_pieces_that_a_run_has(config_file: Path) -> None:
     assert [(layer.name, layer.parameters) for layer in sizes.layers] == states
     assert len(states) > LLAMA["num_hidden_layers"] + 2
     assert max(size for _, size in states) <= 30_000
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(("moments", "clipping"), [("fp32", 0.0), ("bf16", 1.0), ("8bit", 1.0)])
+def test_explain_counts_what_an_engine_with_muon_takes(
+    config_file: Path, moments: str, clipping: float
+) -> None:
+    config = make_config(clipping=clipping, hytrain={"moments": moments})
+    config["optimizer"] = {"type": "Muon", "params": {"lr": 0.02}}
+    model = build_language_model(read_config(config_file), config_file).bfloat16()
+    with built(model, config) as engine:
+        decision = engine.optimizer.placement.decisions[0]
+    section = HyTrainConfig.from_deepspeed(config)
+    assert section is not None
+    sizes = read_model_sizes(config_file, section, read_form(config), num_ranks=1, rank=0)
+    assert sizes.layers == decision.layer_bytes
+    assert sizes.staging_bytes == decision.staging_bytes
+    matrices = [layer for layer in sizes.layers if layer.is_streamed]
+    assert len(matrices) == LLAMA["num_hidden_layers"]
+    assert all(layer.piece_bytes and layer.work_bytes for layer in matrices)
 
 
 def _shape(config_file: Path, kind: str) -> ProfiledModel:
