@@ -283,6 +283,8 @@ def check_fits(
     staging_bytes: int,
     *,
     num_ranks: int = 1,
+    host_weights: int = 0,
+    advice: Sequence[str] | None = None,
 ) -> Bounds:
     """The bounds, where anything fits. To be called before anything is allocated.
 
@@ -291,6 +293,8 @@ def check_fits(
         limits: what this rank may use.
         staging_bytes: see :func:`host_bytes`.
         num_ranks: ranks that the state is sharded over now; for the advice only.
+        host_weights: see :func:`table`.
+        advice: what would make it fit; None for what can be told from these arguments.
 
     Raises:
         MemoryBudgetError: nothing fits. The text has the table of bytes, what is missing where,
@@ -305,12 +309,15 @@ def check_fits(
     what = "the optimizer state fits in no split between GPU and host"
     if exceeds_gpu(limits):
         what = "the model alone takes more than the GPU has"
+    if advice is None:
+        advice = _advice(layers, limits, staging_bytes, best, num_ranks)
+    columns = sorted({0, nearest, num_layers})
     lines = [
         f"{what} (bytes on this rank; nothing was allocated):",
-        table(layers, limits, staging_bytes, sorted({0, nearest, num_layers})),
+        table(layers, limits, staging_bytes, columns, host_weights=host_weights),
         f"nearest: {nearest} of {num_layers} layers on the GPU; missing: {_missing(best)}.",
         "What would make it fit:",
-        *(f"- {line}" for line in _advice(layers, limits, staging_bytes, best, num_ranks)),
+        *(f"- {line}" for line in advice),
     ]
     raise MemoryBudgetError("\n".join(lines))
 
@@ -355,11 +362,11 @@ def _advice(
     if limits.gpu is not None and best[_GPU_MISSING]:
         if exceeds_gpu(limits):
             lines.append(f"{STREAMED}: weights are kept on the host, too")
-        lines.append(
-            "activation checkpointing or a smaller micro-batch, as far as activations are counted: "
-            f"with the model they take {size_text(limits.gpu_base)} of the GPU's "
-            f"{size_text(limits.gpu)}"
-        )
+        if limits.gpu_base_at:
+            lines.append(
+                "activation checkpointing or a smaller micro-batch: with the model activations "
+                f"take {size_text(limits.gpu_base)} of the GPU's {size_text(limits.gpu)}"
+            )
     keys, smaller = fewer_bytes(layers, limits, staging_bytes)
     if keys:
         lines.append(
@@ -372,18 +379,27 @@ def _advice(
             f"{ranks} ranks instead of {num_ranks}, each with as much memory as this one: the "
             "state is sharded over the ranks"
         )
-    for missing, reserve, key in (
+    lines += reserve_advice(layers, limits, staging_bytes)
+    return [*lines, "more memory"]
+
+
+def reserve_advice(
+    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
+) -> list[str]:
+    """A reserve that could be smaller, where that is enough."""
+    best = _nearest(layers, limits, staging_bytes)[1]
+    sides = (
         (best[_GPU_MISSING], limits.gpu_reserve, GPU_RESERVE_KEY),
         (best[_HOST_MISSING], limits.host_reserve, HOST_RESERVE_KEY),
-    ):
-        if missing and reserve:
-            enough = "" if reserve >= missing else ", which alone is not enough"
-            lines.append(
-                f'a smaller "{key}": now {reserve} ({size_text(reserve)}); '
-                f"{max(0, reserve - missing)} at most{enough}"
-            )
-    lines.append("more memory")
-    return lines
+    )
+    if any(missing > reserve for missing, reserve, _ in sides):
+        return []
+    words = " and ".join(
+        f'"{key}": {reserve - missing} at most (now {reserve}, {size_text(reserve)})'
+        for missing, reserve, key in sides
+        if missing
+    )
+    return [f"a smaller reserve: {words}"] if words else []
 
 
 def fewer_bytes(
@@ -412,6 +428,8 @@ def _ranks_that_fit(
     layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int, num_ranks: int
 ) -> int | None:
     """The fewest ranks over which the state fits; None where no number would do."""
+    if num_ranks == 1:  # the first backward of several keeps all gradients
+        limits = replace(limits, gpu_base=limits.gpu_base + gradient_bytes(layers))
 
     def fits(ranks: int) -> bool:
         shards = [
@@ -433,14 +451,18 @@ def table(
     limits: MemoryLimits,
     staging_bytes: int,
     gpu_layers: Sequence[int],
+    *,
+    host_weights: int = 0,
 ) -> str:
     """Bytes on both sides for some numbers of GPU layers, one column each, in GiB.
+
+    ``host_weights``: of ``staging_bytes``, weights that are kept on the host.
 
     Raises:
         PlacementError: a number is not in 0..L, or ``gpu_base_at`` is not one number a layer.
     """
     rows = [("layers on the GPU", [f"{k} of {len(layers)}" for k in gpu_layers])]
-    splits = [_split(layers, limits, staging_bytes, k) for k in gpu_layers]
+    splits = [_split(layers, limits, staging_bytes, k, host_weights) for k in gpu_layers]
     for name in splits[0]:
         cells = [size_text(split[name]) for split in splits]
         if limits.gpu is None and name in (_GPU_LIMIT, _GPU_RESERVE, _GPU_MISSING):
@@ -458,7 +480,11 @@ def table(
 
 
 def _split(
-    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int, k: int
+    layers: Sequence[LayerBytes],
+    limits: MemoryLimits,
+    staging_bytes: int,
+    k: int,
+    host_weights: int = 0,
 ) -> dict[str, int]:
     """Bytes with the first ``k`` layers on the GPU, by the names of the table's rows."""
     state, peak = state_bytes(layers[:k]), gpu_peak_bytes(layers, limits, k)
@@ -476,7 +502,8 @@ def _split(
         _GPU_MISSING: 0 if gpu is None else max(0, peak + limits.gpu_reserve - gpu),
         "host: optimizer state": host_state_bytes(layers[k:]),
         "host: waiting gradients, pinned": pending_bytes(layers[k:]),
-        "host: staging, pinned": staging_bytes,
+        **({"host: weights, pinned": host_weights} if host_weights else {}),
+        "host: staging, pinned": staging_bytes - host_weights,
         **more,
         "host: needed": host,
         "host: there is": limits.host,

@@ -382,7 +382,7 @@ def test_a_model_that_fits_nowhere_is_refused_and_no_more(
     assert cli.main(["explain", str(config), *little]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith("Does not fit: ")
-    assert "try more memory, or more ranks, which share the state. Model: " in text
+    assert "try a larger GPU and more host memory. Model: " in text
     assert "A run would be refused: " in text
     assert "Fits" not in text
     assert cli.main(["explain", str(config), *little, "--json"]) == 1
@@ -395,7 +395,7 @@ def test_a_model_that_fits_nowhere_is_refused_and_no_more(
         (1, 64, "the weights alone take 1.25 GiB of the GPU's 1.00 GiB; try ZeRO stage 3 with"),
         (3, 4, 'of host memory missing; try "hytrain.moments": "8bit".'),
         (1, 6.5, '"offload_param": {"device": "cpu"} and "hytrain.moments": "8bit".'),
-        (1, 1, "try more memory, or more ranks"),
+        (1, 1, 'try 10.23 GiB of host memory and ZeRO stage 3 with "offload_param"'),
     ],
 )
 def test_what_to_try_is_what_fits(
@@ -408,6 +408,92 @@ def test_what_to_try_is_what_fits(
     call = ["--model", str(model), "--gpu-memory", str(gpu), "--host-memory", f"{host}GiB"]
     assert cli.main(["explain", str(config), *call]) == 1
     assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_all_advice_is_what_fits(config: Path, model: Path, capsys: Capture) -> None:
+    """Amounts and ranks that are advised are asked about in turn: the model then fits."""
+    large = {"num_hidden_layers": 40, "hidden_size": 1024, "intermediate_size": 4096}
+    (model / "config.json").write_text(json.dumps(LLAMA | large))
+
+    def explained(change: Any, *flags: object) -> tuple[int, Any]:
+        path = config.with_name("changed.json")
+        path.write_text(json.dumps(CONFIG | change))
+        call = ["explain", str(path), "--model", str(model), "--json", *map(str, flags)]
+        return cli.main(call), json.loads(capsys.readouterr().out)
+
+    def advised(change: Any, *flags: object) -> list[str]:
+        status, found = explained(change, *flags)
+        assert status == 1
+        assert f"; try {found['advice'][0]}." in found["verdict"]
+        assert not any("checkpointing" in line for line in found["advice"])
+        return found["advice"]
+
+    # The host is short: more of it, as the keys want it; a smaller reserve would not do.
+    lines = advised({}, "--gpu-memory", 4, "--host-memory", 3)
+    assert not any("reserve" in line for line in lines)
+    amounts = [re.fullmatch(r"([\d.]+) GiB of host memory(.*)", line) for line in lines]
+    needed = {one[2]: float(one[1]) for one in amounts if one}
+    assert list(needed.values()) == sorted(needed.values(), reverse=True)
+    for section in ({}, {"moments": "8bit"}, {"moments": "8bit", "master": "split"}):
+        words = "".join(f' and "hytrain.{key}": "{value}"' for key, value in section.items())
+        memory = ("--gpu-memory", 4, "--host-memory", needed[words] + 0.01)
+        assert explained({"hytrain": section}, *memory)[0] == 0
+    # The GPU is short of gradients that the first backward keeps: stage 3 on the same ranks.
+    two = ("--gpu-memory", 3, "--host-memory", 64, "--ranks", 2)
+    lines = advised({}, *two)
+    assert lines[0] == "ZeRO stage 3"
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    assert explained({"zero_optimization": zero}, *two)[0] == 0
+    # More ranks hold what the host does not.
+    memory = ("--gpu-memory", 8, "--host-memory", 4)
+    words = "2 ranks in ZeRO stage 3, each with such a GPU, and this host memory for all"
+    assert words in advised({}, *memory)
+    assert explained({"zero_optimization": zero}, *memory, "--ranks", 2)[0] == 0
+    # Inputs of blocks: only where they are counted, and are what is too much.
+    lines = advised({}, "--gpu-memory", 4, "--host-memory", 64, "--seq", 100_000)
+    assert lines[0] == "smaller micro-batches or shorter samples: without --seq it fits"
+
+
+def test_weights_on_the_host_have_a_row(config: Path, model: Path, capsys: Capture) -> None:
+    cpu = {"device": "cpu"}
+    zero = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
+    zero["stage3_param_persistence_threshold"] = 0
+    weights = 2 * (3 * BLOCK + 2 * 256 * 64 + 64)
+    for change, is_there in (({}, False), ({"zero_optimization": zero}, True)):
+        config.write_text(json.dumps(CONFIG | change))
+        call = ["--model", str(model), "--gpu-memory", "8", "--host-memory", "16"]
+        assert cli.main(["explain", str(config), *call]) == 0
+        rows = capsys.readouterr().out.splitlines()
+        found = [row for row in rows if row.startswith("host: weights, pinned")]
+        assert bool(found) == is_there
+        assert all(row.split()[-2:] == [f"{weights / 1024:.0f}", "KiB"] for row in found)
+
+
+def test_a_micro_batch_that_a_trainer_fills_in_is_one_sample(
+    config: Path, model: Path, capsys: Capture
+) -> None:
+    for sizes, words, samples in (
+        ({"train_micro_batch_size_per_gpu": "auto"}, "for 1 sample (the trainer fills the", 1),
+        ({"train_micro_batch_size_per_gpu": 4}, "for a micro-batch of 4, 1,001 tokens", 4),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 2}, "for a micro-batch of 6,", 6),
+    ):
+        rest = {key: value for key, value in CONFIG.items() if "batch" not in key}
+        config.write_text(json.dumps(rest | sizes))
+        call = ["explain", str(config), "--model", str(model), "--host-memory", "16"]
+        assert cli.main([*call, "--seq", "1001"]) == 0
+        assert words in " ".join(capsys.readouterr().out.split())
+        assert cli.main([*call, "--seq", "1001", "--json"]) == 0
+        inputs = json.loads(capsys.readouterr().out)["block_input_bytes"]
+        assert inputs == samples * 2 * 1001 * 64 * 3
+
+
+def test_options_are_refused_before_torch_is_imported(config: Path) -> None:
+    code = (
+        "import sys; from hytrain.tools import cli; "
+        f"status = cli.main(['explain', {str(config)!r}, '--gpu-memory', '80']); "
+        "sys.exit('torch' in sys.modules or status != 2)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
 
 
 def test_memory_in_another_unit_is_refused(config: Path, capsys: Capture) -> None:
@@ -472,9 +558,9 @@ def test_ranks_that_share_sequences(config: Path, model: Path, capsys: Capture) 
     config.write_text(json.dumps(shared))
     memory = ["--model", str(model), "--host-memory", "16"]
     for more in ([], [*memory, "--ranks", "4"]):
-        assert cli.main(["explain", str(config), *more]) == 0
+        assert cli.main(["explain", str(config), *more, "--verbose"]) == 0
         assert "2 ranks share each sequence" in capsys.readouterr().out
-    assert "but the job has 3 ranks" in _error(capsys, config, "--ranks", 3)
+    assert "but the job has 3 ranks" in _error(capsys, config, *memory, "--ranks", 3)
     for dealt in ({"batch_sizes": [2, 1]}, {"plan": "plan.json"}):
         config.write_text(json.dumps(shared | {"hytrain": dealt}))
         assert "deals samples to single ranks, but 2 ranks" in _error(capsys, config)
@@ -541,7 +627,8 @@ def test_ranks_divide_state_and_host(config: Path, model: Path, capsys: Capture)
     assert result["decision"]["limits"]["host"] == 8 * 1024**3
     assert result["decision"]["layer_bytes"][1]["parameters"] == BLOCK // 2
     assert "ranks count from 0" in _error(capsys, config, *arguments, "--rank", 2)
-    assert "--rank 1: ranks count from 0, and --ranks is 1" in _error(capsys, config, "--rank", 1)
+    alone = (config, "--model", model, "--rank", 1)
+    assert "--rank 1: ranks count from 0, and --ranks is 1" in _error(capsys, *alone)
 
 
 def test_models_that_cannot_be_built(config: Path, model: Path, capsys: Capture) -> None:
@@ -616,13 +703,17 @@ def test_a_fixed_number_that_does_not_fit_is_no_success(
     config.write_text(json.dumps(text))
     call = ["explain", str(config), "--model", str(model), "--host-memory", "64"]
     assert cli.main([*call, "--gpu-memory", "1000"]) == 0
-    assert cli.main([*call, "--gpu-memory", "1"]) == 1
+    assert "The run is refused where" not in capsys.readouterr().out
+    assert cli.main([*call, "--gpu-memory", "1", "--verbose"]) == 1
     words = " ".join(capsys.readouterr().out.split())
     assert "The run is refused where that takes more than there is" in words
     assert "fits only in what is kept in reserve: the run would start, and take that." in words
     assert cli.main([*call, "--gpu-memory", "0.001"]) == 1
     words = " ".join(capsys.readouterr().out.split())
-    assert "more than the GPU has: the run would be refused." in words
+    assert "the run would be refused. No number fits; try " in words
+    assert cli.main([*call, "--gpu-memory", "1.0015"]) == 1
+    words = " ".join(capsys.readouterr().out.split())
+    assert 'GPU layers fit: set "hytrain.gpu_fraction": "solve", or a share of these.' in words
     call[-1] = "0.001"
     assert cli.main([*call, "--gpu-memory", "64"]) == 1
     words = " ".join(capsys.readouterr().out.split())

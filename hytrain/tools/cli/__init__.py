@@ -99,19 +99,21 @@ def _parser() -> argparse.ArgumentParser:
     # DeepSpeed's launcher gives every script this argument.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    words = "measure the CPU optimizer beside DeepSpeed's and torch's"
-    bench.add(commands.add_parser("bench", help=words))
-    words = "measure GPUs and hosts with a model, for `hytrain plan`"
-    profile.add(commands.add_parser("profile", help=words))
-    plan.add(commands.add_parser("plan", help="divide a batch and the state over unequal GPUs"))
-    words = "explain why the solver chose its k, or what a configuration will do"
+    # In the order of docs/cli.md: what is called first comes first.
+    words = "explain what a configuration will do and what fits, or why a run has its k"
     explain.add(commands.add_parser("explain", help=words))
     words = "check in some seconds whether this machine is fit for offloaded training"
     doctor.add(commands.add_parser("doctor", help=words))
-    words = "write a checkpoint's weights as safetensors, or as one file for torch.load"
-    export.add(commands.add_parser("export", help=words))
     words = "list checkpoints, verify that they are whole, or merge those of several hosts"
     checkpoint.add(commands.add_parser("checkpoint", help=words))
+    words = "write a checkpoint's weights as safetensors, or as one file for torch.load"
+    export.add(commands.add_parser("export", help=words))
     words = "report where the time of recorded steps goes, and what a change would save"
     trace.add(commands.add_parser("trace", help=words))
+    words = "measure GPUs and hosts with a model, for `hytrain plan`"
+    profile.add(commands.add_parser("profile", help=words))
+    words = "divide a batch and the state over GPUs, or estimate a step"
+    plan.add(commands.add_parser("plan", help=words))
+    words = "measure the CPU optimizer beside DeepSpeed's and torch's"
+    bench.add(commands.add_parser("bench", help=words))
     return parser

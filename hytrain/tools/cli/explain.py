@@ -24,8 +24,9 @@ _EXPLAIN = (
     "with --model also the memory that each number of GPU layers takes. Exit status 1: none fits; "
     "2: training would refuse the configuration."
 )
-# Destinations of the options that only a configuration takes.
-_FOR_CONFIG = ("model", "ranks", "seq", "gpu_memory", "host_memory")
+# Destinations of the options that only a model takes, and a configuration.
+FOR_MODEL = ("ranks", "seq", "gpu_memory", "host_memory")
+_FOR_CONFIG = ("model", *FOR_MODEL)
 
 
 def add(explain: argparse.ArgumentParser) -> None:
@@ -64,6 +65,9 @@ def add(explain: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="of a sample: also what its blocks' inputs take",
     )
+    model.add_argument(
+        "--verbose", action="store_true", help="with --model also what the configuration means"
+    )
     explain.set_defaults(run=_explain)
 
 
@@ -72,6 +76,11 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{other}: give a metrics file or a DeepSpeed JSON")
     text = _read(arguments.file)
     if not _is_metrics(text):
+        given = given_flags(arguments, ("rank", *FOR_MODEL))
+        if given and arguments.model is None:
+            raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
+        if arguments.model is not None:
+            arguments.model.stat()  # a wrong path is told before torch is imported
         with stdout_to(2):  # where DeepSpeed writes warnings when it is imported
             from hytrain.tools.cli.explain_config import explain_config
         return explain_config(arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -20,9 +20,8 @@ from hytrain.errors import ConfigError, size_text
 from hytrain.formats.text_table import fold
 from hytrain.hardware.gpu_memory import shares_host_memory, usable_gpu_bytes
 from hytrain.kernels.host_limits import available_host_bytes
-from hytrain.placement.memory import STREAMED
 from hytrain.placement.records import Decision
-from hytrain.tools.cli.arguments import given_flags
+from hytrain.tools.explain.advice import remedies
 from hytrain.tools.explain.checks import read_as_training, with_plan
 from hytrain.tools.explain.config import (
     ModelSizes,
@@ -42,8 +41,6 @@ _NO_MODEL = (
 )
 _EXAMPLE = "model/config.json --gpu-memory 78 --host-memory 256"
 _GIB = 1024**3
-_FOR_MODEL = ("rank", "ranks", "seq", "gpu_memory", "host_memory")
-"""Destinations of the options that only a model takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +69,6 @@ def explain_config(arguments: argparse.Namespace) -> int:
         asked = _read_config(arguments)
     if arguments.model is not None:
         return _explain_model(arguments, asked)
-    given = given_flags(arguments, _FOR_MODEL)
-    if given:
-        raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
     if arguments.json:
         words = [*asked.warnings, *asked.words.splitlines()]
         print(json.dumps({"verdict": _NO_MODEL, "words": words}, indent=2))
@@ -111,60 +105,73 @@ def _read_config(arguments: argparse.Namespace) -> _Asked:
 
 def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
     section, form = asked.section, asked.form
-    gpu, host, shares_host = _memory(arguments, asked.ranks)
-    tokens, inputs = _block_inputs(arguments, asked)
+    gpu, host, shares_host = _memory(arguments)
+    tokens, samples, inputs = _block_inputs(arguments, asked)
     is_offloaded = section.solver.host_activation_bytes > 0 or section.activations == "offload"
     on_gpu = 0 if is_offloaded else inputs
 
-    def begins(form: TrainingForm) -> tuple[ModelSizes, Decision]:
-        sizes = read_model_sizes(
-            arguments.model, section, form, num_ranks=asked.ranks, rank=asked.rank
-        )
-        kept = _kept_gradients(asked, form, sizes)
-        found = first_decision(
-            section, sizes, gpu, host, on_gpu, kept_gradients=kept, shares_host=shares_host
-        )
-        return sizes, found
+    def sizes_of(section: HyTrainConfig, form: TrainingForm, ranks: int) -> ModelSizes:
+        return read_model_sizes(arguments.model, section, form, num_ranks=ranks, rank=asked.rank)
 
-    ways = {"": begins(form)}
-    sizes, decision = ways[""]
+    def begins(
+        section: HyTrainConfig, form: TrainingForm, ranks: int, has_inputs: bool = True
+    ) -> Decision:
+        sizes = sizes_of(section, form, ranks)
+        kept, base = _kept_gradients(section, form, sizes), on_gpu if has_inputs else 0
+        return first_decision(
+            section, sizes, gpu, host // ranks, base, kept_gradients=kept, shares_host=shares_host
+        )
+
+    sizes, decision = sizes_of(section, form, asked.ranks), begins(section, form, asked.ranks)
     if asked.check_model is not None:
         asked.check_model(sizes)
-    if not decision.bounds.fits and not form.weights_on_host:
-        ways[STREAMED] = begins(replace(form, stage=3, shards_weights=True, weights_on_host=True))
+    advice = []
+    if not decision.bounds.fits:
+        advice = remedies(begins, section, form, asked.ranks)
     is_fixed = section.gpu_fraction != "solve"
-    verdict, words = verdict_of(ways, is_fixed=is_fixed), asked.words
+    verdict, words = verdict_of(sizes, decision, advice, is_fixed=is_fixed), asked.words
     if arguments.json:
         result = {"verdict": verdict, "words": [*asked.warnings, *words.splitlines()]}
+        result |= {"advice": advice}
         result |= {"parameters": sum(sizes.parameters)}
         result |= decision_json(decision, lambda _: None)
         result |= {"tokens": tokens, "block_input_bytes": inputs} if tokens else {}
         print(json.dumps(result, indent=2))
     else:
-        heads = [verdict, *asked.warnings, *_assumed(arguments, gpu, host)]
+        heads = [verdict, *asked.warnings, *_assumed(arguments, gpu, host // asked.ranks)]
+        ends = [words] if arguments.verbose else []
         if tokens:
-            words += f"\n{_inputs_words(inputs, tokens, on_gpu, section)}"
-        text = "\n".join([*heads, model_text(section, sizes, decision), "", words])
-        print(fold(text))
+            ends.append(_inputs_words(inputs, tokens, samples, on_gpu, section))
+        text = [*heads, model_text(section, sizes, decision, advice)]
+        print(fold("\n".join([*text, *[""][: len(ends)], *ends])))
     number, found = decision.gpu_layers_target, decision.bounds
     return 0 if (found.allow(number) if is_fixed else found.fits) else 1
 
 
-def _block_inputs(arguments: argparse.Namespace, asked: _Asked) -> tuple[int, int]:
-    """Tokens of a sample on this rank, and bytes of all blocks' inputs; 0 where not asked for."""
+def _block_inputs(arguments: argparse.Namespace, asked: _Asked) -> tuple[int, int | None, int]:
+    """Tokens of a sample on this rank; samples of a micro-batch, None where a trainer fills them
+    in; bytes of all blocks' inputs, then of one sample. 0 where not asked for."""
     if arguments.seq is None:
-        return 0, 0
+        return 0, None, 0
     tokens = -(-arguments.seq // asked.form.sequence_ranks)
-    own = asked.section.micro_batch_sizes
-    of_all = asked.form.batch.get("train_micro_batch_size_per_gpu", 1)
-    micro = own[asked.rank] if own else of_all
-    return tokens, micro * block_input_bytes(arguments.model, asked.form, tokens)
+    own, told = asked.section.micro_batch_sizes, asked.form.batch
+    samples = own[asked.rank] if own else told.get("train_micro_batch_size_per_gpu")
+    if samples is None and "train_batch_size" in told:
+        readers = max(1, asked.ranks // asked.form.sequence_ranks)
+        samples = max(1, told["train_batch_size"] // (readers * asked.form.accumulation))
+    each = block_input_bytes(arguments.model, asked.form, tokens)
+    return tokens, samples, (samples or 1) * each
 
 
-def _inputs_words(inputs: int, tokens: int, on_gpu: int, section: HyTrainConfig) -> str:
+def _inputs_words(
+    inputs: int, tokens: int, samples: int | None, on_gpu: int, section: HyTrainConfig
+) -> str:
+    batch = f"for a micro-batch of {samples}"
+    if samples is None:
+        batch = "for 1 sample (the trainer fills the micro-batch in: multiply by its samples)"
     return (
         "Activations: where all blocks are computed again in backward, their inputs take "
-        f"{size_text(inputs)} for a micro-batch, {tokens:,} tokens of each sample on this rank. "
+        f"{size_text(inputs)} {batch}, {tokens:,} tokens of each sample on this rank. "
         f"The tables count {size_text(on_gpu)} of it on the GPU and, by "
         "hytrain.solver.host_activation_bytes, "
         f"{size_text(section.solver.host_activation_bytes)} on the host. What one block and "
@@ -172,10 +179,10 @@ def _inputs_words(inputs: int, tokens: int, on_gpu: int, section: HyTrainConfig)
     )
 
 
-def _kept_gradients(asked: _Asked, form: TrainingForm, sizes: ModelSizes) -> int:
+def _kept_gradients(section: HyTrainConfig, form: TrainingForm, sizes: ModelSizes) -> int:
     """Bytes on the GPU between micro-batches that are not in what the first backward keeps."""
-    is_counted = asked.ranks > 1 and not form.shards_weights
-    if form.accumulation == 1 or asked.section.accumulation == "layer_major" or is_counted:
+    is_counted = sizes.num_ranks > 1 and not form.shards_weights
+    if form.accumulation == 1 or section.accumulation == "layer_major" or is_counted:
         return 0
     return sum(layer.parameters * layer.gradient_itemsize for layer in sizes.layers)
 
@@ -191,8 +198,8 @@ def _assumed(arguments: argparse.Namespace, gpu: int | None, host: int) -> list[
     return [f"Assumed, since not given: {'; '.join(assumed)}."] if assumed else []
 
 
-def _memory(arguments: argparse.Namespace, ranks: int) -> tuple[int | None, int, bool]:
-    """The rank's GPU and its part of the host, in bytes; whether the GPU's are the host's."""
+def _memory(arguments: argparse.Namespace) -> tuple[int | None, int, bool]:
+    """A rank's GPU and the host, in bytes; whether the GPU's are the host's."""
     shares_host = False
     if arguments.gpu_memory is not None:
         gpu: int | None = int(arguments.gpu_memory * _GIB)
@@ -202,4 +209,4 @@ def _memory(arguments: argparse.Namespace, ranks: int) -> tuple[int | None, int,
     host = available_host_bytes()
     if arguments.host_memory is not None:
         host = int(arguments.host_memory * _GIB)
-    return gpu, host // ranks, shares_host
+    return gpu, host, shares_host

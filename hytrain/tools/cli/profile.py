@@ -14,6 +14,7 @@ from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import (
     DTYPES,
     check_outputs,
+    flag,
     given_flags,
     positive_float,
     positive_floats,
@@ -94,8 +95,10 @@ def _run(arguments: argparse.Namespace) -> int:
     check_outputs({"--out": arguments.out}, read, kind="profile")
     if arguments.merge is not None:
         return _merge(arguments)
-    if arguments.model is None or arguments.seq_len is None:
-        raise ConfigError("--model and --seq-len say what is measured: give both")
+    missing = [name for name in ("model", "seq_len") if getattr(arguments, name) is None]
+    if missing:
+        names = " and ".join(map(flag, missing))
+        raise ConfigError(f"--model and --seq-len say what is measured: give {names} too")
     return _measure(arguments)
 
 

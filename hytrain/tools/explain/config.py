@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hytrain.config import HyTrainConfig
@@ -14,7 +14,6 @@ from hytrain.placement.host_master import whole_on_host, with_whole_on_host
 from hytrain.placement.memory import (
     bounds,
     check_fits,
-    fewer_bytes,
     gpu_peak_bytes,
     gpu_reserve,
     host_bytes,
@@ -147,6 +146,7 @@ class ModelSizes:
         training_copy_bytes: of weights on this rank's GPU at the peak of a step.
         staging_bytes: pinned staging on the host, weights that are kept there included.
         copies_bytes: of it, what takes training copies that split master weights need there.
+        host_weights: of it, weights.
         num_ranks: ranks that share the state.
         rank: this one.
         shards_weights: ZeRO-3: the first backward keeps no whole gradients.
@@ -161,6 +161,7 @@ class ModelSizes:
     rank: int
     shards_weights: bool = False
     copies_bytes: int = 0
+    host_weights: int = 0
 
 
 def first_decision(
@@ -236,27 +237,33 @@ def _misfit(decision: Decision) -> str:
     return "fits only in what is kept in reserve: the run would start, and take that"
 
 
-def verdict_of(ways: Mapping[str, tuple[ModelSizes, Decision]], *, is_fixed: bool) -> str:
+def verdict_of(
+    sizes: ModelSizes, decision: Decision, advice: Sequence[str], *, is_fixed: bool
+) -> str:
     """Whether a run fits, in a line.
 
     Args:
-        ways: what begins, by what to change for it: the first is what was asked about, the others
-            are for the advice where it does not fit.
+        sizes: the model's.
+        decision: what the run begins with.
+        advice: what would make it fit.
         is_fixed: whether the number of GPU layers is.
     """
-    sizes, decision = next(iter(ways.values()))
     limits, target, fitting = decision.limits, decision.gpu_layers_target, decision.bounds
     number = f"k = {target / decision.num_layers:.3g}"
     number += f" ({target} of {decision.num_layers} layers on the {limits.device})"
     if is_fixed and not fitting.allow(target):
-        return f"Does not fit: the fixed {number} {_misfit(decision)}."
+        text = f"Does not fit: the fixed {number} {_misfit(decision)}."
+        if not fitting.fits:
+            return f"{text} No number fits; try {advice[0]}."
+        text += f" {_fitting_words(decision)}"
+        return f'{text}: set "hytrain.gpu_fraction": "solve", or a share of these.'
     if not fitting.fits:
-        missing = missing_words(sizes.layers, limits, sizes.staging_bytes)
+        missing = missing_words(decision.layer_bytes, limits, decision.staging_bytes)
         what = f"{missing} missing"
         if limits.gpu is not None and sizes.training_copy_bytes > limits.gpu:
             what = f"the weights alone take {size_text(sizes.training_copy_bytes)} of the GPU's "
             what += size_text(limits.gpu)
-        return f"Does not fit: {what}; try {_remedy(ways)}."
+        return f"Does not fit: {what}; try {advice[0]}."
     on_gpu = size_text(gpu_peak_bytes(decision.layer_bytes, limits, target))
     on_gpu += f" of the {limits.device}'s {size_text(limits.gpu) if limits.gpu else 'memory'}"
     on_host = size_text(taken_of_host(decision.layer_bytes, limits, decision.staging_bytes, target))
@@ -264,23 +271,22 @@ def verdict_of(ways: Mapping[str, tuple[ModelSizes, Decision]], *, is_fixed: boo
     each = "; of this rank" if sizes.num_ranks > 1 else ""
     return (
         f"Fits: {start}: {on_gpu}, {on_host} of the host's {size_text(limits.host)}{each}. "
-        f"{fitting.min_gpu_layers} to {fitting.max_gpu_layers} {limits.device} layers fit."
+        f"{_fitting_words(decision)}."
     )
 
 
-def _remedy(ways: Mapping[str, tuple[ModelSizes, Decision]]) -> str:
-    """The least change with which the model fits."""
-    for change, (sizes, decision) in ways.items():
-        if decision.bounds.fits:
-            return change
-        keys, _ = fewer_bytes(sizes.layers, decision.limits, sizes.staging_bytes)
-        if keys:
-            return f"{change} and {keys}" if change else keys
-    return "more memory, or more ranks, which share the state"
+def _fitting_words(decision: Decision) -> str:
+    found = decision.bounds
+    return f"{found.min_gpu_layers} to {found.max_gpu_layers} {decision.limits.device} layers fit"
 
 
-def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> str:
-    """Sizes and memory, for people; where a run would be refused, its table in their place."""
+def model_text(
+    config: HyTrainConfig, sizes: ModelSizes, decision: Decision, advice: Sequence[str]
+) -> str:
+    """Sizes and memory, for people; where a run would be refused, its table in their place.
+
+    ``advice``: what would make it fit.
+    """
     shared = ""
     if sizes.num_ranks > 1:
         own = sum(layer.parameters for layer in sizes.layers)
@@ -294,11 +300,15 @@ def model_text(config: HyTrainConfig, sizes: ModelSizes, decision: Decision) -> 
     if config.gpu_fraction == "solve" and not decision.bounds.fits:
         try:
             check_fits(
-                sizes.layers, decision.limits, sizes.staging_bytes, num_ranks=sizes.num_ranks
+                decision.layer_bytes,
+                decision.limits,
+                decision.staging_bytes,
+                host_weights=sizes.host_weights,
+                advice=advice,
             )
         except MemoryBudgetError as error:
             return "\n".join([*lines, f"A run would be refused: {error}"])
     if decision.host_master_reason:
         lines.append(f"{decision.host_master_reason.capitalize()}.")
     rows = candidate_rows(decision, lambda _: None)
-    return "\n".join(lines) + f"\n\n{memory_text(decision, rows)}"
+    return "\n".join(lines) + f"\n\n{memory_text(decision, rows, None, sizes.host_weights)}"

@@ -73,11 +73,18 @@ def decision_text(decision: Decision, measured_at: Callable[[int], Median | None
 
 
 def memory_text(
-    decision: Decision, rows: Sequence[CandidateRow], columns: Sequence[int] | None = None
+    decision: Decision,
+    rows: Sequence[CandidateRow],
+    columns: Sequence[int] | None = None,
+    host_weights: int = 0,
 ) -> str:
-    """The numbers of GPU layers, and the bytes of some (None: of the first, last and chosen)."""
+    """The numbers of GPU layers, and the bytes of some (None: of the first, last and chosen).
+
+    ``host_weights``: see :func:`~hytrain.placement.memory.table`.
+    """
     columns = columns or sorted({0, decision.gpu_layers_target, decision.num_layers})
-    memory = table(decision.layer_bytes, decision.limits, decision.staging_bytes, columns)
+    sizes = decision.layer_bytes, decision.limits, decision.staging_bytes
+    memory = table(*sizes, columns, host_weights=host_weights)
     candidates = candidates_text(rows, decision.limits.device)
     return f"Candidates\n\n{candidates}\n\nMemory\n\n{memory}"
 

@@ -69,6 +69,7 @@ def read_model_sizes(
         rank=rank,
         shards_weights=form.shards_weights,
         copies_bytes=plan.copy_bytes,
+        host_weights=on_host,
     )
 
 

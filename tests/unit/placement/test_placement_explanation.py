@@ -367,8 +367,9 @@ def _sizes(num_ranks: int = 1) -> ModelSizes:
 
 def _text(config: HyTrainConfig, gpu_gib: int, host_gib: int) -> str:
     found = first_decision(config, _sizes(), gpu_gib * GIB, host_gib * GIB)
-    verdict = verdict_of({"": (_sizes(), found)}, is_fixed=config.gpu_fraction != "solve")
-    return f"{verdict}\n{model_text(config, _sizes(), found)}"
+    advice = [] if found.bounds.fits else ["16 GiB of host memory"]
+    verdict = verdict_of(_sizes(), found, advice, is_fixed=config.gpu_fraction != "solve")
+    return f"{verdict}\n{model_text(config, _sizes(), found, advice)}"
 
 
 def test_several_ranks_need_room_for_all_gradients_of_the_first_backward() -> None:

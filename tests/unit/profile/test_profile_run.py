@@ -217,7 +217,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(
     out = tmp_path / "out.json"
     model = ["--model", llama, "--seq-len", "16"]
     assert "there is no folder" in refusal(capsys, *model, "--out", tmp_path / "no" / "p.json")
-    assert "give both" in refusal(capsys, "--model", llama, "--out", out)
+    assert "give --seq-len too" in refusal(capsys, "--model", llama, "--out", out)
     assert "max_position_embeddings" in refusal(
         capsys, "--model", llama, "--seq-len", 65, "--out", out
     )

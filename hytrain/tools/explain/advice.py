@@ -1,0 +1,136 @@
+"""What would make a configuration fit that does not: other keys, more memory or more ranks.
+
+Each is what a run would begin with, computed as for the configuration itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from hytrain.config import HyTrainConfig
+from hytrain.errors import size_text
+from hytrain.formats.moment_kinds import MOMENTS, SPLIT
+from hytrain.placement.costs import MemoryLimits
+from hytrain.placement.memory import (
+    HOST_RESERVE_SHARE,
+    LEAST_RESERVE,
+    STREAMED,
+    gpu_peak_bytes,
+    reserve_advice,
+    taken_of_host,
+)
+from hytrain.placement.records import Decision
+from hytrain.tools.explain.training_form import TrainingForm
+
+Begins = Callable[[HyTrainConfig, TrainingForm, int, bool], Decision]
+"""What so many ranks begin with; without activations where the last argument is false."""
+
+_MOST_RANKS = 16
+
+
+def remedies(begins: Begins, config: HyTrainConfig, form: TrainingForm, ranks: int) -> list[str]:
+    """What would do, each line by itself; first what fits in the memory that there is.
+
+    Args:
+        begins: tells what a run begins with.
+        config: that does not fit.
+        form: the rest of the configuration.
+        ranks: that share the state.
+    """
+    own = begins(config, form, ranks, True)
+    fitting: list[str] = []
+    hosts: list[str] = []
+    least = None
+    for words, keys, other in _changes(config, form, ranks):
+        found = begins(config.model_copy(update=keys), other, ranks, True)
+        needed = _host_needed(found, config, ranks)
+        if found.bounds.fits:
+            fitting.append(words)
+            break
+        # What needs as much as a smaller change is no help.
+        if needed is not None and (least is None or needed < least):
+            least = needed
+            hosts.append(f"{size_text(needed)} of host memory" + (f" and {words}" if words else ""))
+    if begins(config, form, ranks, False).bounds.fits:
+        fitting.append("smaller micro-batches or shorter samples: without --seq it fits")
+    fitting += reserve_advice(own.layer_bytes, own.limits, own.staging_bytes)
+    found = [*fitting, *_larger_gpu(own), *hosts, *_more_ranks(begins, config, form, ranks)]
+    return found or ["a larger GPU and more host memory"]
+
+
+def _changes(
+    config: HyTrainConfig, form: TrainingForm, ranks: int
+) -> Iterator[tuple[str, dict[str, Any], TrainingForm]]:
+    """Keys to change, in words and as values, the smallest change first; none to begin with."""
+    kinds = MOMENTS[MOMENTS.index(config.moments) :]
+    masters = [config.master]
+    if form.dtype == "bfloat16" and config.master != SPLIT:
+        masters.append(SPLIT)
+    sharded = replace(form, stage=3, shards_weights=True)
+    forms = {"": form}
+    if ranks > 1 and not form.shards_weights:
+        forms["ZeRO stage 3"] = sharded
+    if not form.weights_on_host:
+        forms[STREAMED] = replace(sharded, weights_on_host=True)
+    for name, other in forms.items():
+        for master in masters:
+            for kind in kinds:
+                words = [name] if name else []
+                words += [f'"hytrain.moments": "{kind}"'] if kind != config.moments else []
+                words += ['"hytrain.master": "split"'] if master != config.master else []
+                yield " and ".join(words), {"moments": kind, "master": master}, other
+
+
+def _host_needed(decision: Decision, config: HyTrainConfig, ranks: int) -> int | None:
+    """Bytes for all ranks with which all state fits on the host; None where the GPU is short."""
+    limits, layers = decision.limits, decision.layer_bytes
+    if _exceeds_gpu(decision, limits, 0):
+        return None
+    needed = taken_of_host(layers, limits, decision.staging_bytes, 0)
+    given = config.solver.host_memory_reserve_bytes
+    if given is None:
+        share = int(needed / (1.0 - HOST_RESERVE_SHARE)) + 1
+        return ranks * max(needed + LEAST_RESERVE, share)
+    return ranks * (needed + given)
+
+
+def _exceeds_gpu(decision: Decision, limits: MemoryLimits, k: int) -> bool:
+    if limits.gpu is None or limits.shares_host:
+        return False
+    return gpu_peak_bytes(decision.layer_bytes, limits, k) > limits.gpu - limits.gpu_reserve
+
+
+def _more_ranks(
+    begins: Begins, config: HyTrainConfig, form: TrainingForm, ranks: int
+) -> Iterator[str]:
+    """ZeRO-3 on more ranks, each with such a GPU: where that needs more host memory, and where not.
+
+    A plan or given batches are for their own number of ranks.
+    """
+    if config.batch_sizes is not None or config.shard_fractions is not None:
+        return
+    sharded, is_told = replace(form, stage=3, shards_weights=True), False
+    number = 2 * ranks
+    while number <= max(_MOST_RANKS, 2 * ranks):
+        words = f"{number} ranks in ZeRO stage 3, each with such a GPU"
+        found = begins(config, sharded, number, True)
+        if found.bounds.fits:
+            yield f"{words}, and this host memory for all"
+            return
+        needed = _host_needed(found, config, number)
+        if needed is not None and not is_told:
+            yield f"{words}, and {size_text(needed)} of host memory for all"
+            is_told = True
+        number *= 2
+
+
+def _larger_gpu(decision: Decision) -> Iterator[str]:
+    """A GPU that holds what the host does not, up to twice as large."""
+    limits, fewest = decision.limits, decision.bounds.min_gpu_layers
+    if limits.gpu is None or limits.shares_host or fewest > decision.num_layers:
+        return
+    needed = gpu_peak_bytes(decision.layer_bytes, limits, fewest) + limits.gpu_reserve
+    if limits.gpu < needed <= 2 * limits.gpu:
+        yield f"{size_text(needed)} of GPU memory"
