@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
     add("--toy", action="store_true", help="a small model on a CPU")
     add("--clip", type=float, default=1.0, help="0: no clipping and no overflow check")
     add("--accumulation", type=int, default=1, help="micro-batches a step, layer-major if several")
-    add("--master", default="split", choices=("fp32", "split"))
+    add("--master-weights", default="split", choices=("fp32", "split"))
     add("--moments", default="8bit")
     add("--gpu-fraction", default="solve")
     add("--blocks", type=int, default=48, help="0.62 B parameters each, beside 0.62 B")
@@ -235,7 +235,7 @@ def main() -> None:
         model.zero_grad(set_to_none=True)
 
     passes = [] if options.streamed else [timed(alone, device) for _ in range(5)][1:]
-    section = {"master": options.master, "moments": options.moments}
+    section = {"master": options.master_weights, "moments": options.moments}
     section["gpu_fraction"] = json.loads(options.gpu_fraction.replace("solve", '"solve"'))
     if options.accumulation > 1:
         section["accumulation"] = "layer_major"

@@ -26,12 +26,12 @@ from experiments.common.report import Claim, ratio, short
 
 SYSTEMS: dict[str, Json] = {
     "hytrain": {"system": "hytrain", "seconds": 55.0},
-    "hytrain_zero3": {"system": "hytrain", "stage": 3, "seconds": 55.0},
+    "hytrain_zero3": {"system": "hytrain", "stage": 3, "built": "partitioned", "seconds": 55.0},
     "forward_backward": {"system": "forward_backward", "drops": True, "seconds": 25.0},
     "fsdp2": {"system": "fsdp2", "offload": False, "seconds": 40.0},
     "zero2_gpu": {"system": "deepspeed_zero2", "seconds": 50.0},
     "zero2": {"system": "deepspeed_zero2_offload", "seconds": 85.0},
-    "zero3": {"system": "deepspeed_zero3_offload", "seconds": 100.0},
+    "zero3": {"system": "deepspeed_zero3_offload", "built": "partitioned", "seconds": 100.0},
 }
 """Of a job, and about how many seconds it takes with the 3 B model. fsdp2 and zero2_gpu have all
 state on the GPUs."""
@@ -47,6 +47,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--sizes", default=(4, 1, 2), type=runner.counts, metavar="N,...", help="GPUs of each job")
     add("--systems", nargs="+", default=list(DEFAULT), choices=SYSTEMS)
     add("--accumulation", default=1, type=int, help="micro-batches a step")
+    add("--layers", type=int, help="blocks, in place of the model's own")
+    add("--moments", default="fp32", choices=("fp32", "bf16", "8bit"), help="hytrain's")
+    add(
+        "--slowness",
+        default=1.0,
+        type=float,
+        help="of jobs, beside those of 3 B: how long they may take",
+    )
     add("--checkpointing", action="store_true", help="blocks are computed again in backward")
     add("--gpu-fraction", default="solve", type=runner.fraction, help="hytrain's k")
     add("--settle", default=24, type=int, help="hytrain's steps before the timed ones: k is solved")
@@ -76,8 +84,11 @@ def jobs(options: argparse.Namespace) -> list[Json]:
             if is_ours(name) and options.gpu_fraction == "solve"
             else options.warmup,
             "checkpointing": options.checkpointing,
+            "section": {"moments": options.moments},
             **runner.workload(options),
+            **({"layers": options.layers} if options.layers else {}),
             **SYSTEMS[name],
+            "seconds": options.slowness * SYSTEMS[name]["seconds"],
         }
         for name, size in [(n, s) for s in options.sizes for n in ordered if is_ours(n)]
         + [(n, s) for s in options.sizes for n in ordered if not is_ours(n)]

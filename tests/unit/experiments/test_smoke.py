@@ -204,3 +204,17 @@ def test_adamw_streamed_beside_the_cpus(tmp_path: Path) -> None:
     assert table["AdamW on the CPU"]["clipped"] == table["AdamW streamed"]["clipped"] == 1
     (claim,) = claims(list(table.values()))
     assert claim.value is not None
+
+
+@pytest.mark.parametrize("part", ["dense", "scaling", "mixture", "context"])
+def test_toys_on_two_of_eight_gpus(part: str, tmp_path: Path) -> None:
+    call = [sys.executable, str(ROOT / "eight_gpus/run.py"), "--part", part, "--gpus", "2", "--toy"]
+    call += ["--out", str(tmp_path), "--seconds", "270"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=290, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    results = [read_json(path) for path in tmp_path.glob("*.json")]
+    assert len(results) == (2 if part == "dense" else 1)
+    for result in results:
+        statuses = [record["status"] for record in result.get("jobs", ())]
+        assert set(statuses) <= {records.OK}, done.stdout[-2000:]
+        assert statuses or result["steps_s"]
