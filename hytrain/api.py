@@ -39,7 +39,11 @@ from hytrain.engine.foreign_checkpoints import offer_conversions
 from hytrain.engine.sequence_groups import mesh_of, refuse_dealt_batches, sequence_degree_of
 from hytrain.engine.trainer_reuse import TrainerReuse
 from hytrain.engine.training_plan import adopt_plan
-from hytrain.engine.unsupported import refuse_unsupported, refuse_unsupported_model
+from hytrain.engine.unsupported import (
+    refuse_miscounted_ranks,
+    refuse_unsupported,
+    refuse_unsupported_model,
+)
 from hytrain.errors import ConfigError
 from hytrain.hardware.compile_locks import find_locks
 from hytrain.model.discovery import find_layers
@@ -149,6 +153,7 @@ def initialize(
     device = join_ranks(
         args, distributed_port=distributed_port, dist_init_required=dist_init_required
     )
+    refuse_miscounted_ranks(dist.get_world_size())
     keywords["mesh_param"] = mesh = mesh_of(loaded, mpu, mesh_param, dist.get_world_size())
     refuse_dealt_batches(section, sequence_degree_of(mpu) if mesh is None else mesh[1])
     require_one_job(loaded, section, model, optimizer, mpu)

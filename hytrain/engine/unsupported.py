@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from hytrain.config import HyTrainConfig
 from hytrain.engine.deepspeed_internals import is_partitioned
-from hytrain.errors import UnsupportedError, unquoted
+from hytrain.errors import ConfigError, UnsupportedError, unquoted
 from hytrain.formats.moment_kinds import SPLIT
 
 
@@ -41,6 +42,24 @@ def refuse_unsupported_model(model: torch.nn.Module, stage: int) -> None:
         raise UnsupportedError(
             "another ZeRO-3 engine of DeepSpeed gathers this model's weights (was it built for "
             "inference?): call that engine's destroy() before"
+        )
+
+
+def refuse_miscounted_ranks(ranks: int) -> None:
+    """A ConfigError where accelerate, which deals the samples, counts other ranks than the job's.
+
+    Without a GPU it counts one, unless it is told to use the CPU: all would train on all samples.
+    """
+    module: Any = sys.modules.get("accelerate.state")
+    if module is None or not module.is_initialized():
+        return
+    state = module.AcceleratorState()
+    uses_deepspeed = state.distributed_type == module.DistributedType.DEEPSPEED
+    if uses_deepspeed and state.num_processes != ranks:
+        raise ConfigError(
+            f"accelerate counts {state.num_processes} process(es), but the job has {ranks} ranks: "
+            "each would train on the same samples. On the CPU give TrainingArguments(use_cpu=True);"
+            " without Trainer, call accelerate.PartialState(cpu=True) before Accelerator()"
         )
 
 

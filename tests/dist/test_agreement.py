@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from harness import on_ranks
 from rank_shadow import backward, followed
 from support.engines import built, from_all_ranks, make_config
 from support.models import make_model
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hytrain
 import hytrain.api
@@ -214,3 +217,26 @@ def test_a_scheduler_that_differs(stage: int, clipping: float) -> None:
             assert all(map(torch.equal, (state.master for state in shadow.states), before))
             backward(engine, 1)
         shadow.step()
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["counts one", "counts two"])
+@on_ranks(2)
+def test_accelerate_that_counts_one_rank_is_refused(knows: bool) -> None:
+    """As TrainingArguments without use_cpu: each rank would train on the samples of both."""
+    model = make_model("mlp")
+    config = make_config(optimizer=None) | {"zero_force_ds_cpu_optimizer": False}
+    with hytrain.register():
+        try:
+            if knows:
+                PartialState(cpu=True)
+            accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+            optimizer = torch.optim.AdamW(model.parameters())
+            if knows:
+                accelerator.prepare(model, optimizer)[0].destroy()
+            else:
+                with pytest.raises(ConfigError, match=r"counts 1 process\(es\), but .* 2 ranks"):
+                    accelerator.prepare(model, optimizer)
+        finally:
+            unset_hf_deepspeed_config()
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()
