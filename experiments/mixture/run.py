@@ -214,7 +214,7 @@ def main() -> None:
     """Runs it; rank 0 writes result.json."""
     options = parse()
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {**one_rank, "MASTER_PORT": "29500", **os.environ}
+    os.environ |= {**one_rank, "MASTER_PORT": "0", **os.environ}
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     import hytrain
 
