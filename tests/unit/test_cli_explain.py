@@ -395,7 +395,7 @@ def test_a_model_that_fits_nowhere_is_refused_and_no_more(
         (1, 64, "the weights alone take 1.25 GiB of the GPU's 1.00 GiB; try ZeRO stage 3 with"),
         (3, 4, 'of host memory missing; try "hytrain.moments": "8bit".'),
         (1, 6.5, '"offload_param": {"device": "cpu"} and "hytrain.moments": "8bit".'),
-        (1, 1, 'try 10.23 GiB of host memory and ZeRO stage 3 with "offload_param"'),
+        (1, 1, '"offload_param": {"device": "cpu"} and 10.23 GiB of host memory.'),
     ],
 )
 def test_what_to_try_is_what_fits(
@@ -431,11 +431,11 @@ def test_all_advice_is_what_fits(config: Path, model: Path, capsys: Capture) -> 
     # The host is short: more of it, as the keys want it; a smaller reserve would not do.
     lines = advised({}, "--gpu-memory", 4, "--host-memory", 3)
     assert not any("reserve" in line for line in lines)
-    amounts = [re.fullmatch(r"([\d.]+) GiB of host memory(.*)", line) for line in lines]
-    needed = {one[2]: float(one[1]) for one in amounts if one}
+    amounts = [re.fullmatch(r"(.* and |)([\d.]+) GiB of host memory", line) for line in lines]
+    needed = {one[1]: float(one[2]) for one in amounts if one}
     assert list(needed.values()) == sorted(needed.values(), reverse=True)
     for section in ({}, {"moments": "8bit"}, {"moments": "8bit", "master": "split"}):
-        words = "".join(f' and "hytrain.{key}": "{value}"' for key, value in section.items())
+        words = "".join(f'"hytrain.{key}": "{value}" and ' for key, value in section.items())
         memory = ("--gpu-memory", 4, "--host-memory", needed[words] + 0.01)
         assert explained({"hytrain": section}, *memory)[0] == 0
     # The GPU is short of gradients that the first backward keeps: stage 3 on the same ranks.

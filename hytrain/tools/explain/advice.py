@@ -12,7 +12,6 @@ from typing import Any
 from hytrain.config import HyTrainConfig
 from hytrain.errors import size_text
 from hytrain.formats.moment_kinds import MOMENTS, SPLIT
-from hytrain.placement.costs import MemoryLimits
 from hytrain.placement.memory import (
     HOST_RESERVE_SHARE,
     LEAST_RESERVE,
@@ -28,6 +27,7 @@ Begins = Callable[[HyTrainConfig, TrainingForm, int, bool], Decision]
 """What so many ranks begin with; without activations where the last argument is false."""
 
 _MOST_RANKS = 16
+_LESS = 0.95
 
 
 def remedies(begins: Begins, config: HyTrainConfig, form: TrainingForm, ranks: int) -> list[str]:
@@ -49,10 +49,10 @@ def remedies(begins: Begins, config: HyTrainConfig, form: TrainingForm, ranks: i
         if found.bounds.fits:
             fitting.append(words)
             break
-        # What needs as much as a smaller change is no help.
-        if needed is not None and (least is None or needed < least):
+        # What needs about as much as a smaller change is no help.
+        if needed is not None and (least is None or needed < _LESS * least):
             least = needed
-            hosts.append(f"{size_text(needed)} of host memory" + (f" and {words}" if words else ""))
+            hosts.append(f"{words} and " * bool(words) + f"{size_text(needed)} of host memory")
     if begins(config, form, ranks, False).bounds.fits:
         fitting.append("smaller micro-batches or shorter samples: without --seq it fits")
     fitting += reserve_advice(own.layer_bytes, own.limits, own.staging_bytes)
@@ -86,7 +86,8 @@ def _changes(
 def _host_needed(decision: Decision, config: HyTrainConfig, ranks: int) -> int | None:
     """Bytes for all ranks with which all state fits on the host; None where the GPU is short."""
     limits, layers = decision.limits, decision.layer_bytes
-    if _exceeds_gpu(decision, limits, 0):
+    has_own = limits.gpu is not None and not limits.shares_host
+    if has_own and gpu_peak_bytes(layers, limits, 0) > (limits.gpu or 0) - limits.gpu_reserve:
         return None
     needed = taken_of_host(layers, limits, decision.staging_bytes, 0)
     given = config.solver.host_memory_reserve_bytes
@@ -94,12 +95,6 @@ def _host_needed(decision: Decision, config: HyTrainConfig, ranks: int) -> int |
         share = int(needed / (1.0 - HOST_RESERVE_SHARE)) + 1
         return ranks * max(needed + LEAST_RESERVE, share)
     return ranks * (needed + given)
-
-
-def _exceeds_gpu(decision: Decision, limits: MemoryLimits, k: int) -> bool:
-    if limits.gpu is None or limits.shares_host:
-        return False
-    return gpu_peak_bytes(decision.layer_bytes, limits, k) > limits.gpu - limits.gpu_reserve
 
 
 def _more_ranks(
