@@ -726,9 +726,14 @@ def test_muon(config: Path, model: Path, capsys: Capture) -> None:
     config.write_text(json.dumps(muon | {"hytrain": {"master": "split"}}))
     assert '"hytrain.master" is "split" and the optimizer is Muon' in _error(capsys, config)
     config.write_text(json.dumps(muon | {"hytrain": {"moments": "bf16"}}))
-    assert cli.main(["explain", str(config), "--model", str(model), "--gpu-memory", "2"]) == 0
+    call = ["explain", str(config), "--model", str(model), "--verbose", "--gpu-memory"]
+    assert cli.main([*call, "2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "8 layers (3 blocks in 6 pieces" in text
     assert "4 bytes of master weight (fp32) and 2 of momentum (bf16)" in text
     assert "k: of the state all that fits is on the GPU" in text
     assert "before the momentum" in text
+    assert cli.main([*call, "2", "--host-memory", "0.9"]) == 1
+    text = capsys.readouterr().out
+    assert "host memory" in text
+    assert "split" not in text

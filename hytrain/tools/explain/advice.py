@@ -66,7 +66,7 @@ def _changes(
     """Keys to change, in words and as values, the smallest change first; none to begin with."""
     kinds = MOMENTS[MOMENTS.index(config.moments) :]
     masters = [config.master]
-    if form.dtype == "bfloat16" and config.master != SPLIT:
+    if form.dtype == "bfloat16" and config.master != SPLIT and not form.is_muon:
         masters.append(SPLIT)
     sharded = replace(form, stage=3, shards_weights=True)
     forms = {"": form}
