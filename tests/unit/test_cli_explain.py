@@ -735,5 +735,5 @@ def test_muon(config: Path, model: Path, capsys: Capture) -> None:
     assert "before the momentum" in text
     assert cli.main([*call, "2", "--host-memory", "0.9"]) == 1
     text = capsys.readouterr().out
-    assert "host memory" in text
-    assert "split" not in text
+    assert "GiB of host memory" in text
+    assert '"hytrain.master"' not in text
