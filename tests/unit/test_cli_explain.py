@@ -733,9 +733,9 @@ def test_muon(config: Path, model: Path, capsys: Capture) -> None:
     assert "4 bytes of master weight (fp32) and 2 of momentum (bf16)" in text
     assert "k: of the state all that fits is on the GPU" in text
     assert "before the momentum" in text
-    size = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16}
+    size = {"hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 65536}
     (model / "config.json").write_text(json.dumps(LLAMA | size))
-    assert cli.main([*call, "6", "--host-memory", "3"]) == 1
+    assert cli.main([*call, "4", "--host-memory", "2"]) == 1
     text = capsys.readouterr().out
     assert "GiB of host memory" in text
     assert '"hytrain.master"' not in text
