@@ -304,11 +304,8 @@ def _check_fit(section: HyTrainConfig, model: Any, optimizer: Any, mpu: Any) -> 
     if mpu is None and section.shard_fractions is not None and ranks:
         partition([], ranks, section.shard_fractions)
     shares = section.batch_shares()
-    if shares is not None and ranks and len(shares.sizes) != ranks:
-        raise ConfigError(
-            f'"hytrain.batch_sizes" has {len(shares.sizes)} numbers but the job has {ranks} ranks: '
-            "give one number a rank"
-        )
+    if shares is not None and ranks:
+        shares.check_ranks(ranks)
 
 
 def _with_plan(

@@ -125,6 +125,18 @@ class BatchShares:
                 f'"hytrain.micro_batch_sizes" is {list(self.micro_sizes)}: all must be above 0'
             )
 
+    def check_ranks(self, ranks: int) -> None:
+        """Refuses pieces for another number of ranks.
+
+        Raises:
+            ConfigError: there are more or fewer.
+        """
+        if len(self.sizes) != ranks:
+            raise ConfigError(
+                f'"hytrain.batch_sizes" has {len(self.sizes)} numbers but the job has {ranks} '
+                "ranks: give one number a rank"
+            )
+
     @property
     def global_batch(self) -> int:
         """Samples of a step, all ranks together."""

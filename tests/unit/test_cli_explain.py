@@ -631,6 +631,19 @@ def test_ranks_divide_state_and_host(config: Path, model: Path, capsys: Capture)
     assert "--rank 1: ranks count from 0, and --ranks is 1" in _error(capsys, *alone)
 
 
+def test_batches_are_for_as_many_ranks(config: Path, model: Path, capsys: Capture) -> None:
+    """Without --ranks for those that the sizes are for."""
+    config.write_text(json.dumps(CONFIG | {"hytrain": {"batch_sizes": [4, 2]}}))
+    call = (config, "--model", model, "--host-memory", 16)
+    words = '"hytrain.batch_sizes" has 2 numbers but the job has 3 ranks: give one number a rank'
+    assert words in _error(capsys, *call, "--ranks", 3)
+    assert cli.main(["explain", *map(str, call), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["decision"]["layer_bytes"][1]["parameters"] == BLOCK // 2
+    config.write_text(json.dumps(CONFIG | {"hytrain": {"micro_batch_sizes": [4, 2]}}))
+    assert 'needs "hytrain.batch_sizes"' in _error(capsys, config)
+
+
 def test_models_that_cannot_be_built(config: Path, model: Path, capsys: Capture) -> None:
     assert "No such file" in _error(capsys, config, "--model", model / "other.json")
     (model / "config.json").write_text('{"model_type": "no-such-model"}')

@@ -94,6 +94,9 @@ def _read_config(arguments: argparse.Namespace) -> _Asked:
         refuse_beside_streamed(section, form.optimizer)
     if ranks is not None:
         mesh_of(config, mpu=None, mesh=None, ranks=ranks)
+    if (shares := section.batch_shares()) is not None:
+        ranks = ranks or len(shares.sizes)
+        shares.check_ranks(ranks)
     check_model = None
     if section.plan is not None:
         section, check_model = with_plan(config, section, arguments.file, ranks, rank)
