@@ -19,6 +19,7 @@ _KINDS = {
         rb'^\s*\{.*"(hytrain|zero_optimization|train_(micro_)?batch_size\w*)"\s*:',
         "`hytrain explain`",
     ),
+    "model's config": (rb'^\s*\{.*"(model_type|architectures)"\s*:', "--model"),
 }
 """A pattern of each one's first bytes, and who reads it."""
 

@@ -126,6 +126,8 @@ def test_files_that_are_neither(tmp_path: Path, capsys: Capture) -> None:
         (text_of([step_line(1, 0.5, 0)]), "no placement decision"),
         ('{"loss": 1}\n{"loss": 2}\n', "line 1"),
         ('{"train_batch_size": 8}', 'no section "hytrain"'),
+        (json.dumps(LLAMA, indent=2), "is a model's config, for --model: give"),
+        (json.dumps(LLAMA), "is a model's config, for --model: give"),
         ('{"hytrian": {}}', 'rename "hytrian"'),
     ):
         path.write_text(text)
@@ -645,7 +647,13 @@ def test_batches_are_for_as_many_ranks(config: Path, model: Path, capsys: Captur
 
 
 def test_models_that_cannot_be_built(config: Path, model: Path, capsys: Capture) -> None:
-    assert "No such file" in _error(capsys, config, "--model", model / "other.json")
+    words = "nothing is downloaded: give a transformers config.json or its folder, as from `hf "
+    text = _error(capsys, config, "--model", "Some/Model-1.7B")
+    assert f"{words}download Some/Model-1.7B config.json --local-dir Model-1.7B`" in text
+    for path in (model / "other.json", model.parent, "gone.json"):
+        text = _error(capsys, config, "--model", path)
+        assert "No such file" in text
+        assert f"{words}download NAME config.json --local-dir DIR`" in text
     (model / "config.json").write_text('{"model_type": "no-such-model"}')
     assert "not a transformers config" in _error(capsys, config, "--model", model)
     (model / "config.json").write_text("[]")

@@ -16,6 +16,7 @@ from hytrain.tools.cli.arguments import (
     positive_int,
     rank_number,
 )
+from hytrain.tools.model_path import read_model_file
 from hytrain.tools.stdout import stdout_to
 
 _EXPLAIN = (
@@ -80,7 +81,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         if given and arguments.model is None:
             raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
         if arguments.model is not None:
-            arguments.model.stat()  # a wrong path is told before torch is imported
+            read_model_file(arguments.model)  # a wrong path is told before torch is imported
         with stdout_to(2):  # where DeepSpeed writes warnings when it is imported
             from hytrain.tools.cli.explain_config import explain_config
         return explain_config(arguments)

@@ -9,6 +9,7 @@ from torch import nn
 
 from hytrain.errors import ConfigError
 from hytrain.formats.record import parse_json
+from hytrain.tools.model_path import read_model_file
 
 # A configuration does not tell what is trained with it; the heads from the likeliest on.
 _HEADS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
@@ -40,15 +41,10 @@ def read_config(path: Path) -> Any:
             f"--model needs transformers, which cannot be imported ({error}): "
             "pip install hytrain[train]"
         ) from error
-    file = path / "config.json" if path.is_dir() else path
+    file, text = read_model_file(path)
     try:
-        fields: dict[str, Any] = parse_json(file.read_bytes(), f"--model {file}", ConfigError)
+        fields: dict[str, Any] = parse_json(text, f"--model {file}", ConfigError)
         return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read --model {file} ({error.strerror}): give a transformers config.json or "
-            "the folder that holds one"
-        ) from error
     except ConfigError:
         raise
     except Exception as error:  # what transformers makes of other values is manifold
