@@ -104,7 +104,7 @@ def misspelt_keys(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         prefix, cutoff = (f"{section}.", 0.6) if section else ("", 0.85)
         for key in given:
             near = difflib.get_close_matches(str(key), [*known, SECTION], n=1, cutoff=cutoff)
-            if near and near[0] not in given:
+            if near and near[0] != key:
                 found.append((f"{prefix}{key}", prefix + near[0]))
             elif not near and not section and key in HyTrainConfig.model_fields:
                 found.append((str(key), f"{SECTION}.{key}"))

@@ -165,3 +165,8 @@ def test_what_can_be_used() -> None:
 def test_a_key_of_the_section_at_the_top_level() -> None:
     said = misspelt_keys(make_config(trace={"dir": "x"}, checkpoint={}))
     assert said == [("trace", "hytrain.trace")]
+
+
+def test_a_misspelt_key_beside_the_right_one() -> None:
+    said = misspelt_keys(make_config(gradient_cliping=0.5))
+    assert said == [("gradient_cliping", "gradient_clipping")]
