@@ -501,7 +501,8 @@ def test_options_are_refused_before_torch_is_imported(config: Path) -> None:
 def test_memory_in_another_unit_is_refused(config: Path, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         cli.main(["explain", str(config), "--gpu-memory", "80GB"])
-    assert "'80GB' is not a number of GiB: write 80 or 80GiB" in capsys.readouterr().err
+    words = "write a plain number (a GPU of 80 GB has about 78 to use)"
+    assert f"'80GB' is not a number of GiB: {words}" in capsys.readouterr().err
 
 
 def test_weights_that_are_sharded_or_on_the_host(

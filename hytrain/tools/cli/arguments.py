@@ -61,7 +61,9 @@ def gibibytes(text: str) -> float:
     try:
         return positive_float(text.removesuffix("GiB"))
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error} of GiB: write 80 or 80GiB") from None
+        raise argparse.ArgumentTypeError(
+            f"{error} of GiB: write a plain number (a GPU of 80 GB has about 78 to use)"
+        ) from None
 
 
 def share(text: str) -> float:
