@@ -145,7 +145,8 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
         ends = [words] if arguments.verbose else []
         if tokens:
             ends.append(_inputs_words(inputs, tokens, samples, on_gpu, section))
-        text = [*heads, model_text(section, sizes, decision, advice)]
+        sized = model_text(section, sizes, decision, advice, is_muon=form.is_muon)
+        text = [*heads, sized]
         print(fold("\n".join([*text, *[""][: len(ends)], *ends])))
     number, found = decision.gpu_layers_target, decision.bounds
     return 0 if (found.allow(number) if is_fixed else found.fits) else 1

@@ -31,7 +31,8 @@ _LESS = 0.95
 
 
 def remedies(begins: Begins, config: HyTrainConfig, form: TrainingForm, ranks: int) -> list[str]:
-    """What would do, each line by itself; first what fits in the memory that there is.
+    """What would do, each line by itself; first what fits in the memory that there is, then what
+    takes least of the host.
 
     Args:
         begins: tells what a run begins with.
@@ -56,7 +57,9 @@ def remedies(begins: Begins, config: HyTrainConfig, form: TrainingForm, ranks: i
     if begins(config, form, ranks, False).bounds.fits:
         fitting.append("smaller micro-batches or shorter samples: without --seq it fits")
     fitting += reserve_advice(own.layer_bytes, own.limits, own.staging_bytes)
-    found = [*fitting, *_larger_gpu(own), *hosts, *_more_ranks(begins, config, form, ranks)]
+    found = [*fitting, *_larger_gpu(own), *hosts[::-1], *_more_ranks(begins, config, form, ranks)]
+    if config.gpu_fraction != "solve" and own.gpu_layers_target:
+        found = [f'{line}, with "hytrain.gpu_fraction": "solve"' for line in found]
     return found or ["a larger GPU and more host memory"]
 
 

@@ -281,11 +281,16 @@ def _fitting_words(decision: Decision) -> str:
 
 
 def model_text(
-    config: HyTrainConfig, sizes: ModelSizes, decision: Decision, advice: Sequence[str]
+    config: HyTrainConfig,
+    sizes: ModelSizes,
+    decision: Decision,
+    advice: Sequence[str],
+    *,
+    is_muon: bool = False,
 ) -> str:
     """Sizes and memory, for people; where a run would be refused, its table in their place.
 
-    ``advice``: what would make it fit.
+    ``advice``: what would make it fit; ``is_muon``: whether Muon updates.
     """
     shared = ""
     if sizes.num_ranks > 1:
@@ -294,9 +299,10 @@ def model_text(
     lines = [
         f"Model: {sizes.source}: {sum(sizes.parameters) / 1e6:,.1f} M parameters in "
         f"{layers_words(sizes.layers)}{shared}. Activations are not counted, except what --seq "
-        "gives: a run measures them in its first step. For an estimate of the step time: "
-        "`hytrain plan --gpus`.",
+        "gives: a run measures them in its first step."
     ]
+    if not is_muon and config.master != SPLIT:  # which have no plans
+        lines[0] += " For an estimate of the step time: `hytrain plan --gpus`."
     if config.gpu_fraction == "solve" and not decision.bounds.fits:
         try:
             check_fits(
