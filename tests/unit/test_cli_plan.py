@@ -603,6 +603,12 @@ def test_a_batch_that_is_too_large_is_said_to_be(model: Path, capsys: Capture) -
     most = int(found[1])
     assert f"plan with --batch {most}, or less" in text
     assert sum(rank["batch_size"] for rank in _json(capsys, *call, most)["ranks"]) == most
+    # Where the smaller batch lacks host memory, it is no advice.
+    call[5] = 64
+    text = _error(capsys, *call, 512)
+    assert "plan with --batch" not in text
+    assert f"; with --batch {most}, the GPUs and hosts can hold " in text
+    assert "is missing, on any host or GPU" in _error(capsys, *call, most)
 
 
 def test_what_would_fit_is_told_with_amounts(model: Path, capsys: Capture) -> None:

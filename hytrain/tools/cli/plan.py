@@ -231,7 +231,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     options = plan_options(arguments, config, profile, is_estimated=is_estimated)
     problem, plan = make_plan_without_spare(problem_from(profile, options))
     if isinstance(plan, Infeasible):
-        raise PlanError(f"nothing fits: {plan.reason}{_would_fit(arguments, profile, options)}")
+        words = f"{plan.reason}{_with_less(plan.samples, profile, options)}"
+        raise PlanError(f"nothing fits: {words}{_would_fit(arguments, profile, options)}")
     if is_estimated and plan.other_mode is None and plan.accumulation != "micro_batch_major":
         plan = beside_micro_batch_major(problem, plan)
     without: Any = None
@@ -283,6 +284,20 @@ def _check_files(arguments: argparse.Namespace) -> None:
     read = [("--profile", path) for path in arguments.profile or ()]
     read += [("--deepspeed-config", arguments.deepspeed_config), ("--model", model)]
     check_outputs({"--out": arguments.out}, read, kind="plan")
+
+
+def _with_less(samples: int, profile: Any, options: Any) -> str:
+    """What comes of a batch of so many samples, which may lack other memory; empty for 0."""
+    from hytrain.tools.infeasible import Infeasible
+    from hytrain.tools.planner.plan import make_plan_without_spare
+    from hytrain.tools.planner.profile_problem import problem_from
+
+    if not samples:
+        return ""
+    _, plan = make_plan_without_spare(problem_from(profile, replace(options, batch=samples)))
+    if isinstance(plan, Infeasible):
+        return f"; with --batch {samples}, {plan.reason}"
+    return f"; plan with --batch {samples}, or less"
 
 
 def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str:

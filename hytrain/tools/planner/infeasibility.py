@@ -116,4 +116,4 @@ def _samples_are_missing(problem: PlanProblem, most: int) -> Infeasible:
     gradients = problem.gradient_bytes * problem.model.parameters / _GIB
     if problem.stage != 3 and gradients:
         words += f" ({gradients:.2f} GiB of gradients stay on each GPU between micro-batches)"
-    return Infeasible(f"{words}; plan with --batch {most}, or less", max(0.0, lacking))
+    return Infeasible(words, max(0.0, lacking), samples=most)
