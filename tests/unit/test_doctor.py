@@ -233,7 +233,10 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     findings = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert {"torch", "cores", "memory", "locked memory", "Adam", "fsync", "disk"} <= findings.keys()
     assert cli.main(command) in (0, 1)
-    assert "what to do" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "what to do" in lines[2]
+    assert re.fullmatch(r"\d+ bad, \d+ to note, \d+ as they should be", lines[0])
+    assert lines[-1] == lines[0]
     assert list(tmp_path.iterdir()) == []
     assert cli.main(["doctor", "--folder", str(tmp_path / "none"), "--elements", "1000"]) == 2
     assert "--folder" in capsys.readouterr().err

@@ -50,11 +50,15 @@ def examine(folder: Path, ranks: int, elements: int | None) -> list[Finding]:
 
 
 def report_text(findings: Sequence[Finding]) -> str:
-    """A table: what was looked at, what it is, whether it is well, what to do."""
+    """A table: what was looked at, what it is, whether it is well, what to do.
+
+    How many are bad is the first line, and the last, which a terminal still shows.
+    """
     rows = [("", "seen", "verdict", "what to do")]
     rows += [(f.name, f.seen, _WORDS[f.verdict], f.advice) for f in findings]
     lines = align(rows, left=(0, 1, 2, 3))
     bad = sum(finding.verdict == "bad" for finding in findings)
     notes = sum(finding.verdict == "note" for finding in findings)
-    lines.append(f"{bad} bad, {notes} to note, {len(findings) - bad - notes} as they should be")
-    return "\n".join(line.rstrip() for text in lines for line in text.splitlines())
+    verdict = f"{bad} bad, {notes} to note, {len(findings) - bad - notes} as they should be"
+    table = [line.rstrip() for text in lines for line in text.splitlines()]
+    return "\n".join([verdict, "", *table, verdict])
