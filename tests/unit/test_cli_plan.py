@@ -611,6 +611,21 @@ def test_a_batch_that_is_too_large_is_said_to_be(model: Path, capsys: Capture) -
     assert "is missing, on any host or GPU" in _error(capsys, *call, most)
 
 
+def test_a_plan_is_no_slower_than_its_even_split(model: Path, capsys: Capture) -> None:
+    """In stage 3, where ranks make equally many micro-batches."""
+    qwen = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288}
+    qwen |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}
+    (model / "config.json").write_text(json.dumps(LLAMA | qwen))
+    call = ["--gpus", "2xh100", "h200", "--model", model, "--host-memory", 256, "--stage", 3]
+    call += ["--moments", "8bit", "--batch"]
+    assert _run(*call, 33) == 0
+    found = re.search(r"([\d.]+) samples/s; even split: ([\d.]+)\.\n", capsys.readouterr().out)
+    assert found is not None
+    assert float(found[1]) >= float(found[2])
+    assert _run(*call, 32) == 0  # of which it leaves two out
+    assert "; even split of 30 samples: " in capsys.readouterr().out
+
+
 def test_what_would_fit_is_told_with_amounts(model: Path, capsys: Capture) -> None:
     large = {"num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 13824}
     (model / "config.json").write_text(json.dumps(LLAMA | large))

@@ -20,6 +20,7 @@ from hytrain.tools.planner.accumulation_modes import Solver, some_rounds
 from hytrain.tools.planner.arrays import Floats
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import Collectives, sizes_to_choose, workload
+from hytrain.tools.planner.even_split import even_split
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Plan, to_plan
 from hytrain.tools.planner.search import CLOSE, PRECISION, search_program
@@ -59,6 +60,9 @@ def best_rounds(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
         if shortest <= CLOSE * min([goal(), *bounds]):
             break
         look(policy, number, shortest, even=even)
+    # The search ends near the bound: an even split may still be a little shorter.
+    if problem.batch % problem.cluster.num_ranks == 0 and (even := even_split(problem)):
+        plans.append(even)
     best = min(plans, key=lambda plan: plan.predicted_seconds, default=None)
     best = best or some_rounds(problem, solve)
     if isinstance(best, Infeasible):

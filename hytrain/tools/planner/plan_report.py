@@ -75,8 +75,10 @@ def headline(problem: PlanProblem, plan: Plan) -> str:
     words = f"Step: {1e3 * plan.predicted_seconds:.1f} ms predicted, {speed:.3g} samples/s"
     if number > 1 and problem.batch >= number:
         even = even_split(problem)
-        own = 0.0 if even is None else problem.batch // number * number / even.predicted_seconds
-        words += "; an even split does not fit" if even is None else f"; even split: {own:.3g}"
+        samples = problem.batch // number * number
+        own = 0.0 if even is None else samples / even.predicted_seconds
+        name = "even split" + f" of {samples} samples" * (samples < problem.batch)
+        words += "; an even split does not fit" if even is None else f"; {name}: {own:.3g}"
     words += "."
     idle = [str(rank) for rank, one in enumerate(plan.ranks) if not one.batch_size]
     if idle:
