@@ -10,6 +10,8 @@ copies what each has written to DIR as soon as it ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shlex
 import shutil
 import subprocess
@@ -17,6 +19,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+# Run as a script, Python puts this folder on the path, and the package lies two levels above it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common import runner
 
 HERE = Path(__file__).resolve().parents[1]
 SCALING = "weak_scaling/run.py --checkpointing"
@@ -73,6 +80,22 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     return found
 
 
+def run(command: Sequence[str], log: Path, seconds: float) -> int:
+    """A command's exit status; 1 where it took longer and was ended."""
+    process = runner.start(command, dict(os.environ), log)
+    try:
+        code = process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        # Not SIGKILL first: its ranks have sessions of their own, which it ends itself.
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(CLOSING_SECONDS)
+        code = 1
+    runner.stop(process)
+    print(*runner.tail(log), sep="\n", flush=True)
+    return code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a part; the exit status is that of its last command that failed."""
     parser = argparse.ArgumentParser(
@@ -86,18 +109,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--toy", action="store_true", help="toy models on CPU ranks")
     options = parser.parse_args(arguments)
     end, status = time.monotonic() + options.seconds, 0
+    options.out = options.out.resolve()  # commands run in the repository's folder
     options.out.mkdir(parents=True, exist_ok=True)
     for name, command in commands(options).items():
         left = end - time.monotonic() - CLOSING_SECONDS
         folder = options.out / f"{options.part}_{name}"
         limit = "--seconds" if options.part == "mixture" else "--budget-seconds"
-        call = [*command, "--out", str(folder), limit, f"{left:.0f}"]
+        call = [*command, "--out", str(folder), limit, f"{max(0.0, left):.0f}"]
         print(shlex.join(call), flush=True)
-        try:
-            status = subprocess.run(call, check=False, timeout=left + CLOSING_SECONDS).returncode
-        except subprocess.TimeoutExpired:
-            print(f"{name}: ended after {left:.0f} s", flush=True)
-            status = 1
+        status = run(call, folder.with_suffix(".log"), left + CLOSING_SECONDS) or status
         if (folder / "result.json").exists():
             shutil.copy(folder / "result.json", options.out / f"{options.part}_{name}.json")
     return status

@@ -54,12 +54,12 @@ def jobs(options: argparse.Namespace) -> list[Json]:
     """One a system."""
     is_toy = options.device == "cpu"
     degree = 1 if options.part == "one" else options.gpus
-    first = 1 if degree == 1 else 2 * degree
+    # With fewer tokens a rank, what grows with them is less than what else comes and goes.
+    times = 1 if degree == 1 else 2 * degree
     common: Json = {
         **{"worker": "experiments.long_context.worker", "clip": 1.0, "stage": options.stage},
         **{"seconds": options.job_seconds, "host_gib": options.host_gib, "host_floor_gib": 1.0},
-        # With fewer tokens a rank, what grows with them is less than what else comes and goes.
-        **{"lengths": (64, 128) if is_toy else (16384 * first, 49152 * first)},
+        **{"lengths": (64, 128) if is_toy else (times * 16384, times * 49152)},
         **{"times": (96,) if is_toy else options.times},
         **runner.workload(options),
     }

@@ -156,9 +156,8 @@ def _choose_form(
     def keep(form: StateFormat) -> tuple[tuple[LayerBytes, ...], int]:
         for state in states:
             state.form = form.of(state.form.optimizer)
-        return tuple(layer_bytes_of(state, direct=cpu.direct) for state in states), staging_bytes(
-            states, cpu
-        )
+        layers = tuple(layer_bytes_of(state, direct=cpu.direct) for state in states)
+        return layers, staging_bytes(states, cpu)
 
     if config.master != SPLIT or cpu.direct:
         return *keep(form), ""

@@ -146,8 +146,8 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
         if tokens:
             ends.append(_inputs_words(inputs, tokens, samples, on_gpu, section))
         sized = model_text(section, sizes, decision, advice, is_muon=form.is_muon)
-        text = [*heads, sized]
-        print(fold("\n".join([*text, *[""][: len(ends)], *ends])))
+        text = [*heads, sized, *(["", *ends] if ends else [])]
+        print(fold("\n".join(text)))
     number, found = decision.gpu_layers_target, decision.bounds
     return 0 if (found.allow(number) if is_fixed else found.fits) else 1
 
