@@ -11,11 +11,10 @@ from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR
 from hytrain.formats.profile_file import DeviceProfile, ProfileFile
 from hytrain.placement.memory import GPU_RESERVE_SHARE, host_reserve
 from hytrain.tools.infeasible import Infeasible
-from hytrain.tools.planner.even_split import even_split
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
-from hytrain.tools.planner.result import Plan, plan_file
+from hytrain.tools.planner.result import Plan, even_split, plan_file
 
 LEAST_SHARD = 1e-4
 """Of the state: every rank must own some of it."""

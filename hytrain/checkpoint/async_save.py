@@ -82,13 +82,7 @@ class AsyncSaver:
     """Runs one save at a time."""
 
     def __init__(self, kept: KeptState, current_step: Callable[[], int], share: HostShare) -> None:
-        """A collective. Takes host memory for copies of the state, as far as there is room.
-
-        Args:
-            kept: whose state is saved.
-            current_step: steps that training has made.
-            share: this rank's part of its host.
-        """
+        """A collective. Takes host memory for copies of the state, as far as there is room."""
         self._kept = kept
         self._current_step = current_step
         self.collectives = open_group(kept.collectives)
@@ -123,10 +117,8 @@ class AsyncSaver:
     ) -> None:
         """Begins a save of what there is now; an earlier one must have been waited for.
 
-        Args:
-            target: where to.
-            contents: puts the contents together, in the saver's thread.
-            frozen: see :func:`write_contents`; walked through at once.
+        ``contents``: puts the contents together, in the saver's thread. ``frozen``: see
+        :func:`write_contents`; walked through at once.
         """
         assert self._ended.is_set()
         taken = self._kept.pipeline.streams.record_current()
@@ -255,9 +247,8 @@ class AsyncSaver:
     def close(self, *, abandon: bool) -> None:
         """Before the engine's state goes: waits for the save.
 
-        Args:
-            abandon: other ranks, if there are any, may be gone: it is waited for a few seconds
-                only. What it leaves is no checkpoint, and is removed by a later save.
+        ``abandon``: other ranks, if there are any, may be gone: it is waited for a few seconds
+        only. What it leaves is no checkpoint, and is removed by a later save.
         """
         abandon = abandon and self.collectives.world_size > 1
         self._jobs.put(None)

@@ -229,9 +229,6 @@ def gather_round(
 
     Args:
         deliveries: the same on all ranks; no rank is a destination twice.
-        kind: of state tensor.
-        collectives: the ranks.
-        device: the layers' device.
         deliver: called on a delivery's destination with the parameter, the state's name and the
             whole tensor (fp32, the parameter's shape, on the host, its own memory). It must not
             raise: the other ranks would wait for this one.
@@ -264,11 +261,7 @@ def gather_everywhere(
 ) -> torch.Tensor:
     """A whole tensor of one parameter on every rank, from the ranks' pieces; a collective.
 
-    Args:
-        place: the parameter.
-        mine: this rank's piece, 1-D fp32; empty where it owns none.
-        collectives: the ranks.
-        device: of the layers, and of the result.
+    ``mine``: this rank's piece, 1-D fp32; empty where it owns none.
 
     Returns:
         fp32, of the parameter's shape, its own memory.

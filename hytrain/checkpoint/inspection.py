@@ -36,9 +36,8 @@ Kind = Literal["hytrain", "universal", "deepspeed", "unfinished", "damaged"]
 def locate(given: Path, tag: str | None) -> Path:
     """The folder of one checkpoint.
 
-    Args:
-        given: a folder of checkpoints, or a checkpoint's own.
-        tag: which of them; None: the latest.
+    ``given``: a folder of checkpoints, or a checkpoint's own. ``tag``: which of them; None: the
+    latest.
 
     Raises:
         CheckpointError: there is none.

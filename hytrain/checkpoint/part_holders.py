@@ -17,9 +17,7 @@ def find_holders(
 ) -> tuple[StoredFiles, dict[str, int]]:
     """Looks which host has which files; a collective.
 
-    Args:
-        files: as rank 0 has found them, with this rank's paths.
-        collectives: the ranks.
+    ``files``: as rank 0 has found them, with this rank's paths.
 
     Returns:
         The files, all of which were found; and of each a rank of a host that has it, by which it is

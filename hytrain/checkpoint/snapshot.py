@@ -154,8 +154,7 @@ class StateSnapshot:
     def take(self, room: int) -> int:
         """Copies the layers, as far as there is room; in the thread that saves.
 
-        Args:
-            room: bytes of host memory that copies of state on the device may take.
+        ``room``: bytes of host memory that copies of state on the device may take.
 
         Returns:
             Bytes of state for which there was none: they are read where they are.

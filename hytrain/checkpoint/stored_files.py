@@ -72,9 +72,7 @@ class StoredFiles:
     def as_found(cls, paths: CheckpointPaths, *, by_manifest: bool = True) -> StoredFiles:
         """:meth:`of` without a look at which files there are.
 
-        Args:
-            paths: the checkpoint's.
-            by_manifest: False: as if there were none.
+        ``by_manifest``: False: as if there were none.
 
         Raises:
             CheckpointError: the manifest is damaged or of a later version.

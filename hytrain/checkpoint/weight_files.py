@@ -46,10 +46,8 @@ def write_safetensors(model: StoredModel, folder: Path, max_bytes: int) -> list[
 
     Tied weights are there once, as Hugging Face has them: ``from_pretrained`` ties them again.
 
-    Args:
-        model: the weights.
-        folder: that exists and has none of these files.
-        max_bytes: of a shard's tensors; one tensor that is larger has a shard of its own.
+    ``folder``: that exists and has none of these files. ``max_bytes``: of a shard's tensors; one
+    tensor that is larger has a shard of its own.
 
     Returns:
         The files, whole and on the disk; on an error there is none of them.

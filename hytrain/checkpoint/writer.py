@@ -63,16 +63,12 @@ def write_contents(
     copy and the module's buffers.
 
     Args:
-        target: where to.
         contents: all but the state tensors.
         frozen: parameters that are not trained and not whole on rank 0: copies there, by ``id``, a
             few at a time; all ranks walk through it.
-        collectives: the ranks.
-        device: the layers'.
         source: this rank's pieces of the state tensors.
         written: called, in any thread, when this rank's piece of one of a parameter's state tensors
             is not read any more.
-        threads: that write.
 
     Raises:
         CheckpointError: a file could not be written on some rank; raised on all. The tag and

@@ -87,9 +87,7 @@ def compare(
 def stay_away(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     """This rank goes another way and does not wait; ranks that compare get an error.
 
-    Args:
-        facts: where it goes; others have these keys, too.
-        group: None for the default one.
+    ``facts``: where it goes; others have these keys, too.
     """
     notes = _Notes(group)
     notes.put("facts", facts)

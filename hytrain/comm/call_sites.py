@@ -35,8 +35,7 @@ class Call:
 def stack_of(thread: int) -> list[Call]:
     """The calls that a thread is in, the innermost first; at most 100.
 
-    Args:
-        thread: its threading.get_ident().
+    ``thread``: its threading.get_ident().
 
     Returns:
         Empty where they cannot be told: it has ended, or more than 100 threads are newer.

@@ -53,10 +53,7 @@ class ShardCollectives:
     """Collectives among the ranks that share the optimizer state."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """
-        Args:
-            group: the data-parallel process group; None for the default one.
-        """
+        """``group``: the data-parallel process group; None for the default one."""
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -127,9 +124,7 @@ class ShardCollectives:
 
         All ranks call it. Gloo's ranks wait on the host, where there is nothing to be gained.
 
-        Args:
-            device: this rank's.
-            is_wanted: by this rank; of those that share a host, the ones that want it do it.
+        ``is_wanted``: by this rank; of those that share a host, the ones that want it do it.
         """
         if self.is_nccl and self.world_size > 1:
             self._gate = open_gate(
@@ -221,9 +216,7 @@ class ShardCollectives:
     def gather_objects(self, value: Any, what: str) -> list[Any]:
         """A value of every rank, on every rank; a collective that waits.
 
-        Args:
-            value: this rank's; it is pickled.
-            what: is gathered; the same on all ranks.
+        ``value``: this rank's; it is pickled. ``what``: is gathered; the same on all ranks.
         """
         values: list[Any] = [value] * self.world_size
         if self.world_size > 1:
@@ -246,9 +239,8 @@ class ShardCollectives:
     def object_from_first(self, value: Any, what: str) -> Any:
         """Rank 0's value, on every rank; a collective that waits.
 
-        Args:
-            value: rank 0's; it is pickled. That of others is not used.
-            what: is sent; the same on all ranks.
+        ``value``: rank 0's; it is pickled. That of others is not used. ``what``: is sent; the same
+        on all ranks.
         """
         values = [value]
         if self.world_size > 1:

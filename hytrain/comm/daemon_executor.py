@@ -31,10 +31,8 @@ class DaemonExecutor:
     """
 
     def __init__(self, name: str, then: Callable[[], None] = lambda: None) -> None:
-        """
-        Args:
-            name: of the thread, which starts with the first task.
-            then: called behind every task, in that thread.
+        """``name``: of the thread, which starts with the first task; ``then``: called behind every
+        task, in that thread.
         """
         self._name = name
         self._then = then

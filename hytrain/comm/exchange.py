@@ -43,10 +43,8 @@ def exchange(
 ) -> None:
     """Carries out transfers; a collective, though a rank without a part in them returns at once.
 
-    Args:
-        transfers: the same list on all ranks, but for the tensors.
-        collectives: the ranks.
-        device: where NCCL finds its tensors; gloo's are on the host.
+    ``transfers``: the same list on all ranks, but for the tensors. ``device``: where NCCL finds its
+    tensors; gloo's are on the host.
     """
     rank = collectives.rank
     remote: list[Transfer] = []
@@ -103,10 +101,7 @@ def raise_together(
 ) -> None:
     """Raises on every rank what went wrong on any; a collective, and with that a barrier.
 
-    Args:
-        failure: what went wrong on this rank; None: nothing.
-        collectives: the ranks.
-        kind: the error's class; the same on all ranks.
+    ``kind``: the error's class; the same on all ranks.
 
     Raises:
         CheckpointError: of that kind, naming the ranks where they do not all say the same.
@@ -140,8 +135,7 @@ def _raise_all(failures: Sequence[str | None], kind: type[CheckpointError]) -> N
 def from_first(find: Callable[[], _Found], collectives: ShardCollectives) -> _Found:
     """What rank 0 finds, on every rank, so that all go the same way.
 
-    Args:
-        find: called on rank 0 only; its result is pickled.
+    ``find``: called on rank 0 only; its result is pickled.
 
     Raises:
         CheckpointError: it failed on rank 0; of the class that it failed with.

@@ -65,10 +65,6 @@ class Words:
     """The last word of each rank; of the watch's thread."""
 
     def __init__(self, rank: int) -> None:
-        """
-        Args:
-            rank: this one.
-        """
         self._rank = rank
         self._last: dict[int, Word] = {}
 
@@ -92,10 +88,8 @@ class Words:
     def cause(self, gone: Mapping[int, str], *, number: int | None) -> Cause | None:
         """The rank that has failed first, as far as can be told.
 
-        Args:
-            gone: descriptions of the ranks whose processes are gone.
-            number: of the collective that this rank has waited for, longer than is usual; None: it
-                does not wait.
+        ``gone``: descriptions of the ranks whose processes are gone. ``number``: of the collective
+        that this rank has waited for, longer than is usual; None: it does not wait.
         """
         own = self._last.get(self._rank)
         others = [word for word in self._last.values() if word.rank != self._rank]

@@ -99,8 +99,6 @@ class RankWatch:
         """Starts the thread; the calling one is that which trains.
 
         Args:
-            rank: this rank.
-            world_size: ranks of the group.
             connect: makes a connection of the watch's own to the store that the ranks share.
             abort: ends the collectives that are under way, where they can be ended.
             prefix: of keys in the store; the same for these ranks, another one for every engine.
@@ -251,9 +249,8 @@ class RankWatch:
     def tell(self, error: BaseException, *, final: bool) -> None:
         """Tells the other ranks of a failure here.
 
-        Args:
-            error: the failure.
-            final: the process ends; otherwise others wait for a while, as this rank may come back.
+        ``error``: the failure. ``final``: the process ends; otherwise others wait for a while, as
+        this rank may come back.
         """
         # What happens after another rank's failure is no cause of anything.
         if self._is_over() or isinstance(error, (RankFailedError, OutOfStepError)):
@@ -266,8 +263,7 @@ class RankWatch:
     def leave(self, text: str = "") -> None:
         """This rank makes no collectives any more: no failure, but for those who wait for it.
 
-        Args:
-            text: why, where that is not what it should be.
+        ``text``: why, where that is not what it should be.
         """
         if not self._is_over():
             self._say("left", text, final=True)

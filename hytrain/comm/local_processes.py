@@ -93,12 +93,7 @@ class WatchedProcess:
 
 
 def watched_by(rank: int, processes: Sequence[Process]) -> dict[int, WatchedProcess]:
-    """The ranks of one rank's host, without itself.
-
-    Args:
-        rank: that one.
-        processes: of all ranks.
-    """
+    """The ranks of one rank's host, without itself."""
     watched: dict[int, WatchedProcess] = {}
     for other, process in enumerate(processes):
         if other != rank and process.machine and process.machine == processes[rank].machine:

@@ -198,11 +198,8 @@ class Peers:
     """This rank's connections; of the watch's thread."""
 
     def __init__(self, rank: int, listener: Listener, addresses: Sequence[Address | None]) -> None:
-        """
-        Args:
-            rank: this one.
-            listener: its port; from now on this object's.
-            addresses: of all ranks; None: it could not listen.
+        """``listener``: its port; from now on this object's. ``addresses``: of all ranks; None: it
+        could not listen.
         """
         self._listener = listener
         self._addresses = addresses

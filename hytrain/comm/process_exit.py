@@ -62,8 +62,7 @@ class Ending:
     def require(self, failure: HyTrainError) -> None:
         """From now on the process is to end; :meth:`turn` must be called again and again.
 
-        Args:
-            failure: what its thread is to raise.
+        ``failure``: what its thread is to raise.
         """
         self._failure = failure
         _failures.append(failure)

@@ -79,12 +79,8 @@ class StatusStore:
     """The notes. Its calls cannot be interrupted and may take for ever: of a thread of its own."""
 
     def __init__(self, rank: int, world_size: int, connect: Callable[[], Any], prefix: str) -> None:
-        """
-        Args:
-            rank: this rank.
-            world_size: ranks of the group.
-            connect: makes a connection of the thread's own.
-            prefix: of keys; the same for the ranks of this group, another one for every engine.
+        """``connect``: makes a connection of the thread's own. ``prefix``: of keys; the same for
+        the ranks of this group, another one for every engine.
         """
         self._rank = rank
         self._world_size = world_size

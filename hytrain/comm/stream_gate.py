@@ -162,7 +162,6 @@ class StreamGate:
             flags: shared by the ranks below.
             stream: the gate's own.
             base: address of the flags for the stream.
-            rank: this rank.
             others: ranks that it waits for, before the first collective; they wait for this one.
         """
         self._flags = flags
@@ -288,8 +287,6 @@ def open_gate(
     """Makes a gate with the ranks of this host; a collective.
 
     Args:
-        rank: of this process, in the group.
-        world_size: of the group.
         group: of all ranks; on several hosts each has a gate of its own.
         make_stream: makes the gate's stream.
         is_wanted: by this rank; the others go without one that does not want to.

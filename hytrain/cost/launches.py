@@ -39,12 +39,7 @@ class Launches:
     after_decision: float = 0.0
 
     def passes_beside(self, busy: float, gpu_layers: int = 0) -> float:
-        """The passes' launches, updates on the CPU going on for so many seconds of them.
-
-        Args:
-            busy: seconds.
-            gpu_layers: that are updated on the GPU.
-        """
+        """The passes' launches, updates on the CPU going on for so many seconds of them."""
         passes = self.passes + (self.in_passes[gpu_layers] if self.in_passes else 0.0)
         delayed = passes + (1.0 - 1.0 / self.slowdown) * busy
         return min(self.slowdown * passes, delayed)
@@ -52,9 +47,7 @@ class Launches:
     def update_seconds(self, gpu_layers: int, idle: float) -> float:
         """By which the launches of the GPU's updates outlast backward.
 
-        Args:
-            gpu_layers: that are updated.
-            idle: for which the host has nothing to launch in the passes: so far it is ahead.
+        ``idle``: for which the host has nothing to launch in the passes: so far it is ahead.
         """
         launched = self.on_gpu[gpu_layers] if self.on_gpu else 0.0
         return max(0.0, launched - max(0.0, idle))

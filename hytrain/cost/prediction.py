@@ -60,10 +60,8 @@ def predict(
 ) -> Prediction:
     """The predicted steady state for each candidate number of GPU layers.
 
-    Args:
-        costs: what each layer takes.
-        gpu_layers: the candidates; None for 0..L.
-        room: see :data:`Room`; None: everything has room.
+    ``gpu_layers``: the candidates; None for 0..L. ``room``: see :data:`Room`; None: everything has
+    room.
 
     Raises:
         PlacementError: a candidate is not in 0..L.

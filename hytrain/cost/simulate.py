@@ -127,12 +127,8 @@ class Rank:
         *,
         has_samples: bool = True,
     ) -> None:
-        """
-        Args:
-            costs: seconds of its layers.
-            places: where each of them is updated.
-            launches: of its host; None: it is always in time.
-            has_samples: whether it computes; its forward waits for nothing otherwise.
+        """``launches``: of its host; None: it is always in time. ``has_samples``: whether it
+        computes; its forward waits for nothing otherwise.
         """
         self.costs = costs
         self.launches = launches or Launches()
@@ -168,9 +164,7 @@ class Rank:
     def busy_seconds(self, host_waits: float, *, clipped: bool) -> float:
         """For which its worker updates while its host has something to launch.
 
-        Args:
-            host_waits: seconds for which the host waited for the worker.
-            clipped: whether the step is.
+        ``host_waits``: seconds for which the host waited for the worker.
         """
         jobs = [self._jobs[index] for index in self._on_cpu]
         is_twice = clipped and not self.costs.late
@@ -213,9 +207,8 @@ class Rank:
     def updates(self, final: Sequence[float], *, clipped: bool) -> Updates:
         """When each layer's new weights are there.
 
-        Args:
-            final: when each layer's gradient was, counted from the decision, at 0.
-            clipped: whether the decision is to clip.
+        ``final``: when each layer's gradient was, counted from the decision, at 0; ``clipped``:
+        whether the decision is to clip.
         """
         ready = [0.0] * len(final)
         now = 0.0
@@ -263,9 +256,8 @@ class Rank:
     def forward(self, weights: Sequence[float], busy: float = 0.0) -> Forward:
         """From a decision, at 0, through forward.
 
-        Args:
-            weights: when each layer's new weights are there, on all ranks.
-            busy: seconds of the passes for which the worker updates.
+        ``weights``: when each layer's new weights are there, on all ranks; ``busy``: seconds of the
+        passes for which the worker updates.
         """
         compute, launches = self._compute, self.launches
         launched = launches.passes_beside(busy, self.num_gpu_layers)
@@ -337,7 +329,6 @@ def simulate(
 
     Args:
         ranks: all kinds of them.
-        collectives: of each layer.
         clipped_share: of the steps, in [0, 1].
         updating: the ranks whose updates are waited for; None: all.
     """
@@ -382,8 +373,6 @@ def simulate_step(
     """From a decision, at 0, to the next.
 
     Args:
-        ranks: all kinds of them.
-        collectives: of each layer.
         updated: when each layer's shards are.
         host_waits: what each rank's host waits for its worker.
         clipped: whether the decision is to clip.

@@ -22,8 +22,7 @@ def clipped_passes(update: float) -> tuple[float, float]:
     windows with every step clipped); workers of two H200 were busy 1.7 times as long in clipped
     steps as in others (experiments/unequal_gpus, case half).
 
-    Args:
-        update: seconds of the pass of an unclipped step over the same parameters.
+    ``update``: seconds of the pass of an unclipped step over the same parameters.
     """
     return _COMMIT_SHARE * update, _PREVIEW_SHARE * update
 

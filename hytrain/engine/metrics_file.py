@@ -100,11 +100,7 @@ class MetricsFile:
 
     def __init__(self, name: str, rank: int, decisions: DecisionLog, device: torch.device) -> None:
         """
-        Args:
-            name: the file of rank 0; rank 2 writes "metrics.rank2.jsonl" for "metrics.jsonl".
-            rank: this one.
-            decisions: of this rank's solver.
-            device: this rank's.
+        ``name``: the file of rank 0; rank 2 writes "metrics.rank2.jsonl" for "metrics.jsonl".
 
         Raises:
             ConfigError: it cannot be opened, or is a file of something else.

@@ -27,8 +27,7 @@ class CompileLock:
 def find_locks(cache: Path | None = None) -> list[CompileLock]:
     """The locks in torch's extension cache, oldest first.
 
-    Args:
-        cache: the cache; None: ``TORCH_EXTENSIONS_DIR``, or torch's default for this user.
+    ``cache``: the cache; None: ``TORCH_EXTENSIONS_DIR``, or torch's default for this user.
     """
     if cache is None:
         root = os.environ.get("XDG_CACHE_HOME", "~/.cache")

@@ -115,8 +115,7 @@ def assign_nodes(ranks: Sequence[NodeCores]) -> list[int] | None:
 def on_cores(cores: Cores | None) -> Generator[None]:
     """The calling thread runs there, and threads that it starts meanwhile do so for good.
 
-    Args:
-        cores: None: nothing is done. Where the system refuses, a warning says so.
+    ``cores``: None: nothing is done. Where the system refuses, a warning says so.
     """
     if cores is None:
         yield
@@ -144,9 +143,7 @@ def call_on(cores: Cores | None, function: Callable[[], T]) -> T:
     In one of its own, since OpenMP keeps a team for each thread that has started one: the calling
     thread's may run anywhere.
 
-    Args:
-        cores: None: it is called as it is.
-        function: what it raises is raised.
+    ``cores``: None: it is called as it is; ``function``: what it raises is raised.
     """
     if cores is None:
         return function()
@@ -162,9 +159,8 @@ def call_on(cores: Cores | None, function: Callable[[], T]) -> T:
 def prefers_near(near: Sequence[float], anywhere: Sequence[float]) -> bool:
     """Whether the ranks of a machine update on a node each: all of them or none.
 
-    Args:
-        near: what an update takes each rank with threads and memory on its node, in seconds.
-        anywhere: with its share of all cores, and memory wherever they are.
+    ``near``: what an update takes each rank with threads and memory on its node, in seconds;
+    ``anywhere``: with its share of all cores, and memory wherever they are.
     """
     return max(near) <= _NEAR_TOLERANCE * max(anywhere)
 

@@ -28,7 +28,6 @@ def clock_offset_ns(
     synchronization, Distributed Computing 3, 1989).
 
     Args:
-        collectives: the ranks.
         is_wanted: by this rank; where no rank wants it, nothing is measured.
         now: this rank's clock, in ns.
         machine: what the ranks of one machine have in common; default: the kernel's name.

@@ -95,12 +95,8 @@ class GradientNorm:
         settings: ClipSettings,
         all_reduce: Callable[[torch.Tensor], None],
     ) -> None:
-        """
-        Args:
-            num_layers: number of layers.
-            device: where gradients are.
-            settings: threshold and overflow check.
-            all_reduce: sums a tensor over the ranks, in place.
+        """``settings``: threshold and overflow check; ``all_reduce``: sums a tensor over the ranks,
+        in place.
         """
         self.settings = settings
         self._squares = SquareSums(num_layers, device)
@@ -123,18 +119,14 @@ class GradientNorm:
         What a layer's sum comes to does not depend on which others it is measured with. Together
         they take few launches, each of which takes the host longer than the GPU if they are small.
 
-        Args:
-            layers: their numbers.
-            gradients: the shard of each.
+        ``layers``: their numbers; ``gradients``: the shard of each.
         """
         self._squares.measure(layers, gradients)
 
     def add_up(self, layer: int, squares: torch.Tensor) -> None:
         """The sum of a layer whose partial sums are known, in the current stream.
 
-        Args:
-            layer: number of the layer.
-            squares: float64 partial sums over the whole shard.
+        ``squares``: float64 partial sums over the whole shard.
         """
         torch.sum(squares, dim=0, out=self._each[layer])
 

@@ -80,8 +80,7 @@ def free_beside_no_cores(root: Path = Path("/")) -> int:
     Where CPU and GPU share addresses (GH200, GB200), the GPU's memory is such a node: state that
     overflowed there would be taken from the GPU. A CXL extension is one as well, and is left out.
 
-    Args:
-        root: "/"; another one stands for another machine.
+    ``root``: "/"; another one stands for another machine.
     """
     lines = "\n".join(map(_text, _memory_without_cores(root))).splitlines()
     return sum(int(line.split()[-2]) * 1024 for line in lines if "MemFree:" in line)
@@ -159,8 +158,7 @@ def _process_pools() -> dict[str, int]:
 def memory_limit_files(root: Path) -> list[Path]:
     """Files of the memory limits around this process, of either version, where they are there.
 
-    Args:
-        root: "/"; another one stands for another machine.
+    ``root``: "/"; another one stands for another machine.
     """
     return [
         folder / hierarchy.limit

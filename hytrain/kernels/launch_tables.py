@@ -47,13 +47,7 @@ class RowTable(NamedTuple):
 def row_tables(
     programs: Sequence[int], fields: Sequence[Sequence[int]], device: torch.device
 ) -> list[RowTable]:
-    """Tables of as many launches as the rows need; their first field is a row's first program.
-
-    Args:
-        programs: of each row.
-        fields: the others, of each row.
-        device: where kernels read them.
-    """
+    """Tables of as many launches as the rows need; their first field is a row's first program."""
     tables: list[RowTable] = []
     for first in range(0, len(programs), ADDRESSES):
         words = torch.full((1 + len(fields[first]), ADDRESSES), NEVER, dtype=torch.int64)

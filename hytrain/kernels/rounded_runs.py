@@ -36,10 +36,7 @@ class RoundedRuns:
     """Runs of ascending elements; between two of them nothing is updated."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        """
-        Args:
-            runs: at least one.
-        """
+        """``runs``: at least one."""
         self.runs = tuple(runs)
         self._table: torch.Tensor | None = None
         self._block = 0
@@ -50,9 +47,7 @@ class RoundedRuns:
         """int64, 5 x rows (a power of two): first program, begin, end, index of the first element
         in its parameter, hash of seed and parameter. Rows behind the last run are never reached.
 
-        Args:
-            block: elements of a program.
-            device: where it is wanted; it is kept there.
+        ``block``: elements of a program. ``device``: where it is wanted; it is kept there.
         """
         if self._table is None or self._table.device != device or self._block != block:
             rows, self.num_programs = self._rows(block)

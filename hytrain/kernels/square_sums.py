@@ -44,11 +44,6 @@ class SquareSums:
     """One sum a layer."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
-        """
-        Args:
-            num_layers: number of layers.
-            device: where gradients are.
-        """
         self.values = torch.zeros(num_layers, dtype=torch.float64, device=device)
         """float64, one number a layer."""
         # Of the sets that were measured, which are few: each layer alone, and, behind backward,
@@ -58,9 +53,7 @@ class SquareSums:
     def measure(self, layers: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Sums the squares of some layers' gradients, in the current stream, always the same one.
 
-        Args:
-            layers: their numbers.
-            gradients: of each, 1-D and contiguous; bf16, fp16 or fp32.
+        ``gradients``: of each, 1-D and contiguous; bf16, fp16 or fp32.
         """
         if self.values.device.type == "cuda":
             self.triton_measure(layers, gradients)
@@ -102,10 +95,7 @@ class SquareSums:
         )
 
     def _make(self, lengths: Sequence[tuple[int, int]]) -> _Launches:
-        """
-        Args:
-            lengths: of each layer its number and its elements.
-        """
+        """``lengths``: of each layer its number and its elements."""
         device = self.values.device
         counts = [num_partials(n) for _, n in lengths]
         firsts = list(accumulate(counts, initial=0))

@@ -223,9 +223,8 @@ class MicroBatchGraph:
     def claim(self, root: Node, *, alone: bool = False) -> int:
         """The nodes behind this one are run back together; returns their piece.
 
-        Args:
-            root: the node of a block's input, or of the loss.
-            alone: whether no other node of its piece may share a node with it.
+        ``root``: the node of a block's input, or of the loss; ``alone``: whether no other node of
+        its piece may share a node with it.
 
         Raises:
             NotLayerMajor: some of them belong to another piece, or are inside a block.

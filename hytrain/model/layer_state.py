@@ -118,8 +118,7 @@ class LayerState:
     def set_state(self, memory: torch.Tensor) -> None:
         """Master weights and moments become parts of one tensor.
 
-        Args:
-            memory: uint8, 1-D, :attr:`state_bytes` of them.
+        ``memory``: uint8, 1-D, :attr:`state_bytes` of them.
         """
         size = self.form.master_bytes(self.shard_size)
         self._set_parts(memory[:size], memory[size:])
@@ -183,9 +182,7 @@ class LayerState:
         """Sets master weights of the shard from ``begin`` on; where they are split, the training
         copy with them.
 
-        Args:
-            begin: of the first.
-            values: 1-D, of any floating dtype, on any device.
+        ``values``: 1-D, of any floating dtype, on any device.
         """
         if not self.form.is_split:
             self.master[begin : begin + values.numel()].copy_(values)

@@ -45,13 +45,7 @@ class PartitionTable:
 
 
 def sizes_within(sizes: Sequence[int], low: int, high: int) -> list[int]:
-    """Elements of each rank's shard that are in ``[low, high)`` of a layer's flat space.
-
-    Args:
-        sizes: elements that each rank owns of the layer.
-        low: begin of the part.
-        high: its end.
-    """
+    """Elements of each rank's shard that are in ``[low, high)`` of a layer's flat space."""
     cuts = list(itertools.accumulate(sizes, initial=0))
     return [max(0, min(high, end) - max(low, begin)) for begin, end in itertools.pairwise(cuts)]
 

@@ -35,7 +35,6 @@ class ShardedStorage:
         """Copies this rank's shard out of the layer's parameters, which lose their own memory.
 
         Args:
-            layout: the layer's flat space.
             shard: ``[begin, end)`` of it that this rank keeps.
             device: where the layer is computed with.
             home: uint8 host memory of :func:`shard_bytes` for the shard; None: on the device.
@@ -91,9 +90,7 @@ class ShardedStorage:
     def take(self, slot: ParameterSlot, weights: torch.Tensor) -> None:
         """This rank's part of a parameter becomes that of ``weights``.
 
-        Args:
-            slot: of this layout.
-            weights: the whole parameter, on any device and of any dtype.
+        ``weights``: the whole parameter, on any device and of any dtype.
         """
         low, high = max(self.begin, slot.offset), min(self.end, slot.offset + slot.numel)
         if low < high:
@@ -163,8 +160,7 @@ class ShardedStorage:
     def move(self, kept: Sequence[torch.Tensor]) -> None:
         """The shard is in other memory from now on; the layer must not be gathered.
 
-        Args:
-            kept: as :attr:`kept`, with the same elements, on any device.
+        ``kept``: as :attr:`kept`, with the same elements, on any device.
         """
         self.parts = [(begin, part) for (begin, _), part in zip(self.parts, kept, strict=True)]
         self.moves += 1

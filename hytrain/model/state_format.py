@@ -151,10 +151,9 @@ class StateFormat:
     def arrays(self, master: torch.Tensor, moments: torch.Tensor) -> StateArrays:
         """The state of a shard in its memory.
 
-        Args:
-            master: uint8, 1-D, 4 bytes a parameter, 2 where they are split.
-            moments: uint8, 1-D, the rest of :meth:`state_bytes`. Where moments are codes the number
-                of parameters is a multiple of 64.
+        ``master``: uint8, 1-D, 4 bytes a parameter, 2 where they are split. ``moments``: uint8,
+        1-D, the rest of :meth:`state_bytes`. Where moments are codes the number of parameters is a
+        multiple of 64.
         """
         numel = master.numel() // master_bytes(self.master)
         each = self.kind.itemsize * numel

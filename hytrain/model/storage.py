@@ -21,12 +21,7 @@ class ResidentStorage:
     on_host = False
 
     def __init__(self, layout: LayerLayout, device: torch.device) -> None:
-        """Moves the layer's parameters into flat storage and re-points their ``.data``.
-
-        Args:
-            layout: the layer's flat space.
-            device: where the parameters are and stay.
-        """
+        """Moves the layer's parameters into flat storage and re-points their ``.data``."""
         self.layout = layout
         self.runs: list[tuple[int, int, torch.Tensor]] = []
         """(begin, end, flat tensor of end - begin elements) for each run of one dtype."""
@@ -60,8 +55,7 @@ class ResidentStorage:
     def move(self, kept: Sequence[torch.Tensor]) -> None:
         """The training copy is in other memory from now on; parameters are views of that.
 
-        Args:
-            kept: as :attr:`kept`, with the same elements, on any device.
+        ``kept``: as :attr:`kept`, with the same elements, on any device.
         """
         self.runs = [
             (begin, end, flat) for (begin, end, _), flat in zip(self.runs, kept, strict=True)

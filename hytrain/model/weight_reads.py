@@ -64,9 +64,7 @@ class WatchedParameters:
     def __init__(self, parameters: Sequence[nn.Parameter], read: Reader) -> None:
         """They are readable at first.
 
-        Args:
-            parameters: those that become readable together.
-            read: called before a read; may raise, and may make them readable.
+        ``read``: called before a read; may raise, and may make them readable.
         """
         self._read = read
         self._readers = 1
@@ -240,10 +238,7 @@ class SavedWeights:
     """
 
     def __init__(self, watched: Mapping[int, WatchedParameters]) -> None:
-        """
-        Args:
-            watched: handle of a storage of weights -> the parameters that are views of it.
-        """
+        """``watched``: handle of a storage of weights -> the parameters that are views of it."""
         self._watched = watched
         self._hooks = (self._pack, self._unpack)
         self._is_stopped = False

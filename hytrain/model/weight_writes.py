@@ -30,8 +30,7 @@ class WeightWrites:
     def take(self, overwrites: int) -> dict[int, list[ParameterSlot]]:
         """Parameters that were written to since the last call, by their layer's index.
 
-        Args:
-            overwrites: how often the engine has overwritten all of them.
+        ``overwrites``: how often the engine has overwritten all of them.
         """
         counts = self._count(overwrites)
         if counts == self._counts:

@@ -81,10 +81,7 @@ class CpuUpdater:
     ) -> None:
         """Takes pinned memory for the CPU-placed layers, registers all and starts the worker.
 
-        Args:
-            layers: all layers in forward order, with their state where it is placed.
-            streams: the device's streams.
-            settings: threads and chunk size.
+        ``layers``: all layers in forward order, with their state where it is placed.
 
         Raises:
             HostMemoryError: the pinned memory cannot be had; what was taken is given back.
@@ -326,7 +323,6 @@ class CpuUpdater:
         Both sides' state must live until :meth:`is_moving` is false.
 
         Args:
-            layer: the layer.
             host: where the state goes.
             device: where it is.
             ready: recorded after the layer's last update on the device.
@@ -349,10 +345,8 @@ class CpuUpdater:
 
         Blocks the host: an event that is not recorded yet could not be waited on.
 
-        Args:
-            layer: the layer.
-            by_compute: False: the caller makes another stream wait for the layer's
-                ``update.weights_ready``.
+        ``by_compute``: False: the caller makes another stream wait for the layer's
+        ``update.weights_ready``.
         """
         if self._streams.is_cuda:
             # First until the worker has recorded the event for this update: a wait for the last

@@ -30,8 +30,7 @@ class UpdateObserver(Protocol):
     def layers_updated(self, sizes: Mapping[int, int]) -> None:
         """The update of one layer, or of several at once, has been queued.
 
-        Args:
-            sizes: elements of each, by its number, in order: how their time is shared out.
+        ``sizes``: elements of each, by its number, in order: how their time is shared out.
         """
         ...
 
@@ -102,10 +101,7 @@ def _launches(
 ) -> list[list[Segment]]:
     """The segments of some layers, each launch of one gradient dtype and one of weights.
 
-    Args:
-        batch: the layers.
-        number: of the first one's gradient.
-        dtypes: of all gradients.
+    ``number``: of the first one's gradient; ``dtypes``: of all gradients.
     """
     by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[Segment]] = {}
     for gradient, layer in enumerate(batch, number):
@@ -215,11 +211,8 @@ class DeviceUpdate:
     ) -> None:
         """Queues the updates on their stream; the host waits for nothing.
 
-        Args:
-            hyper: each parameter group's hyper-parameters.
-            outcome: fp32, two elements on the device: gradient scale, and 1.0 for a skipped step.
-            observers: called at each update.
-            leaves_room: forward's kernels need not wait for those of updates to have begun.
+        ``outcome``: fp32, two elements on the device: gradient scale, and 1.0 for a skipped step;
+        ``leaves_room``: forward's kernels need not wait for those of updates to have begun.
         """
         limits = self._limits.leaving_room() if leaves_room else self._limits
         self._run(self.layers, hyper, outcome, observers, limits, leaves_room=leaves_room)

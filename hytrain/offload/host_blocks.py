@@ -56,8 +56,7 @@ class HostBlock:
     def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Memory for each of the tensors, from the front: same shape, strides and dtype.
 
-        Args:
-            tensors: dense, as :func:`is_dense`; together at most :func:`block_bytes`.
+        ``tensors``: dense, as :func:`is_dense`; together at most :func:`block_bytes`.
         """
         found: list[torch.Tensor] = []
         at = 0
@@ -108,10 +107,8 @@ class HostBlocks:
     """Blocks that are in use, and pinned ones that wait for the next time."""
 
     def __init__(self, device: torch.device, purpose: str) -> None:
-        """
-        Args:
-            device: whose copies use the memory.
-            purpose: what it is for, in an error or a warning.
+        """``device``: whose copies use the memory; ``purpose``: what it is for, in an error or a
+        warning.
         """
         self._device = device
         self._purpose = purpose
@@ -128,9 +125,7 @@ class HostBlocks:
     def take(self, tensors: Sequence[torch.Tensor], *, pin: bool) -> list[torch.Tensor]:
         """Memory for each of the tensors, of the same layout; contents are undefined.
 
-        Args:
-            tensors: dense, on any device.
-            pin: whether to pin the memory, and to keep it for the next time.
+        ``pin``: whether to pin the memory, and to keep it for the next time.
 
         Raises:
             HostMemoryError: the host has not that much; nothing has been taken.

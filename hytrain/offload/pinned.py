@@ -45,11 +45,8 @@ class PinnedMemory:
     """
 
     def __init__(self, plan: SlotPlan, num_norms: int, device: torch.device) -> None:
-        """
-        Args:
-            plan: slot classes over the chunks of all layers, wherever they are.
-            num_norms: pinned float64 numbers, one a layer.
-            device: whose copies use the memory.
+        """``plan``: slot classes over the chunks of all layers, wherever they are; ``num_norms``:
+        pinned float64 numbers, one a layer.
         """
         self._plan = plan
         self._device = device
@@ -91,9 +88,8 @@ class PinnedMemory:
     def grow(self, worker: _C.UpdateWorker, on_host: Sequence[bool]) -> None:
         """Takes what is missing for the chunks on the host.
 
-        Args:
-            worker: whose it becomes.
-            on_host: for each chunk of the plan, whether its state is on the host.
+        ``worker``: whose it becomes; ``on_host``: for each chunk of the plan, whether its state is
+        on the host.
 
         Raises:
             HostMemoryError: the host has not that much; nothing has been taken.

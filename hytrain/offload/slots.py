@@ -61,8 +61,7 @@ class SlotPlan:
     def counts(self, on_host: Sequence[bool]) -> list[int]:
         """Slots of each class that the chunks on the host need; a class without any needs none.
 
-        Args:
-            on_host: for each chunk, whether its state is on the host.
+        ``on_host``: for each chunk, whether its state is on the host.
         """
         members = [0] * len(self.classes)
         for number, is_here in zip(self.class_of_chunk, on_host, strict=True):

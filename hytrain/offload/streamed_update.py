@@ -144,10 +144,8 @@ class StreamedUpdate:
     ) -> None:
         """Queues all updates, behind :meth:`begin`; the host waits for nothing.
 
-        Args:
-            hyper: each parameter group's hyper-parameters.
-            outcome: fp32, on the device; the first element is the gradients' scale.
-            trace: is told of each layer's update.
+        ``outcome``: fp32, on the device; the first element is the gradients' scale. ``trace``: is
+        told of each layer's update.
         """
         number = 0
         with self._streams.on_update():

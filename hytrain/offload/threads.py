@@ -80,8 +80,6 @@ def place_threads(
     Args:
         host: this rank's part of its host; with ``near``, see there.
         given: see :func:`measure_threads`.
-        moments: how Adam's moments are kept.
-        collectives: the ranks.
         may_bind: False: threads are not bound, as if no GPU's node were known; the same on all
             ranks.
 
@@ -125,7 +123,6 @@ def measure_threads(
     Args:
         cores: this rank's, with those of other ranks that measure at the same time left out.
         given: a count that the user chose; only its speed is measured.
-        moments: how Adam's moments are kept.
         compared: the speed will be compared with another, so that also that of one count is taken
             beyond the caches.
 
@@ -147,10 +144,8 @@ def measure_threads(
 def measured_elements(cores: int, moments: MomentsName, *, compares: bool) -> int:
     """How many are updated in a measured pass.
 
-    Args:
-        cores: this rank's, whose share of the last-level caches is to be exceeded.
-        moments: how Adam's moments are kept.
-        compares: speeds are compared: they are to be those of memory.
+    ``cores``: this rank's, whose share of the last-level caches is to be exceeded; ``compares``:
+    speeds are compared: they are to be those of memory.
     """
     if not compares:
         return _LEAST_ELEMENTS

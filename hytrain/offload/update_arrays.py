@@ -44,7 +44,6 @@ class UpdateArrays:
         """
         Args:
             elements: at least.
-            moments: how Adam's moments are kept.
             chunk_elements: of a pass, at most; a multiple of 64.
             threads: that touch all of it, each its own part, as a layer's state is touched, which
                 decides on which nodes it lies.

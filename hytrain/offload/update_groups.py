@@ -55,10 +55,8 @@ def group_begins(
 
     A group depends on the layers before it only: those of the first K layers are these, cut at K.
 
-    Args:
-        sizes: elements of each layer's shard, in order.
-        groupable: whether its update may share a launch.
-        limits: see :class:`GroupLimits`.
+    ``sizes``: elements of each layer's shard, in order; ``groupable``: whether its update may share
+    a launch.
     """
     begins: list[int] = []
     most, taken, earlier = limits.first_elements, 0, 0

@@ -123,9 +123,7 @@ class UpdatePipeline:
     def reduce(self, layer: LayerState, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a layer's gradient, summed over ranks; within :meth:`reducing`.
 
-        Args:
-            layer: the layer.
-            flat: the whole layer's local gradient; its memory is released when possible.
+        ``flat``: the whole layer's local gradient; its memory is released when possible.
         """
         shard = self.streams.empty_on_communication(layer.sizes[self._collectives.rank], flat.dtype)
         self._collectives.reduce_scatter(flat, layer.sizes, shard, layer.name)
@@ -146,10 +144,7 @@ class UpdatePipeline:
 
         Its update may begin at once. The pipeline owns the gradient from here on.
 
-        Args:
-            layer: the layer.
-            gradient: this rank's shard.
-            squares: partial sums of its squares, where they are known.
+        ``squares``: partial sums of its squares, where they are known.
         """
         # Others read the sum before the step's end, or it would be taken beside backward.
         is_measured = layer.placement == "cpu" or self._collectives.world_size > 1

@@ -207,9 +207,8 @@ class PassTracker:
     def begin_backward(self, *, micro_batches: int | None = None, follows: bool = False) -> None:
         """A backward begins; nothing where one has begun already.
 
-        Args:
-            micro_batches: that go back layer-major, as one; None: it is one's own backward.
-            follows: this rank only takes part in the gathers of the other ranks' backward.
+        ``micro_batches``: that go back layer-major, as one; None: it is one's own backward.
+        ``follows``: this rank only takes part in the gathers of the other ranks' backward.
         """
         self.check_open()
         if self.open_step.in_backward:

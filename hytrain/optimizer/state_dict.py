@@ -59,8 +59,7 @@ def load_state_dict(
     A collective. The training copy becomes the master weights'; gradients since the last step
     are forgotten.
 
-    Args:
-        given: this rank's, or a sequence with that of every rank, as DeepSpeed takes it.
+    ``given``: this rank's, or a sequence with that of every rank, as DeepSpeed takes it.
 
     Raises:
         CheckpointError: it is something else, or another layout's, on whichever rank; nothing

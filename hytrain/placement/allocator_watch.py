@@ -59,10 +59,7 @@ class AllocatorWatch:
     """
 
     def __init__(self, retries: Callable[[], int] | None) -> None:
-        """
-        Args:
-            retries: counts them; None: there is nothing to watch.
-        """
+        """``retries``: counts them; None: there is nothing to watch."""
         self._retries = retries
         self._known: int | None = None
         self._before = 0

@@ -64,14 +64,7 @@ def plan_placement(
     logged. Otherwise the first step runs at the smallest k that fits: activations are not known
     yet.
 
-    Args:
-        weights: the layers with their training copy in place.
-        config: the "hytrain" section.
-        host: this rank's part of its host.
-        cpu: how the CPU update will run.
-        collectives: the ranks.
-        device: where layers are computed.
-        kept_gradients: see :class:`PeakMemoryInputs`.
+    ``kept_gradients``: see :class:`PeakMemoryInputs`.
 
     Returns:
         where the layers are to begin with, and what peaks of memory follow from.

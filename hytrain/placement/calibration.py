@@ -26,10 +26,6 @@ def accumulation_seconds_per_parameter(device: torch.device, dtype: torch.dtype)
     """Seconds a parameter by which adding a gradient to earlier ones takes longer than copying it.
 
     On the current stream, as backward does it.
-
-    Args:
-        device: where gradients are.
-        dtype: theirs.
     """
     n = _ELEMENTS if device.type == "cuda" else _ELEMENTS_ON_CPU
     gradient, held = (torch.zeros(n, dtype=dtype, device=device) for _ in range(2))
@@ -62,11 +58,7 @@ def gpu_seconds_per_parameter(
     A process measures it once for a device: on a CPU that stands in for one, buffers of this size
     come from the heap and leave holes there, megabytes with each engine that is built.
 
-    Args:
-        device: where GPU-placed layers are updated.
-        dtype: of gradients and training copy.
-        moments: how they are kept.
-        master: how master weights are.
+    ``dtype``: of gradients and training copy.
     """
     n = _ELEMENTS if device.type == "cuda" else _ELEMENTS_ON_CPU
     how = StateFormat(moments, master=master)

@@ -46,10 +46,7 @@ class LaunchBoundPlacement:
     def choose(self, here: int, allowed: Bounds, solved: int) -> int | None:
         """Where to be next; None: fewer than all that fit are faster, the solver's choice holds.
 
-        Args:
-            here: GPU layers now.
-            allowed: what fits.
-            solved: the number that the solver would choose.
+        ``solved``: the number that the solver would choose.
         """
         most = allowed.max_gpu_layers
         if here == self._most and allowed.allow(here) and not _is_more(here, allowed):

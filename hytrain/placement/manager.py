@@ -119,8 +119,7 @@ class PlacementManager:
 
         The time to think: usually hidden, but where steps are launch-bound the GPU waits.
 
-        Args:
-            num_firings: gradients that autograd has handed over so far.
+        ``num_firings``: gradients that autograd has handed over so far.
         """
         self.timer.end_backward()
         self._pipeline.room.end_backward()
@@ -163,8 +162,7 @@ class PlacementManager:
     def _consider(self, *, has_new_steps: bool) -> None:
         """Has the controller decide where there are new measurements, or memory may have changed.
 
-        Args:
-            has_new_steps: steps were measured since the last time.
+        ``has_new_steps``: steps were measured since the last time.
         """
         estimator, controller = self._estimator, self.controller
         if self._idle_steps > CONFIRMING or controller.streams:
@@ -303,9 +301,7 @@ class PlacementManager:
     def resume(self, step: int, history: Sequence[Decision]) -> None:
         """Training goes on from a checkpoint: steps are counted from there.
 
-        Args:
-            step: steps made so far.
-            history: decisions that the checkpoint keeps; they come before this run's.
+        ``history``: decisions that the checkpoint keeps; they come before this run's.
         """
         self._steps = step
         self._limits = None

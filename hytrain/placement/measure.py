@@ -81,11 +81,9 @@ class CostEstimator:
     ) -> None:
         """
         Args:
-            layers: sizes of the layers' shards.
-            chunk_elements: elements of a chunk.
             rates: to begin with.
-            updates_overlap: whether updates "on the GPU" run beside the next forward (on a GPU),
-                or before it (on a CPU).
+            updates_overlap: whether updates "on the GPU" run beside the next forward (on a GPU), or
+                before it (on a CPU).
             late: updates on the CPU begin when the step's outcome is known, not before.
         """
         self._late = late

@@ -209,10 +209,7 @@ def gradient_room(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) ->
 def host_bytes(layers: Sequence[LayerBytes], k: int, staging_bytes: int) -> int:
     """What the host holds with all but the first ``k`` layers there.
 
-    Args:
-        layers: all layers in forward order.
-        k: number of GPU layers.
-        staging_bytes: pinned staging, taken once and kept whatever ``k`` is.
+    ``staging_bytes``: pinned staging, taken once and kept whatever ``k`` is.
 
     Raises:
         PlacementError: ``k`` is not in 0..L.
@@ -289,8 +286,6 @@ def check_fits(
     """The bounds, where anything fits. To be called before anything is allocated.
 
     Args:
-        layers: this rank's shards.
-        limits: what this rank may use.
         staging_bytes: see :func:`host_bytes`.
         num_ranks: ranks that the state is sharded over now; for the advice only.
         host_weights: see :func:`table`.

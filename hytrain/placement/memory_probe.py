@@ -29,12 +29,8 @@ class MemoryProbe:
     def __init__(
         self, layers: Sequence[LayerBytes], device: torch.device, kept_in_flight: int = 0
     ) -> None:
-        """
-        Args:
-            layers: of this rank.
-            device: where they are trained.
-            kept_in_flight: bytes of gradients in flight that a placement has room for; others
-                are waited for (:class:`~hytrain.offload.gradient_room.GradientRoom`).
+        """``kept_in_flight``: bytes of gradients in flight that a placement has room for; others
+        are waited for (:class:`~hytrain.offload.gradient_room.GradientRoom`).
         """
         self._layers = list(layers)
         self._kept_in_flight = kept_in_flight
@@ -67,10 +63,8 @@ class MemoryProbe:
     def gradient(self, index: int, waiting: int, in_flight: int) -> None:
         """A layer's gradient has been handed over.
 
-        Args:
-            index: number of the layer.
-            waiting: bytes of gradients that are there for updates on the GPU.
-            in_flight: bytes of those that are on their way to the host.
+        ``waiting``: bytes of gradients that are there for updates on the GPU; ``in_flight``: bytes
+        of those that are on their way to the host.
         """
         self._at[index], _ = allocated_bytes(self._device)
         self._gradients[index] = waiting, in_flight
@@ -78,9 +72,7 @@ class MemoryProbe:
     def end_step(self, gpu_layers: int, moving_bytes: int) -> None:
         """All gradients of the step are there.
 
-        Args:
-            gpu_layers: how many of the first layers' state is on the GPU.
-            moving_bytes: state of layers that have left, not yet given back.
+        ``moving_bytes``: state of layers that have left, not yet given back.
         """
         if len(self._at) != len(self._layers):
             return

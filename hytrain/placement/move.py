@@ -58,8 +58,6 @@ class PlacementController:
         """
         Args:
             layers: all layers in forward order, the first of them GPU-placed.
-            mover: re-places them.
-            solver: how decisions are made.
             first: the decision that they are placed by now, with their sizes.
             solves: whether it decides by itself, or a user or a plan does.
         """
@@ -130,9 +128,6 @@ class PlacementController:
         """Decides anew; sets ``target``.
 
         Args:
-            step: steps made so far.
-            costs: what the last steps took, layer by layer.
-            limits: what memory there is.
             seconds: what these steps took in all; None: as predicted from ``costs``.
             num_steps: measured steps that both are medians of.
             launch_bound: the GPU waits for the host to launch its kernels.
@@ -228,10 +223,7 @@ class PlacementController:
         Sets ``target`` to the most layers that fit there: the host's cores and memory bandwidth are
         left to ranks that need them, and a step waits for no update on this rank's CPU.
 
-        Args:
-            step: steps made so far.
-            limits: what memory there is.
-            reason: why all that fits is to be there.
+        ``reason``: why all that fits is to be there.
         """
         allowed, here = self._allowed(step, limits), self.num_gpu_layers
         most = allowed.max_gpu_layers
@@ -332,9 +324,7 @@ class PlacementController:
     def apply_moves(self, step: int, *, at_once: bool = False) -> None:
         """Moves layers towards the target; called between two steps.
 
-        Args:
-            step: steps made so far.
-            at_once: all of them, not only a few.
+        ``at_once``: all of them, not only a few.
         """
         self._settled_steps += 1
         moves = len(self._layers) if at_once else self._moves_a_step

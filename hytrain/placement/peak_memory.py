@@ -159,8 +159,7 @@ def _gathered(inputs: PeakMemoryInputs) -> int:
 def hard_limit(pools: Mapping[str, int]) -> tuple[str, int] | None:
     """The scarcest of what ends or fails a process that takes more; None where there is none.
 
-    Args:
-        pools: this rank's share of what each has left; names as ``host_memory_pools`` has them.
+    ``pools``: this rank's share of what each has left; names as ``host_memory_pools`` has them.
     """
     hard = {name: left for name, left in pools.items() if name != "machine"}
     if not hard:

@@ -247,8 +247,7 @@ class StepTimer:
     def end_step(self, *, measure_next: bool = True) -> None:
         """The step is final; the next forward's begin will end it.
 
-        Args:
-            measure_next: whether to put marks into the next step.
+        ``measure_next``: whether to put marks into the next step.
         """
         self.in_forward = False
         if self._close_last():

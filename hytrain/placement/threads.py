@@ -28,10 +28,8 @@ class ThreadTrials:
     """Which count to use for the next visit, until it is settled."""
 
     def __init__(self, counts: Sequence[int], start: int) -> None:
-        """
-        Args:
-            counts: threads that may be used, rising.
-            start: the one of them that was calibrated.
+        """``counts``: threads that may be used, rising; ``start``: the one of them that was
+        calibrated.
         """
         self.counts = list(counts)
         self.position = self.counts.index(start)
@@ -59,8 +57,7 @@ class ThreadTrials:
     def add_visit(self, seconds: float) -> None:
         """A visit is over.
 
-        Args:
-            seconds: of its steps, the median; the largest of all ranks'.
+        ``seconds``: of its steps, the median; the largest of all ranks'.
         """
         is_faster = None if self.settled else self._trial.add_visit(seconds)
         if is_faster is None:
@@ -86,13 +83,8 @@ class TunedThreads:
         agree: Callable[[Sequence[int]], list[int]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """
-        Args:
-            trials: decides.
-            use: sets the threads of the chunks that come.
-            agree: the largest of each number over the ranks; a collective that waits. It is called
-                in the same steps on all of them.
-            clock: seconds.
+        """``use``: sets the threads of the chunks that come. ``agree``: the largest of each number
+        over the ranks; a collective that waits. It is called in the same steps on all of them.
         """
         self.trials = trials
         self._use = use
@@ -110,8 +102,7 @@ class TunedThreads:
     def end_step(self, *, ready: bool) -> bool:
         """A step is final, on every rank; maybe a collective.
 
-        Args:
-            ready: this rank's placement has settled, and it has updates on the CPU.
+        ``ready``: this rank's placement has settled, and it has updates on the CPU.
 
         Returns:
             Whether another number of threads than the calibrated one was just settled on.

@@ -23,10 +23,8 @@ class CounterSampler:
     """Reads counters until :meth:`stop`."""
 
     def __init__(self, readers: Mapping[str, Callable[[], float | None]], most: int) -> None:
-        """
-        Args:
-            readers: a counter's name -> what reads it; None where it cannot be told now.
-            most: samples that are kept; the newest.
+        """``readers``: a counter's name -> what reads it; None where it cannot be told now.
+        ``most``: samples that are kept; the newest.
         """
         self._readers = dict(readers)
         self._most = most

@@ -222,9 +222,7 @@ class Recorder:
     def collective(self, call: Callable[..., Any], layer: str | None) -> Callable[..., Any]:
         """The collective with its time taken, on the stream that it is called on, or on the host.
 
-        Args:
-            call: of torch.distributed; the largest of its arguments is what is moved.
-            layer: name of the layer whose weights or gradient that is.
+        ``call``: of torch.distributed; the largest of its arguments is what is moved.
         """
         name = str(getattr(call, "__name__", "collective"))
         kind = _COLLECTIVES.get(name, name)

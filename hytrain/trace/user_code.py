@@ -29,10 +29,8 @@ _Item = TypeVar("_Item")
 def watch_user_code(recorder: Recorder, device: torch.device, *, waits: bool) -> Callable[[], None]:
     """Records data loading and waits for the device.
 
-    Args:
-        recorder: takes the spans.
-        device: waits for whose tensors are meant.
-        waits: whether there is anything to wait for: a CPU has computed when a call returns.
+    ``device``: waits for whose tensors are meant; ``waits``: whether there is anything to wait for:
+    a CPU has computed when a call returns.
 
     Returns:
         What puts the old calls back.
@@ -106,8 +104,7 @@ def _caller() -> FrameType:
 def user_line(frame: FrameType | None) -> str | None:
     """ "train.py:31" where a call is the user's own; None where hytrain or DeepSpeed makes it.
 
-    Args:
-        frame: of the caller.
+    ``frame``: of the caller.
     """
     while frame is not None:
         package = _package(frame)

@@ -73,11 +73,9 @@ class LayerGatherer:
     def gather(self, layer: LayerWeights, *, ahead: bool = False) -> None:
         """Starts to gather a layer that is not live.
 
-        Args:
-            layer: with sharded weights.
-            ahead: it is not needed yet. Where this rank's update of it may not be done, the gather
-                is held back, and those after it, instead of blocking: until :meth:`start_held`, or
-                one that is needed.
+        ``ahead``: it is not needed yet. Where this rank's update of it may not be done, the gather
+        is held back, and those after it, instead of blocking: until :meth:`start_held`, or one that
+        is needed.
         """
         parts = layer.sharded
         assert parts

@@ -141,9 +141,8 @@ class WeightPasses:
         No update may be pending. A bucket's memory is its tensors' own. What the user has gathered
         is taken from there, as it may have been written to.
 
-        Args:
-            parts: which of a layer's.
-            limit: bytes of a bucket; a parameter that is larger is one of its own.
+        ``parts``: which of a layer's. ``limit``: bytes of a bucket; a parameter that is larger is
+        one of its own.
         """
         self.settle()
         for layer in self.layers:

@@ -351,7 +351,7 @@ def _profile(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[
         config: DeepSpeed's; empty where none is given.
     """
     from hytrain.formats.profile_file import merge_profiles, read_profile
-    from hytrain.tools.planner import named_gpus
+    from hytrain.tools.planner.device_sheets import estimated_cluster, expand, hosts_of
 
     if arguments.profile is not None:
         given = given_flags(arguments, _FOR_SHEETS)
@@ -362,14 +362,14 @@ def _profile(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[
         return merge_profiles([read_profile(path) for path in arguments.profile]), False
     if arguments.gpus is None:
         raise ConfigError("hytrain plan needs --profile FILE..., or --gpus NAME...")
-    groups = named_gpus.hosts_of(named_gpus.expand(arguments.gpus), arguments.hosts)
+    groups = hosts_of(expand(arguments.gpus), arguments.hosts)
     if arguments.model is None:
         raise ConfigError(
             "--gpus are planned from data sheets, which need a --model: give it, or --profile "
             "instead"
         )
     from hytrain.tools.profiler.language_model import check_length, read_config
-    from hytrain.tools.profiler.model_shape import read_model_shape
+    from hytrain.tools.profiler.measured_model import read_model_shape
 
     seq_len = arguments.seq_len or _SHEET_SEQ_LEN
     check_length(read_config(arguments.model), arguments.model, seq_len)
@@ -383,7 +383,7 @@ def _profile(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[
         "bandwidth": arguments.host_bandwidth and arguments.host_bandwidth * 1e9,
     }
     known = {name: value for name, value in given_hosts.items() if value is not None}
-    return named_gpus.estimated_cluster(groups, shape, **known), True
+    return estimated_cluster(groups, shape, **known), True
 
 
 # -- published cases ---------------------------------------------------------------------------

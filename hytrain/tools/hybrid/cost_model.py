@@ -51,7 +51,6 @@ def proportional_split(
     What is left by rounding down goes one each to the largest remainders, of equal ones the first.
 
     Args:
-        problem: with the profiles.
         types: of the GPUs; each replica has ``len(types) // dp`` neighbours.
         dp: replicas.
         tp: tensor parallel degree whose profile has the speeds.
@@ -158,11 +157,9 @@ def choices(
     """What a stage on given GPUs with a given strategy may still choose.
 
     Args:
-        problem: with the profiles.
         cluster: all ranks in the plan's order of types (``Problem.ranks``).
         first: the stage's first rank.
         strategy: (data parallel, tensor parallel) degree.
-        micro_batches: of a step.
 
     Raises:
         PlanError: the batch cannot be dealt in this way, or a (tp, micro-batch size) that the

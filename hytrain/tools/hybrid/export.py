@@ -60,9 +60,7 @@ def notes(record: HybridPlanFile) -> list[str]:
 def write_export(folder: Path, record: HybridPlanFile) -> list[str]:
     """Writes plan.json, hostfile, ds_config.json and, of a pipeline, pipeline.json.
 
-    Args:
-        folder: is made; must not be there.
-        record: the plan.
+    ``folder``: is made; must not be there.
 
     Returns:
         What else is needed: :func:`notes`, and how to launch.

@@ -62,11 +62,5 @@ class Host:
 
 
 def exposed_ms(update: Any, time: Any, layers: Any) -> Any:
-    """Of an update of so many ms, what the step is longer by.
-
-    Args:
-        update: of the stage, ms.
-        time: of one micro-batch's forward and backward, ms.
-        layers: of the stage.
-    """
+    """Of an update of so many ms, what the step is longer by."""
     return np.maximum(0.0, update + time / np.maximum(1, layers) - time)

@@ -39,15 +39,7 @@ class Path:
 
 
 class Pipelines:
-    """All pipelines of one order of types, size class and number of micro-batches.
-
-    Args:
-        problem: to be planned.
-        tables: of its stages.
-        order: of device types.
-        size: class of stage counts.
-        micro_batches: of a step.
-    """
+    """All pipelines of one order of types, size class and number of micro-batches."""
 
     def __init__(
         self,

@@ -37,7 +37,6 @@ def problem_from(
     """The problem of a profile's ranks.
 
     Args:
-        profile: of all hosts.
         gbs: samples of a step.
         intra: GB/s within a host.
         inter: GB/s between hosts.

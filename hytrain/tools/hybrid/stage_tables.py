@@ -83,10 +83,7 @@ class StageTables:
 def stage_tables(problem: Problem, found: Sequence[Sequence[Choice]], longest: int) -> StageTables:
     """The tables of choices by kind: all that :func:`.cost_model.stage` computes, at once.
 
-    Args:
-        problem: of the choices.
-        found: the choices of each kind.
-        longest: most layers that a stage has.
+    ``found``: the choices of each kind; ``longest``: most layers that a stage has.
     """
     layers, most = problem.num_layers, max(1, *map(len, found))
     start, length = np.arange(layers)[:, None], np.arange(1, longest + 1)

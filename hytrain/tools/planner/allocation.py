@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hytrain.tools.planner.arrays import Floats, Ints
+from hytrain.errors import PlanError
 from hytrain.tools.planner.cluster import Host
 from hytrain.tools.planner.cost_model import Workload, host_parts, largest_shards
-from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.shards import water_fill
+from hytrain.tools.planner.problem import Floats, Ints, PlanProblem
 
 # Of a host's memory and bandwidth, where its ranks compete for them.
 _LEVELS = 256
@@ -128,3 +127,20 @@ def _compete(rooms: Floats, takes: Floats) -> list[Share]:
         found.append(Share(float(shards[part]), int(layers[part])))
         level -= part
     return found[::-1]
+
+
+def water_fill(rooms: Sequence[float], total: float) -> list[float]:
+    """Shares that sum to the total: the same for all, or a member's room where that is less.
+
+    Raises:
+        PlanError: all rooms together are less than the total.
+    """
+    if math.fsum(rooms) < total:
+        raise PlanError(f"{total} to be shared, but there is room for {math.fsum(rooms)} only")
+    shares = [0.0] * len(rooms)
+    left = total
+    order = sorted(range(len(rooms)), key=lambda index: rooms[index])
+    for position, index in enumerate(order):
+        shares[index] = min(rooms[index], left / (len(order) - position))
+        left -= shares[index]
+    return shares

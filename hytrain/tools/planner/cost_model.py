@@ -62,8 +62,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hytrain.formats.policies import Activations
-from hytrain.tools.planner.arrays import Floats
+from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.layer_seconds import (
     Collectives,
@@ -73,8 +72,7 @@ from hytrain.tools.planner.layer_seconds import (
     outside_seconds,
     split_batch,
 )
-from hytrain.tools.planner.peaks import peaks
-from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.planner.problem import Floats, PlanProblem
 
 _Number = TypeVar("_Number", float, Floats)
 
@@ -197,11 +195,7 @@ def roofline(
 def traffic(problem: PlanProblem, on_gpu: _Number, on_cpu: _Number, offloaded: _Number) -> _Number:
     """Bytes that a rank's step moves in its host's memory: updates, activations, weights.
 
-    Args:
-        problem: what is planned.
-        on_gpu: GPU-placed parameters.
-        on_cpu: CPU-placed ones.
-        offloaded: bytes of activations.
+    With so many GPU-placed and CPU-placed parameters, and bytes of offloaded activations.
     """
     weights = problem.shard_traffic * (on_gpu + on_cpu)
     return problem.state_traffic * on_cpu + weights + 2.0 * offloaded
@@ -281,13 +275,8 @@ def largest_shards(
 
 
 def _fetched(workloads: Sequence[Workload], step: float, seconds: Floats) -> Floats:
-    """Parameters of the largest shard that is fetched in time: by workloads and ``seconds``.
-
-    Args:
-        workloads: of one GPU.
-        step: seconds of the step.
-        seconds: that each parameter of the shard takes besides.
-    """
+    """Parameters of the largest shard that is fetched in time: by workloads of one GPU and
+    ``seconds``, which each parameter of the shard takes besides."""
     most = max((len(work.fetches) for work in workloads), default=0)
     lines = [(work.fetches * most)[:most] for work in workloads]  # as many of each: some again
     shape = len(workloads), most, 1
@@ -302,14 +291,7 @@ def _fetched(workloads: Sequence[Workload], step: float, seconds: Floats) -> Flo
 def longest_step(
     problem: PlanProblem, host: Host, gpu: GpuProfile, workloads: Sequence[Workload]
 ) -> float:
-    """Seconds after which no further time would let a rank do or hold more.
-
-    Args:
-        problem: what is planned.
-        host: the rank's.
-        gpu: the rank's.
-        workloads: its workloads; some.
-    """
+    """Seconds after which no further time would let a rank with such work do or hold more."""
     whole = problem.model.parameters
     slopes = (line.slope for work in workloads for line in work.fetches)
     copied = problem.model.itemsize * whole + max(work.offloaded for work in workloads)
@@ -317,3 +299,57 @@ def longest_step(
     updates = whole / gpu.update_rate + whole / host.rank_update_rate
     moved = (problem.state_traffic + problem.shard_traffic) * whole / host.bandwidth
     return 2.0 * max(work.compute for work in workloads) + copies + updates + moved
+
+
+def peaks(
+    problem: PlanProblem, gpu: GpuProfile, batch: int, microbatch: int, activations: Activations
+) -> tuple[float, float]:
+    """Bytes of the GPU beside training copy, state and shards: most in the passes, and at the end.
+
+    The end is that of a backward, with the lowest layer's activations; the logits are gone by then.
+    H200s were within 2.5 % of the larger of both, state and shards added (experiments/unequal_gpus,
+    149 peaks, all policies but "offload").
+    """
+    model = problem.model
+    if not batch:
+        # In several ranks' reductions it has a layer of zeros.
+        zeros = 0.0
+        if problem.cluster.num_ranks > 1:
+            zeros = problem.gradient_bytes * model.parameters / model.num_layers
+        return gpu.idle_bytes + zeros, gpu.idle_bytes + zeros
+    end = gpu.layer_peak(microbatch)
+    if activations in LAYER_MAJOR:
+        end += batch * float(model.boundary_bytes)
+    return max(end, _passes_peak(problem, gpu, batch, microbatch, activations)), end
+
+
+def _passes_peak(
+    problem: PlanProblem, gpu: GpuProfile, batch: int, microbatch: int, activations: Activations
+) -> float:
+    model = problem.model
+    gradients = 0.0
+    if problem.stage != 3:  # there they are reduced as they come, in every backward
+        gradients = float(problem.gradient_bytes * model.parameters)
+    # All gradients are whole when backward has come to the lowest layer.
+    whole = gpu.layer_peak(microbatch) + gradients
+    working = gpu.peak_bytes.at(microbatch)
+    boundary = float(model.num_layers * model.boundary_bytes)
+    if activations == "keep":
+        return max(working + batch * boundary, whole)
+    if activations == "offload":
+        return max(working, whole)
+
+    def stored(samples: int) -> float:
+        if activations == "recompute":
+            return gpu.peak_bytes.at(samples) + samples * boundary
+        assert gpu.stored_bytes is not None, "checked by the problem"
+        return gpu.stored_bytes.at(samples)
+
+    peak = stored(min(batch, microbatch))
+    if batch > microbatch:
+        # Whole gradients wait for the last micro-batch, beside all that the second one leaves.
+        return max(peak, stored(min(batch - microbatch, microbatch)) + gradients, whole)
+    if problem.cluster.num_ranks > 1:
+        # The first backward keeps them until it ends, when all activations are gone.
+        return max(peak, whole)
+    return peak

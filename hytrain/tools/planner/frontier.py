@@ -39,13 +39,7 @@ class Offer:
 
 @dataclass(slots=True)
 class _Family:
-    """All workloads of a policy and a micro-batch size.
-
-    Attributes:
-        make: makes one of so many samples.
-        size: of its micro-batches.
-        samples: that they may have: all from the first to the last.
-    """
+    """All workloads of a policy and a micro-batch size: what ``make`` makes of ``samples``."""
 
     make: Callable[[int], Workload]
     size: int
@@ -75,14 +69,7 @@ class RankFrontier:
         collectives: Collectives,
         worst: float,
     ) -> None:
-        """
-        Args:
-            problem: what is planned.
-            host: the rank's.
-            gpu: the rank's.
-            collectives: of even or of unequal shards.
-            worst: seconds; workloads that take longer are left out.
-        """
+        """Workloads that take longer than ``worst`` seconds are left out."""
         self.host, self.gpu = host, gpu
 
         def maker(size: int, policy: Activations) -> Callable[[int], Workload]:
@@ -127,10 +114,7 @@ class RankFrontier:
     def offers(self, step: float, least: int, *, bound: bool) -> list[Offer]:
         """What a rank may do in a step of so many seconds, with so many samples at least.
 
-        Args:
-            step: seconds.
-            least: samples.
-            bound: whether no workload may be better than the offers; without, each is a workload.
+        ``bound``: whether no workload may be better than the offers; without, each is a workload.
         """
         idle = [one for one in self._idle if one.compute <= step and least <= 0]
         found = [Offer(0, 0, one) for one in idle]

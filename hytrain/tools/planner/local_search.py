@@ -42,12 +42,7 @@ _MOST_TRIES = 600
 
 
 def local_search(problem: PlanProblem, found: Found) -> Found:
-    """The plan, or one whose simulated steps are shorter.
-
-    Args:
-        problem: what is dealt.
-        found: a plan for it; even shards stay even (see :func:`unevenly`).
-    """
+    """The plan, or one whose simulated steps are shorter; even shards stay even."""
     return _Refinement(problem, found).run()
 
 

@@ -15,10 +15,9 @@ from dataclasses import replace
 
 from hytrain.formats.policies import ACCUMULATION_MODES, LAYER_MAJOR, Activations
 from hytrain.tools.infeasible import Infeasible
-from hytrain.tools.planner.accumulation_modes import best_mode
 from hytrain.tools.planner.infeasibility import missing
 from hytrain.tools.planner.local_search import local_search, unevenly
-from hytrain.tools.planner.micro_batch_counts import best_rounds
+from hytrain.tools.planner.micro_batch_counts import best_mode, best_rounds
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Found, OtherMode, Plan, to_plan
 from hytrain.tools.planner.search import CLOSE, Search, longer, search
@@ -31,11 +30,7 @@ _MOST_REFINED = 6
 
 
 def make_plan(problem: PlanProblem) -> Plan | Infeasible:
-    """The fastest plan found, and a bound on the fastest that there is.
-
-    Args:
-        problem: what is to be dealt to whom.
-    """
+    """The fastest plan found, and a bound on the fastest that there is."""
     if problem.needs_rounds:
         return best_mode(problem, _of_any_mode, lambda one: best_rounds(one, _of_any_mode))
     return _of_any_mode(problem)
@@ -46,9 +41,6 @@ def make_plan_without_spare(problem: PlanProblem) -> tuple[PlanProblem, Plan | I
 
     One micro-batch after another only: layer by layer the first step may be a trial, which keeps
     them.
-
-    Args:
-        problem: what is to be dealt to whom.
 
     Returns:
         The problem that was planned, and its plan; if nothing fits, that which lacks less memory,
@@ -107,11 +99,6 @@ def _refined(problem: PlanProblem, found: Search, step: float) -> list[Plan]:
 
     These do not know when in a step a rank's gradients come, by which the policies differ. Small
     changes lead from one choice of policies to another seldom: the best of each is refined.
-
-    Args:
-        problem: what is planned.
-        found: what the search has come by.
-        step: of the best by the roofline bounds, seconds.
     """
     trail = [*found.trail, *longer(problem, step)]
     for policies in _choices(problem.activations):

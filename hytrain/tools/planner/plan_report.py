@@ -10,9 +10,8 @@ from hytrain.formats.text_table import align
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.cost_model import Collectives, WorkloadMaker
-from hytrain.tools.planner.even_split import even_split
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.result import Plan, plan_file
+from hytrain.tools.planner.result import Plan, even_split, plan_file
 
 _GIB = 1024**3
 _LIMITS = {
@@ -47,11 +46,8 @@ _HEADING = (
 def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = None) -> str:
     """What each GPU does in the plan, and how good it is.
 
-    Args:
-        problem: what was planned.
-        plan: the plan.
-        without_offload: the plan for weights that stay on the GPU, where they are planned to be in
-            host memory and that fits all the same.
+    ``without_offload``: the plan for weights that stay on the GPU, where they are planned to be in
+    host memory and that fits all the same.
     """
     parts = [_devices(problem), "", _ranks(problem, plan), _LEGEND, *_quality_words(problem, plan)]
     parts += _collective_words(problem, plan) + _clipped_words(plan) + _mode_words(plan)

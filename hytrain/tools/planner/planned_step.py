@@ -58,13 +58,7 @@ class PlannedStep:
         *,
         even: bool,
     ) -> None:
-        """
-        Args:
-            problem: what was planned.
-            workloads: each rank's work.
-            shares: each rank's state.
-            even: whether all shards are equal.
-        """
+        """With each rank's work and state; ``even``: whether all shards are equal."""
         self._problem = problem
         self._collectives = _layer_collectives(problem, even=even)
         whole = problem.model.parameters
@@ -113,11 +107,7 @@ class PlannedStep:
     def worthwhile_layers(self, most: Sequence[int]) -> list[int]:
         """GPU layers with which each rank's updates delay the step least.
 
-        Args:
-            most: for each rank, how many have room.
-
-        Returns:
-            For each rank its own number, or a larger one that gains.
+        For each rank its own number, or a larger one that gains, up to as many as have room.
         """
         found: dict[tuple[Rank, int], int] = {}
         for pair in zip(self._ranks, most, strict=True):

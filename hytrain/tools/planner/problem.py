@@ -20,6 +20,10 @@ from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR, Activations
 from hytrain.tools.planner.cluster import Cluster, require_positive
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.intp]
+Bools = npt.NDArray[np.bool_]
+
 
 @dataclass(frozen=True, slots=True)
 class Model:

@@ -55,12 +55,7 @@ class Search:
 
 
 def search(problem: PlanProblem, worst: float = math.inf) -> Search:
-    """Searches with even and with unequal shards.
-
-    Args:
-        problem: what is to be dealt to whom.
-        worst: seconds of a step; longer ones are of no interest.
-    """
+    """Searches with even and with unequal shards, steps up to ``worst`` seconds."""
     found = Search()
     # Unequal shards first: they may allow much shorter steps.
     for even in (False, True)[problem.cluster.num_ranks == 1 :]:
@@ -126,11 +121,7 @@ class Dealer:
     """Workloads of whole samples."""
 
     def __init__(self, problem: PlanProblem, *, even: bool) -> None:
-        """
-        Args:
-            problem: what is dealt.
-            even: whether all shards are equal.
-        """
+        """``even``: whether all shards are equal."""
         self._problem = problem
         self._even = even
         self._make = WorkloadMaker(problem, Collectives.of(problem, even=even))

@@ -30,7 +30,6 @@ import numpy as np
 
 from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
-from hytrain.tools.planner.arrays import Floats, Ints
 from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
@@ -39,7 +38,7 @@ from hytrain.tools.planner.cost_model import (
     longest_step,
 )
 from hytrain.tools.planner.frontier import RankFrontier
-from hytrain.tools.planner.problem import PlanProblem
+from hytrain.tools.planner.problem import Floats, Ints, PlanProblem
 from hytrain.tools.stdout import stdout_to
 
 try:
@@ -128,12 +127,8 @@ class StepProgram:
     """All ranks of a problem with even or with unequal shards."""
 
     def __init__(self, problem: PlanProblem, *, even: bool, worst: float = math.inf) -> None:
-        """
-        Args:
-            problem: the ranks, and what is to be dealt to them.
-            even: whether all shards are equal.
-            worst: seconds of a step that is known to be possible: longer ones are of no interest.
-        """
+        """``even``: whether all shards are equal. Steps longer than ``worst`` seconds, known to be
+        possible, are of no interest."""
         self.problem = problem
         self.even = even
         collectives = Collectives.of(problem, even=even)
@@ -180,9 +175,6 @@ class StepProgram:
         """What each rank does; None where no plan has so short a step.
 
         An empty list where that is not known.
-
-        Args:
-            step: seconds.
         """
         bound = self._blocks(step, bound=True)
         # Of ranks in parts first: that is decided faster, and mostly denies as much.
@@ -230,13 +222,8 @@ class StepProgram:
         """How many ranks take each vertex, holding about the most state; whether none can.
 
         With even shards about the most samples, of the batch. Neither is known of a program that
-        takes too long.
-
-        Args:
-            step: seconds.
-            blocks: the ranks.
-            whole: whether ranks with the same policy and micro-batches are a whole number.
-            least: of the state, as a share.
+        takes too long. ``whole``: whether ranks with the same policy and micro-batches are a whole
+        number; ``least``: of the state, as a share.
         """
         if optimize is None:
             raise PlanError("planning needs scipy, whose solver it uses: pip install scipy")

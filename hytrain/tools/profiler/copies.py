@@ -78,10 +78,8 @@ class TrainingLoad:
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """
-        Args:
-            device: a GPU; of a CPU its own memory is copied, by one more thread.
-            num_bytes: that :meth:`beside` moves each way.
+        """``device``: a GPU; of a CPU its own memory is copied, by one more thread. ``num_bytes``:
+        that :meth:`beside` moves each way.
         """
         size = min(num_bytes, _LOAD_BYTES)
         self._times = -(-num_bytes // size)

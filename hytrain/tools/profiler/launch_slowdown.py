@@ -37,9 +37,8 @@ def repeating(work: Callable[[], object]) -> Generator[None]:
 def measure_slowdown(launch: Callable[[], float], update: Callable[[], object]) -> float:
     """Ratio of what launching takes beside updates to what it takes alone, in turns; at least 1.
 
-    Args:
-        launch: launches some passes and returns the seconds of one.
-        update: updates once, as in training.
+    ``launch``: launches some passes and returns the seconds of one; ``update``: updates once, as in
+    training.
     """
     update()  # touches pages, wakes threads
     ratios: list[float] = []

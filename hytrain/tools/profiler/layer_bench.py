@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hytrain.placement.step_timer import Clock
 from hytrain.tools.profiler.block_hooks import (
@@ -31,7 +35,6 @@ from hytrain.tools.profiler.layer_samples import (
     usual,
 )
 from hytrain.tools.profiler.measured_model import Copy, MeasuredModel
-from hytrain.tools.profiler.memory_meter import CpuMeter, CudaMeter, MemoryMeter
 
 _FEWEST_PASSES = 4
 _MOST_PASSES = 40
@@ -49,6 +52,85 @@ _MOST_CYCLES_A_SECOND = 3e9
 """Of a GPU, so that it sleeps long enough."""
 _SIZE_SECONDS = 3.0
 """Of passes of one size, at most."""
+
+
+class CudaMeter:
+    """The caching allocator's own books."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        """Bytes in use now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def take_peak(self) -> int:
+        """Most bytes in use since the last call."""
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+    def watching(self) -> contextlib.AbstractContextManager[object]:
+        """Nothing is to be done: the allocator always counts."""
+        return contextlib.nullcontext()
+
+
+class CpuMeter(TorchDispatchMode):
+    """Results of torch's operations on a CPU, which has no such books; for trying without a GPU.
+
+    What an operation allocates for itself is not seen.
+    """
+
+    def __init__(self, present: Iterable[torch.Tensor]) -> None:
+        """Tensors that are there already are not counted."""
+        super().__init__()
+        self._bytes = 0
+        self._peak = 0
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in present}
+
+    def allocated(self) -> int:
+        """Bytes in use now."""
+        return self._bytes
+
+    def take_peak(self) -> int:
+        """Most bytes in use since the last call."""
+        peak, self._peak = self._peak, self._bytes
+        return peak
+
+    def watching(self) -> contextlib.AbstractContextManager[object]:
+        """A mode in which each operation's results are counted."""
+        return self
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """The operation itself, its results counted."""
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address in self._seen or size == 0:
+            return
+        self._seen.add(address)
+        self._bytes += size
+        self._peak = max(self._peak, self._bytes)
+        weakref.finalize(storage, self._forget, address, size)
+
+    def _forget(self, address: int, size: int) -> None:
+        self._seen.discard(address)
+        self._bytes -= size
+
+
+MemoryMeter = CudaMeter | CpuMeter
+"""Reads a device's allocator."""
 
 
 class LayerBench:

@@ -126,8 +126,7 @@ class LayerProfiling:
     def measure(self, on_size: Callable[[int, float], None] = lambda size, share: None) -> None:
         """All sizes; on a GPU what passes leave in the allocator is given back to the device.
 
-        Args:
-            on_size: called with a size when it begins, and the share of the work that is done.
+        ``on_size``: called with a size when it begins, and the share of the work that is done.
 
         Raises:
             ConfigError: the model has no loss, its blocks are not called one after another, or not

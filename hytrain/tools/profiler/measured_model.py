@@ -23,10 +23,18 @@ import torch
 from torch import nn
 
 from hytrain.errors import ConfigError
-from hytrain.formats.dtypes import TORCH_NAMES
+from hytrain.formats.dtypes import ITEMSIZE, TORCH_NAMES, Dtype
+from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.profile_file import ProfiledModel
 from hytrain.model.discovery import LayerParameters, can_be_sharded, find_layers
-from hytrain.tools.profiler.language_model import build_language_model, check_length, read_config
+from hytrain.tools.planner.device_sheets import ModelShape
+from hytrain.tools.profiler.language_model import (
+    HIDDEN,
+    build_language_model,
+    check_length,
+    hidden_size,
+    read_config,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -309,3 +317,24 @@ def _import(module: str) -> ModuleType:
             f"--model {module}: {where[0]}, line {where[1]}: {type(error).__name__}: {error}: mend "
             f"the file, or see `python {module}`"
         ) from error
+
+
+def read_model_shape(
+    path: Path, *, seq_len: int, dtype: Dtype, moments: MomentsName = FP32
+) -> ModelShape:
+    """The model of a transformers ``config.json`` as equal blocks and what is outside of them.
+
+    Raises:
+        ConfigError: the file is no transformers configuration, or tells no sizes.
+    """
+    config = read_config(path)
+    hidden = hidden_size(config)
+    vocabulary = getattr(config, "vocab_size", None)
+    if hidden is None or not isinstance(vocabulary, int):
+        raise ConfigError(
+            f"--model {path} gives no vocab_size, or none of {', '.join(HIDDEN)}: profile the "
+            "model instead"
+        )
+    subject = read_subject(str(path), seq_len=seq_len, dtype=getattr(torch, TORCH_NAMES[dtype]))
+    known = {"boundary_bytes": ITEMSIZE[dtype] * seq_len * hidden, "moments": moments}
+    return ModelShape(subject.sizes().model_copy(update=known), hidden, vocabulary)

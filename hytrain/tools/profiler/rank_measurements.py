@@ -49,17 +49,8 @@ def measure_rank(
 ) -> tuple[DeviceProfile, rates.CpuRates, int]:
     """All that a rank measures by itself; leaves nothing on the device.
 
-    Args:
-        subject: the model.
-        device: this rank's.
-        options: the same on all ranks, but for ``multiprocessors`` and ``settings``.
-        ranks: all measure at once.
-        progress: told how far the work is.
-        model: the subject's sizes.
-        host: this rank's machine.
-        facts: of its device.
-        cores: of the host, each rank's part.
-        ranks_on_host: that share this rank's.
+    ``options``: the same on all ranks, but for ``multiprocessors`` and ``settings``; ``cores``: of
+    the host, each rank's part.
 
     Returns:
         Its device; rates of its CPU; and bytes of activations between two blocks, a sample.

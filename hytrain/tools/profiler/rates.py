@@ -68,11 +68,8 @@ def cpu_rates(
         device: whose gradients come and whose weights leave beside an update.
         counts: of threads, of this rank.
         rounds: the length of the longest list of counts of all ranks: each begins at a barrier.
-        ranks: all measure at once.
         ranks_on_host: that share its caches and memory.
-        seconds: of each measurement.
         elements: that are updated; None: see :func:`update_elements`.
-        moments: how Adam's moments are kept.
         parameters: of the rank's shard in training.
         between: called after each round.
     """

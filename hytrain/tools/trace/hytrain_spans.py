@@ -42,10 +42,7 @@ def nanoseconds(microseconds: float) -> int:
 def span_of(event: Mapping[str, Any], lane: int, offset: int) -> tuple[str, Span]:
     """What an event of the recorder (or a function of VizTracer's) occupies, and its row.
 
-    Args:
-        event: of ph "X", but no step.
-        lane: to tell threads and streams apart.
-        offset: nanoseconds to rank 0's clock.
+    ``event``: of ph "X", but no step; ``offset``: nanoseconds to rank 0's clock.
     """
     args: Mapping[str, Any] = event.get("args", {})
     name: str = event["name"]

@@ -130,8 +130,7 @@ class KinetoEvents:
     def rows(self, steps: list[tuple[int, int]]) -> dict[str, list[Span]]:
         """Spans by what they occupy.
 
-        Args:
-            steps: (begin, end), which tells kernels after the last backward from a forward's.
+        ``steps``: (begin, end), which tells kernels after the last backward from a forward's.
         """
         rows = {resource: list(spans) for resource, spans in self.host.items()}
         rows[kinds.PHASE] = [replace(span, name="optimizer step") for span in self.updates]

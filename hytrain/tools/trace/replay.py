@@ -119,9 +119,7 @@ class Replay:
     def seconds_per_step(self, change: Change = UNCHANGED, rank: int | None = None) -> float:
         """Of the steps after the first, from last compute to last compute; of one its compute.
 
-        Args:
-            change: what is different.
-            rank: whose compute; None for that of all.
+        ``rank``: whose compute; None for that of all.
         """
         begins, ends = self.run(change)
         steps = [

@@ -104,11 +104,7 @@ class UnevenProblem:
 def layer_time(problem: UnevenProblem, gpu: UnevenGpu, size: Any, number: Any) -> Any:
     """F + B of one layer on one GPU, ms; of whole numbers, or of arrays of one shape.
 
-    Args:
-        problem: of the GPU.
-        gpu: whose time.
-        size: of a micro-batch, at least 1.
-        number: of micro-batches.
+    ``gpu``: whose time; ``size``: of a micro-batch, at least 1.
     """
     profile = np.array([gpu.forward, gpu.backward, gpu.memory])
     forward, backward, memory = profile[:, np.asarray(size) - 1]

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hytrain.tools.infeasible import Infeasible
-from hytrain.tools.planner.arrays import Floats, Ints
-from hytrain.tools.planner.shards import water_fill
+from hytrain.tools.planner.allocation import water_fill
+from hytrain.tools.planner.problem import Floats, Ints
 from hytrain.tools.uneven.problem import UnevenGpu, UnevenProblem, layer_time
 
 

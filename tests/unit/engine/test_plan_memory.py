@@ -27,8 +27,7 @@ from hytrain.tools.planner.cost_model import Collectives, Workload, gpu_bytes, h
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.profiler.language_model import build_language_model, read_config
-from hytrain.tools.profiler.measured_model import MeasuredModel
-from hytrain.tools.profiler.model_shape import read_model_shape
+from hytrain.tools.profiler.measured_model import MeasuredModel, read_model_shape
 from hytrain.tools.profiler.model_sizes import read_model_sizes
 from hytrain.zero3.plan import gather_settings, most_live
 

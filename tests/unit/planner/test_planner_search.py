@@ -15,13 +15,13 @@ from scipy import optimize
 from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner import step_program
-from hytrain.tools.planner.accumulation_modes import best_mode, some_rounds
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
     Collectives,
     workload,
 )
 from hytrain.tools.planner.curves import FREE, Table
+from hytrain.tools.planner.micro_batch_counts import best_mode, some_rounds
 from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan

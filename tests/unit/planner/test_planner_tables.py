@@ -12,11 +12,10 @@ from planner_clusters import planned
 from hytrain.errors import PlanError
 from hytrain.formats.moment_kinds import MomentsName, state_bytes_each
 from hytrain.formats.profile_file import ProfiledModel
+from hytrain.tools.planner.allocation import water_fill
 from hytrain.tools.planner.curves import Table
-from hytrain.tools.planner.device_sheets import ModelShape
-from hytrain.tools.planner.named_gpus import estimated_cluster
+from hytrain.tools.planner.device_sheets import ModelShape, estimated_cluster
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
-from hytrain.tools.planner.shards import water_fill
 
 # -- tables ------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.profile_problem import PlanOptions, gpu_profile
 from hytrain.tools.profiler.block_hooks import Recomputation
 from hytrain.tools.profiler.gradient_sink import GradientSink
+from hytrain.tools.profiler.layer_bench import CpuMeter, CudaMeter, MemoryMeter
 from hytrain.tools.profiler.layer_profile import LayerProfile
 from hytrain.tools.profiler.measured_model import MeasuredModel, read_subject
-from hytrain.tools.profiler.memory_meter import CpuMeter, CudaMeter, MemoryMeter
 from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.ranks import Ranks
 from hytrain.tools.profiler.run import profile_ranks
