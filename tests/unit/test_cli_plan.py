@@ -575,8 +575,9 @@ def test_what_trainer_cannot_run_is_said(model: Path, tmp_path: Path, capsys: Ca
     other = _json(capsys, *call, "--accumulation", "micro_batch_major")
     assert _run(*call) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "layer by layer (by engine.train_batch alone, not in Trainer); one micro-batch" in text
     seconds = other["predicted"]["step_seconds"]
+    rest = f"one micro-batch after another, as in Trainer: {1e3 * seconds:.1f} ms), "
+    assert f" ms predicted (layer by layer, with engine.train_batch; {rest}" in text
     assert f"(--accumulation micro_batch_major) the step would take {1e3 * seconds:.1f} ms" in text
     config = tmp_path / "ds.json"
     for batch, own, mode in (

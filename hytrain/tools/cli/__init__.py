@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """argparse's, which guesses what a misspelt command, choice or option means.
 
-    What a command does not know is refused with its own usage, not with that of `hytrain`, and
-    before a value of it is taken for the name of a subcommand.
+    What a command does not know it refuses itself, not `hytrain`, and before a value of it is taken
+    for the name of a subcommand. An error is a line, without the usage.
     """
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] of overloads
@@ -81,16 +81,24 @@ class _Parser(argparse.ArgumentParser):
                 break
             is_option = re.match("--?[a-z]", name) is not None
             if is_option and not any(option.startswith(name) for option in known):
-                self.error(f"{did_you_mean(name, known)}unrecognized arguments: {name}")
+                self.error(_or_meant(f"unknown option {name}", name, known))
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        meant = "" if wrong is None else did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
-        super().error(meant + message)
+        wrong = re.search(r"(.*invalid choice: '(.*?)') \(choose from (.*)\)", message)
+        if wrong and did_you_mean(wrong[2], known := re.findall(r"[\w-]+", wrong[3])):
+            message = _or_meant(wrong[1], wrong[2], known)
+        more = "" if message.endswith("?") else f" (`{self.prog} --help` lists all)"
+        self.exit(2, f"{self.prog}: {message}{more}\n")
+
+
+def _or_meant(message: str, name: str, known: Iterable[str]) -> str:
+    """With the known name that another one is probably meant to be."""
+    meant = did_you_mean(name, known).strip()
+    return f"{message}: {meant}" if meant else message
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -240,10 +240,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         found = make_plan(problem_from(profile, replace(options, offload_param=False)))
         without = None if isinstance(found, Infeasible) else found
     # Before anything is printed: whoever reads it may stop (`| head`).
+    replaced = ""
     if arguments.out is not None:
         replaced = ", in place of an earlier plan" if arguments.out.is_file() else ""
         write_plan(arguments.out, plan_file(problem, plan))
-        print(f"plan: {arguments.out}{replaced}", file=sys.stderr)
     host, speed = profile.hosts[0], options.interconnect
     if arguments.json:
         record = plan_report.plan_json(problem, plan, without)
@@ -269,6 +269,9 @@ def _plan(arguments: argparse.Namespace) -> int:
             print(fold(f"{words}."))
         print()
         print(fold(plan_report.plan_text(problem, plan, without)))
+    if arguments.out is not None:
+        sys.stdout.flush()
+        print(f"plan: {arguments.out}{replaced}", file=sys.stderr)
     return 0
 
 

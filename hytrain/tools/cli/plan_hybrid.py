@@ -121,11 +121,13 @@ def _hybrid(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     # Before anything is printed: whoever reads it may stop (`| head`).
     if arguments.out is not None:
         write_record(arguments.out, record, what="plan")
-        print(f"plan: {arguments.out}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(report.result_json(problem, result), indent=2))
     else:
         print(fold(report.result_text(problem, result)))
+    if arguments.out is not None:
+        sys.stdout.flush()
+        print(f"plan: {arguments.out}", file=sys.stderr)
     # Last: what cannot be run was worth seeing.
     if arguments.export is not None:
         for note in write_export(arguments.export, record):

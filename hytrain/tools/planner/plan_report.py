@@ -68,7 +68,8 @@ def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = N
 def headline(problem: PlanProblem, plan: Plan) -> str:
     """The step, what an even split would reach, and a warning of GPUs that compute nothing."""
     speed, number = problem.batch / plan.predicted_seconds, len(plan.ranks)
-    words = f"Step: {1e3 * plan.predicted_seconds:.1f} ms predicted, {speed:.3g} samples/s"
+    words = f"Step: {1e3 * plan.predicted_seconds:.1f} ms predicted{_mode_note(plan)}, "
+    words += f"{speed:.3g} samples/s"
     if number > 1 and problem.batch >= number:
         even = even_split(problem)
         samples = problem.batch // number * number
@@ -204,13 +205,23 @@ def _mode_words(plan: Plan) -> list[str]:
     other = plan.other_mode
     if other is None:
         return []
-    words = _MODE_WORDS["micro_batch_major"]
-    if plan.accumulation != "micro_batch_major":
-        words = f"{_MODE_WORDS['layer_major']} (by engine.train_batch alone, not in Trainer)"
-    words += f"; {_MODE_WORDS[other.accumulation]} (--accumulation {other.accumulation})"
+    words = f"{_MODE_WORDS[other.accumulation]} (--accumulation {other.accumulation})"
     if isinstance(other.result, Infeasible):
         return [f"{words} nothing fits: {other.result.reason}"]
     return [f"{words} the step would take {1e3 * other.result:.1f} ms"]
+
+
+def _mode_note(plan: Plan) -> str:
+    """For the first line: that a step is not one that Trainer makes, and what that takes."""
+    if plan.accumulation == "micro_batch_major":
+        return ""
+    some = "" if plan.accumulation else "on some ranks "
+    note = f"{some}{_MODE_WORDS['layer_major']}, with engine.train_batch"
+    if plan.other_mode is not None:
+        result = plan.other_mode.result
+        takes = "nothing fits" if isinstance(result, Infeasible) else f"{1e3 * result:.1f} ms"
+        note += f"; {_MODE_WORDS['micro_batch_major']}, as in Trainer: {takes}"
+    return f" ({note})"
 
 
 def plan_json(

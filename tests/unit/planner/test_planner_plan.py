@@ -24,7 +24,7 @@ from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.curves import FREE, Table
 from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
-from hytrain.tools.planner.plan_report import plan_text
+from hytrain.tools.planner.plan_report import headline, plan_text
 from hytrain.tools.planner.problem import Model, PlanProblem
 from hytrain.tools.planner.result import Plan
 
@@ -239,7 +239,7 @@ def test_chooses_the_better_mode_and_reports_it() -> None:
     assert gathering.other_mode is not None
     assert gathering.other_mode.result == alone["store"]
     text = plan_text(given_problem, gathering)
-    assert "layer by layer (by engine.train_batch alone, not in Trainer); " in text
+    assert "(layer by layer, with engine.train_batch; " in headline(given_problem, gathering)
     mode = "one micro-batch after another (--accumulation micro_batch_major)"
     assert f"{mode} the step would take {1e3 * alone['store']:.1f} ms" in text
     # Where gathering is free, nothing is worth to be computed again.
@@ -249,7 +249,8 @@ def test_chooses_the_better_mode_and_reports_it() -> None:
     assert computing.other_mode is not None
     assert computing.other_mode.accumulation == "layer_major"
     text = plan_text(given_problem, computing)
-    assert "one micro-batch after another; layer by layer (--accumulation layer_major) the" in text
+    assert "layer by layer (--accumulation layer_major) the" in text
+    assert "layer by layer" not in headline(given_problem, computing)
     # In stage 2 each rank has its own mode, and nothing is to be told.
     assert planned(replace(given_problem, stage=2)).other_mode is None
 
