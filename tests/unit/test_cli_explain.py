@@ -358,6 +358,47 @@ def test_a_models_sizes_are_the_real_ones(config: Path, model: Path, capsys: Cap
     assert "Assumed, since not given: --gpu-memory: " in text
     assert ("this machine has no GPU" in text) == (not torch.cuda.is_available())
     assert "GiB a rank, free on this machine now." in text
+    if not torch.cuda.is_available():
+        unknown = r"Fits if the GPU has more than [\d.]+ \w+ \(--gpu-memory was not given\): "
+        assert re.match(unknown, text)
+
+
+def test_ranks_that_differ_are_told_in_the_first_line(
+    config: Path, model: Path, capsys: Capture
+) -> None:
+    large = {"num_hidden_layers": 40, "hidden_size": 1024, "intermediate_size": 4096}
+    (model / "config.json").write_text(json.dumps(LLAMA | large))
+    call = ["explain", str(config), "--model", str(model), "--host-memory", "64", "--gpu-memory"]
+    for memory, status, words in (
+        ("8,9,10", 0, "All 3 ranks fit."),
+        ("8,2,1", 1, "Does not fit: rank 1, 2 of 3 (--rank 1 says why)."),
+    ):
+        assert cli.main([*call, memory]) == status
+        text = " ".join(capsys.readouterr().out.split())
+        assert text.startswith(f"{words} What follows is of rank 0. Fits: ")
+        assert "of the GPU's 8.00 GiB" in text
+    assert cli.main([*call, "8,2,1", "--rank", "1"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    words = "Does not fit: rank 1, 2 of 3. What follows is of rank 1. Does not fit: "
+    assert text.startswith(words)
+    assert "--gpu-memory 8,2: give one number, or one a rank: 3" in _error(
+        capsys, *call[1:], "8,2", "--ranks", 3
+    )
+    # The host's part of a large shard is too large, of a small one it is not.
+    config.write_text(json.dumps(CONFIG | {"hytrain": {"shard_fractions": [0.9, 0.1]}}))
+    call[5] = "14"
+    assert cli.main([*call, "4", "--rank", "1"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("Does not fit: rank 0 of 2 (--rank 0 says why). What follows is of ")
+
+
+def test_dealt_batches_need_a_loop_that_fills_auto_in(config: Path, capsys: Capture) -> None:
+    for batch in ("auto", 4):
+        given = {"gradient_clipping": batch, "hytrain": {"batch_sizes": [2, 1]}}
+        config.write_text(json.dumps({k: v for k, v in CONFIG.items() if "batch" not in k} | given))
+        assert cli.main(["explain", str(config)]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("need a loop with engine.train_batch" in text) == (batch == "auto")
 
 
 def test_a_table_of_many_layers_has_the_ends_of_what_fits(
@@ -765,6 +806,7 @@ def test_muon(config: Path, model: Path, capsys: Capture) -> None:
     assert "8 layers (3 blocks in 6 pieces" in text
     assert "4 bytes of master weight (fp32) and 2 of momentum (bf16)" in text
     assert "k: of the state all that fits is on the GPU" in text
+    assert "on the GPU), later as many as activations leave room for, at most 8: " in text
     assert "before the momentum" in text
     size = {"hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 65536}
     (model / "config.json").write_text(json.dumps(LLAMA | size))

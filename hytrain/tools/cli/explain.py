@@ -50,9 +50,9 @@ def add(explain: argparse.ArgumentParser) -> None:
     model.add_argument("--ranks", type=positive_int, help="ranks that share the state (default: 1)")
     model.add_argument(
         "--gpu-memory",
-        type=gibibytes,
-        metavar="GIB",
-        help="memory of each rank's GPU (default: this machine's; without a GPU no limit)",
+        type=lambda text: [gibibytes(part) for part in text.split(",")],
+        metavar="GIB[,GIB...]",
+        help="memory of each rank's GPU, or one for all (default: this machine's)",
     )
     model.add_argument(
         "--host-memory",

@@ -21,7 +21,7 @@ from hytrain.formats.text_table import fold
 from hytrain.hardware.gpu_memory import shares_host_memory, usable_gpu_bytes
 from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.placement.records import Decision
-from hytrain.tools.explain.advice import remedies
+from hytrain.tools.explain.advice import Begins, remedies
 from hytrain.tools.explain.checks import read_as_training, with_plan
 from hytrain.tools.explain.config import (
     ModelSizes,
@@ -40,6 +40,10 @@ _NO_MODEL = (
     "weights are not read) and the memory of the machine that is to train, in GiB:"
 )
 _EXAMPLE = "model/config.json --gpu-memory 78 --host-memory 256"
+_NO_TRAINER = (
+    'Warning: "hytrain.batch_sizes" and "hytrain.plan" need a loop with engine.train_batch, where '
+    'nobody fills "auto" in.'
+)
 _GIB = 1024**3
 
 
@@ -97,69 +101,101 @@ def _read_config(arguments: argparse.Namespace) -> _Asked:
     if (shares := section.batch_shares()) is not None:
         ranks = ranks or len(shares.sizes)
         shares.check_ranks(ranks)
+    if ranks is None and section.shard_fractions is not None:
+        ranks = len(section.shard_fractions)
+    if ranks is None and len(arguments.gpu_memory or ()) > 1:
+        ranks = len(arguments.gpu_memory)
     check_model = None
     if section.plan is not None:
         section, check_model = with_plan(config, section, arguments.file, ranks, rank)
         ranks = len(section.shard_fractions or ())
+    if section.batch_sizes is not None and "auto" in config.values():
+        warnings.append(_NO_TRAINER)
+    if len(arguments.gpu_memory or ()) not in (0, 1, ranks):
+        given = ",".join(f"{gib:g}" for gib in arguments.gpu_memory)
+        raise ConfigError(f"--gpu-memory {given}: give one number, or one a rank: {ranks or 1}")
     if rank >= (ranks or 1):
         raise ConfigError(f"--rank {rank}: ranks count from 0, and --ranks is {ranks or 1}")
     return _Asked(section, form, warnings, ranks or 1, rank, check_model)
 
 
 def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
-    section, form = asked.section, asked.form
-    gpu, host, shares_host = _memory(arguments)
-    tokens, samples, inputs = _block_inputs(arguments, asked)
+    section, form, rank = asked.section, asked.form, asked.rank
+    gpus, host, shares_host = _memory(arguments, asked.ranks)
+    tokens, samples, inputs = _block_inputs(arguments, asked, rank)
     is_offloaded = section.solver.host_activation_bytes > 0 or section.activations == "offload"
-    on_gpu = 0 if is_offloaded else inputs
 
-    def sizes_of(section: HyTrainConfig, form: TrainingForm, ranks: int) -> ModelSizes:
-        return read_model_sizes(arguments.model, section, form, num_ranks=ranks, rank=asked.rank)
+    def begins_on(rank: int) -> Begins:
+        on_gpu = 0 if is_offloaded else _block_inputs(arguments, asked, rank)[2]
 
-    def begins(
-        section: HyTrainConfig, form: TrainingForm, ranks: int, has_inputs: bool = True
-    ) -> Decision:
-        sizes = sizes_of(section, form, ranks)
-        kept, base = _kept_gradients(section, form, sizes), on_gpu if has_inputs else 0
-        return first_decision(
-            section, sizes, gpu, host // ranks, base, kept_gradients=kept, shares_host=shares_host
-        )
+        def begins(
+            section: HyTrainConfig, form: TrainingForm, ranks: int, has_inputs: bool
+        ) -> Decision:
+            sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks, rank=rank)
+            kept, base = _kept_gradients(section, form, sizes), on_gpu if has_inputs else 0
+            each, gpu = host // ranks, gpus[rank]
+            return first_decision(
+                section, sizes, gpu, each, base, kept_gradients=kept, shares_host=shares_host
+            )
 
-    sizes, decision = sizes_of(section, form, asked.ranks), begins(section, form, asked.ranks)
+        return begins
+
+    def has_room(decision: Decision) -> bool:
+        number, found = decision.gpu_layers_target, decision.bounds
+        return found.allow(number) if is_fixed else found.fits
+
+    sizes = read_model_sizes(arguments.model, section, form, num_ranks=asked.ranks, rank=rank)
     if asked.check_model is not None:
         asked.check_model(sizes)
+    is_fixed, begins = section.gpu_fraction != "solve", begins_on(rank)
+    decision = begins(section, form, asked.ranks, True)
     advice = []
     if not decision.bounds.fits:
         advice = remedies(begins, section, form, asked.ranks)
-    is_fixed = section.gpu_fraction != "solve"
-    verdict, words = verdict_of(sizes, decision, advice, is_fixed=is_fixed), asked.words
+    verdict = verdict_of(sizes, decision, advice, is_fixed=is_fixed, is_muon=form.is_muon)
+    is_alike = len({*gpus}) == 1 and len({*(section.shard_fractions or (1,))}) == 1
+    ranks = [rank] if is_alike else range(asked.ranks)
+    short = [r for r in ranks if not has_room(begins_on(r)(section, form, asked.ranks, True))]
+    if not is_alike:
+        verdict = f"{_ranks_words(short, asked)}\n{verdict}"
     if arguments.json:
-        result = {"verdict": verdict, "words": [*asked.warnings, *words.splitlines()]}
+        result = {"verdict": verdict, "words": [*asked.warnings, *asked.words.splitlines()]}
         result |= {"advice": advice}
         result |= {"parameters": sum(sizes.parameters)}
         result |= decision_json(decision, lambda _: None)
         result |= {"tokens": tokens, "block_input_bytes": inputs} if tokens else {}
         print(json.dumps(result, indent=2))
     else:
-        heads = [verdict, *asked.warnings, *_assumed(arguments, gpu, host // asked.ranks)]
-        ends = [words] if arguments.verbose else []
+        heads = [verdict, *asked.warnings, *_assumed(arguments, gpus[rank], host // asked.ranks)]
+        ends = [asked.words] if arguments.verbose else []
         if tokens:
+            on_gpu = 0 if is_offloaded else inputs
             ends.append(_inputs_words(inputs, tokens, samples, on_gpu, section))
         sized = model_text(section, sizes, decision, advice, is_muon=form.is_muon)
         text = [*heads, sized, *(["", *ends] if ends else [])]
         print(fold("\n".join(text)))
-    number, found = decision.gpu_layers_target, decision.bounds
-    return 0 if (found.allow(number) if is_fixed else found.fits) else 1
+    return 1 if short else 0
 
 
-def _block_inputs(arguments: argparse.Namespace, asked: _Asked) -> tuple[int, int | None, int]:
-    """Tokens of a sample on this rank; samples of a micro-batch, None where a trainer fills them
+def _ranks_words(short: list[int], asked: _Asked) -> str:
+    """Of ranks that differ: whether each fits, and which is explained."""
+    which = f"All {asked.ranks} ranks fit"
+    if short:
+        which = f"Does not fit: rank {', '.join(map(str, short))} of {asked.ranks}"
+        which += f" (--rank {short[0]} says why)" * (asked.rank not in short)
+    return f"{which}. What follows is of rank {asked.rank}."
+
+
+def _block_inputs(
+    arguments: argparse.Namespace, asked: _Asked, rank: int
+) -> tuple[int, int | None, int]:
+    """Tokens of a sample on a rank; samples of a micro-batch, None where a trainer fills them
     in; bytes of all blocks' inputs, then of one sample. 0 where not asked for."""
     if arguments.seq is None:
         return 0, None, 0
     tokens = -(-arguments.seq // asked.form.sequence_ranks)
     own, told = asked.section.micro_batch_sizes, asked.form.batch
-    samples = own[asked.rank] if own else told.get("train_micro_batch_size_per_gpu")
+    samples = own[rank] if own else told.get("train_micro_batch_size_per_gpu")
     if samples is None and "train_batch_size" in told:
         readers = max(1, asked.ranks // asked.form.sequence_ranks)
         samples = max(1, told["train_batch_size"] // (readers * asked.form.accumulation))
@@ -202,15 +238,16 @@ def _assumed(arguments: argparse.Namespace, gpu: int | None, host: int) -> list[
     return [f"Assumed, since not given: {'; '.join(assumed)}."] if assumed else []
 
 
-def _memory(arguments: argparse.Namespace) -> tuple[int | None, int, bool]:
-    """A rank's GPU and the host, in bytes; whether the GPU's are the host's."""
+def _memory(arguments: argparse.Namespace, ranks: int) -> tuple[list[int | None], int, bool]:
+    """Each rank's GPU and the host, in bytes; whether the GPU's are the host's."""
     shares_host = False
     if arguments.gpu_memory is not None:
-        gpu: int | None = int(arguments.gpu_memory * _GIB)
+        gpus: list[int | None] = [int(gib * _GIB) for gib in arguments.gpu_memory]
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        gpu, shares_host = usable_gpu_bytes(device), shares_host_memory(device)
+        gpus, shares_host = [usable_gpu_bytes(device)], shares_host_memory(device)
+    gpus *= ranks if len(gpus) == 1 else 1
     host = available_host_bytes()
     if arguments.host_memory is not None:
         host = int(arguments.host_memory * _GIB)
-    return gpu, host, shares_host
+    return gpus, host, shares_host

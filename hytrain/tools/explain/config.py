@@ -238,7 +238,12 @@ def _misfit(decision: Decision) -> str:
 
 
 def verdict_of(
-    sizes: ModelSizes, decision: Decision, advice: Sequence[str], *, is_fixed: bool
+    sizes: ModelSizes,
+    decision: Decision,
+    advice: Sequence[str],
+    *,
+    is_fixed: bool,
+    is_muon: bool = False,
 ) -> str:
     """Whether a run fits, in a line.
 
@@ -247,6 +252,7 @@ def verdict_of(
         decision: what the run begins with.
         advice: what would make it fit.
         is_fixed: whether the number of GPU layers is.
+        is_muon: whether Muon updates.
     """
     limits, target, fitting = decision.limits, decision.gpu_layers_target, decision.bounds
     number = f"k = {target / decision.num_layers:.3g}"
@@ -265,12 +271,16 @@ def verdict_of(
             what += size_text(limits.gpu)
         return f"Does not fit: {what}; try {advice[0]}."
     on_gpu = size_text(gpu_peak_bytes(decision.layer_bytes, limits, target))
-    on_gpu += f" of the {limits.device}'s {size_text(limits.gpu) if limits.gpu else 'memory'}"
+    fits = f"Fits if the GPU has more than {on_gpu} (--gpu-memory was not given)"
+    if limits.gpu is not None:
+        fits, on_gpu = "Fits", f"{on_gpu} of the {limits.device}'s {size_text(limits.gpu)}"
     on_host = size_text(taken_of_host(decision.layer_bytes, limits, decision.staging_bytes, target))
     start = f"the fixed {number}" if is_fixed else f"starts with {number}"
+    if is_muon and not is_fixed:
+        start += f", later as many as activations leave room for, at most {fitting.max_gpu_layers}"
     each = "; of this rank" if sizes.num_ranks > 1 else ""
     return (
-        f"Fits: {start}: {on_gpu}, {on_host} of the host's {size_text(limits.host)}{each}. "
+        f"{fits}: {start}: {on_gpu}, {on_host} of the host's {size_text(limits.host)}{each}. "
         f"{_fitting_words(decision)}."
     )
 
@@ -315,6 +325,7 @@ def model_text(
         except MemoryBudgetError as error:
             return "\n".join([*lines, f"A run would be refused: {error}"])
     if decision.host_master_reason:
-        lines.append(f"{decision.host_master_reason.capitalize()}.")
+        reason = decision.host_master_reason
+        lines.append(f"{reason[0].upper()}{reason[1:]}.")
     rows = candidate_rows(decision, lambda _: None)
     return "\n".join(lines) + f"\n\n{memory_text(decision, rows, None, sizes.host_weights)}"
