@@ -18,7 +18,7 @@ from experiments.common.systems import REFERENCE
 from experiments.common.worker import Recorder
 from hytrain.cost.prediction import predict
 from hytrain.cost.step import StepCosts
-from hytrain.placement.closed_form import closed_form
+from hytrain.placement.choose_gpu_layers import closed_form
 from hytrain.placement.memory import GPU_RESERVE_SHARE, LEAST_RESERVE
 
 LOWERINGS = 2

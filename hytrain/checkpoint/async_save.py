@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 from hytrain.checkpoint.contents import SaveContents
-from hytrain.checkpoint.copy_memory import CopyMemory
 from hytrain.checkpoint.file_writers import WRITERS
-from hytrain.checkpoint.snapshot import StateSnapshot
+from hytrain.checkpoint.snapshot import CopyMemory, StateSnapshot
 from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_contents
 from hytrain.comm.collectives import ShardCollectives

@@ -7,7 +7,7 @@ two, or, between the renames, neither: the old one is then found under the name 
 
 <save_dir>/hytrain-saving-<tag>-<random>    being written, or being removed: never loaded
 <save_dir>/hytrain-replaced-<tag>           gave way: loaded where there is no <tag>
-<save_dir>/hytrain-lock-<tag>               see tag_lock.py
+<save_dir>/hytrain-lock-<tag>               locked (flock) while a save runs; says by whom
 
 All of this is rank 0's, and the first rank's of each further host that has a folder of its own
 (parts.py). The others only write into the folder that it names.
@@ -15,16 +15,19 @@ All of this is rank 0's, and the first rank's of each further host that has a fo
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import os
 import secrets
 import shutil
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from hytrain.checkpoint import export_script
 from hytrain.checkpoint.files import sync_folder
-from hytrain.checkpoint.tag_lock import PREFIX, TagLock
 from hytrain.checkpoint.universal import LATEST
 from hytrain.errors import CheckpointError
 from hytrain.testing import faults
@@ -36,6 +39,64 @@ _REPLACED = "hytrain-replaced-"
 _MOST_BYTES = 255 - len(_SAVING) - 16
 _ABANDONED_SECONDS = 3600.0
 """A save that has not made a folder for so long has ended."""
+
+
+PREFIX = "hytrain-lock-"
+
+
+class TagLock:
+    """One job saves under a tag at a time: held until :meth:`release`, or the process's end.
+
+    Where a file system has no such locks (some of those between hosts) a second job is not noticed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Of the tag's folder, whose parent exists.
+
+        Raises:
+            CheckpointError: another save under this tag runs, in this process or another.
+            OSError: there can be no file.
+        """
+        self._path = folder.with_name(PREFIX + folder.name)
+        self._descriptor = -1
+        while self._descriptor < 0:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                self._lock(descriptor, folder)
+                # Whoever had it may have removed it meanwhile: then another file has the name.
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                        self._descriptor = descriptor
+            finally:
+                if self._descriptor < 0:
+                    os.close(descriptor)
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        with suppress(OSError):  # where the disk is full, the lock holds all the same
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, who.encode(), 0)
+
+    def _lock(self, descriptor: int, folder: Path) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                return  # there are no locks here
+            who = os.pread(descriptor, 200, 0).decode("utf-8", "replace") or "another process"
+            raise CheckpointError(
+                f"another job is saving under the tag '{folder.name}' in {folder.parent} ({who}): "
+                "give each job a folder or tags of its own, or save again when that one has "
+                "ended; nothing was changed"
+            ) from None
+
+    def release(self) -> None:
+        """Never raises."""
+        with suppress(OSError):
+            self._path.unlink()
+        with suppress(OSError):
+            # Forked processes have the descriptor, too.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        with suppress(OSError):
+            os.close(self._descriptor)
 
 
 def unusable_tag(tag: str) -> str | None:

@@ -34,7 +34,7 @@ from hytrain.checkpoint.load_sources import (
     groups_left_alone,
     merge_steps,
 )
-from hytrain.checkpoint.part_holders import find_holders
+from hytrain.checkpoint.parts import find_holders
 from hytrain.checkpoint.progress import Progress
 from hytrain.checkpoint.stored_files import StoredFiles, shortened
 from hytrain.checkpoint.universal import (

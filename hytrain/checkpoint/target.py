@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hytrain.checkpoint.commit import begin_save, join_save, remove_save, seen_from
+from hytrain.checkpoint.commit import TagLock, begin_save, join_save, remove_save, seen_from
 from hytrain.checkpoint.contents import SaveContents
 from hytrain.checkpoint.file_writers import UNCHANGED
 from hytrain.checkpoint.parts import Parts, find_parts
 from hytrain.checkpoint.stored_files import listed
-from hytrain.checkpoint.tag_lock import TagLock
 from hytrain.checkpoint.universal import is_plain_path
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import from_first, raise_together

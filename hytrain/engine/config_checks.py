@@ -25,7 +25,7 @@ from hytrain.engine.deepspeed_internals import (
 )
 from hytrain.engine.sequence_groups import SHARED_DTYPE
 from hytrain.errors import ConfigError, did_you_mean, refuse_all, unquoted
-from hytrain.kernels.newton_schulz import METHODS
+from hytrain.kernels.muon import METHODS
 
 BATCH_KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

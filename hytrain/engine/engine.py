@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from hytrain.checkpoint.async_save import AsyncSaver
-from hytrain.checkpoint.export import collect_module_state, shared_parameters
+from hytrain.checkpoint.contents import collect_module_state, shared_parameters
 from hytrain.checkpoint.gather import gather_to_first
 from hytrain.checkpoint.reader import LoadRequest
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
-from hytrain.engine.at_exit import close_at_exit, finish_save_at_exit, is_failing
 from hytrain.engine.batch_training import BatchTraining
 from hytrain.engine.build import build_settings, engine_view
 from hytrain.engine.build_optimizer import build_optimizer
@@ -41,10 +40,9 @@ from hytrain.engine.metrics_file import DecisionLog, MetricsFile
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.parameter_attributes import ParameterAttributes, ParameterOffload
 from hytrain.engine.plan_watch import PlanReport, PlanWatch
-from hytrain.engine.run_report import RunReport
+from hytrain.engine.run_report import RunReport, report_step
 from hytrain.engine.sequence_groups import sequence_degree_of
-from hytrain.engine.step_reports import report_step
-from hytrain.engine.termination import Termination
+from hytrain.engine.termination import Termination, close_at_exit, finish_save_at_exit, is_failing
 from hytrain.engine.thawed_parameters import ThawedParameters
 from hytrain.engine.tracing import Tracing
 from hytrain.engine.weight_handover import WeightHandover

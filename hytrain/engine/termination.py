@@ -1,4 +1,4 @@
-"""SIGTERM: a checkpoint at the end of the next step, on all ranks after the same one, and the end.
+"""The end of a process. On SIGTERM: a checkpoint after the next step, the same on all ranks.
 
 The signal's handler only sets a flag. At the end of its step a rank whose flag is set writes into
 the process group's store which step will be the last: the next one. Every other rank has yet to
@@ -7,17 +7,24 @@ make that step, which it cannot finish without this one, so it finds that when i
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import logging
 import os
 import signal
+import sys
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import distributed_c10d
 
+from hytrain.checkpoint.async_save import AsyncSaver
 from hytrain.comm.collectives import ShardCollectives
+from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -96,3 +103,55 @@ class Termination:
             self._installed = False
             if signal.getsignal(signal.SIGTERM) == self._note:
                 signal.signal(signal.SIGTERM, self._before)
+
+
+_built: weakref.WeakValueDictionary[int, HyTrainZeroOptimizer] = weakref.WeakValueDictionary()
+"""In the order of their engines."""
+_number = itertools.count()
+
+
+def close_at_exit(optimizer: HyTrainZeroOptimizer) -> None:
+    """Stops the worker when the interpreter ends without destroy(): it would abort otherwise.
+
+    One function for all engines: a process keeps what it calls at its end, and builds many.
+    """
+    number = next(_number)
+    if number == 0:
+        atexit.register(_close_all)
+    _built[number] = optimizer
+
+
+_savers: weakref.WeakSet[AsyncSaver] = weakref.WeakSet()
+_waits = False
+"""Whether the end of the process waits for saves."""
+
+
+def finish_save_at_exit(saver: AsyncSaver) -> None:
+    """A save that the script's end finds at work is finished, as long as the process can.
+
+    Handlers of atexit would be too late: before them the interpreter ends all pools of threads, and
+    the save could neither copy nor write any more. What ends those is called last of its kind.
+    """
+    global _waits
+    if not _waits:
+        _waits = True
+        cast("Any", threading)._register_atexit(_finish_saves)
+    _savers.add(saver)
+
+
+def _finish_saves() -> None:
+    for saver in list(_savers):
+        saver.close(abandon=is_failing())
+
+
+def is_failing() -> bool:
+    """Whether an exception is on its way out, or has ended the script."""
+    return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
+
+
+def _close_all() -> None:
+    # The last one first; one that cannot be closed does not keep the others from it.
+    with ExitStack() as stack:
+        for optimizer in list(_built.values()):
+            stack.callback(optimizer.destroy)
+            stack.callback(optimizer.collectives.leave)

@@ -8,18 +8,190 @@ stream nor the host stands still.
 
 from __future__ import annotations
 
+import random
+import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from hytrain.layer_major.copy_streams import Ticket, make_copy_stream
+from hytrain.errors import HyTrainError
+from hytrain.kernels.host_memory import PAGE
 from hytrain.layer_major.graph_cut import NotLayerMajor
-from hytrain.layer_major.host_slots import HostSlots
 from hytrain.offload.host_blocks import HostBlock, is_dense
+from hytrain.testing.faults import injected_delays
 
 LEAVING = 2
 """Tensors that stay on the device while they are copied: the compute stream is that far ahead."""
+
+
+_REMEDY = (
+    'set "hytrain.activations" to "keep", or make micro-batches or this rank\'s part of the batch '
+    "smaller"
+)
+_WINDOW_STEPS = 8
+"""A larger batch may come every few steps: pinning its memory anew each time would cost more."""
+_MOST_WASTE = 1.25
+"""A slot of more than so many times what it was taken for is given back."""
+
+
+class _StreamTicket:
+    """A copy on its way."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        """What the compute stream runs from now on comes after the copy."""
+        # Without this wait compute could read a tensor that is not back yet, or write to the memory
+        # of one that has not left.
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class DeviceCopyStream:
+    """Copies between device and host beside compute, in the order given: a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> Ticket:
+        """Copies after everything that the compute stream runs so far, and after a ticket.
+
+        The caller keeps both tensors until it has waited for the ticket.
+        """
+        # Without this wait the copy could read a source that is still being computed, or write to
+        # a target whose memory an earlier kernel still reads.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if isinstance(after, _StreamTicket):
+            # A copy of another stream: compute need not have waited for it.
+            self._stream.wait_event(after.event)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _StreamTicket(event)
+
+    def close(self) -> None:
+        """Waits for all copies; there are no more."""
+        self._stream.synchronize()  # the caller unmaps host memory next
+
+
+class _ThreadTicket:
+    def __init__(self, copied: Future[None]) -> None:
+        self._copied = copied
+
+    def wait(self) -> None:
+        """See :meth:`_StreamTicket.wait`."""
+        try:
+            self._copied.result()
+        except Exception as error:
+            raise HyTrainError(f"a copy of an activation failed: {error}") from error
+
+
+class ThreadCopyStream:
+    """As :class:`DeviceCopyStream`, a thread of its own on a machine without a GPU.
+
+    So a use of memory before its copy is found there, too: with ``HYTRAIN_DELAYS`` it sleeps first.
+    """
+
+    def __init__(self) -> None:
+        seed, self._most_microseconds = injected_delays()
+        self._random = random.Random(seed)
+        self._thread = ThreadPoolExecutor(1, "activation copies")
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> Ticket:
+        """See :meth:`DeviceCopyStream.copy`."""
+        return _ThreadTicket(self._thread.submit(self._copy, target, source, after))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> None:
+        if after is not None:
+            after.wait()  # the other lane's thread may still be writing the source
+        if self._most_microseconds:
+            time.sleep(self._random.uniform(0, self._most_microseconds) / 1e6)
+        with torch.no_grad():
+            target.copy_(source)
+
+    def close(self) -> None:
+        """See :meth:`DeviceCopyStream.close`."""
+        self._thread.shutdown()
+
+
+Ticket = _StreamTicket | _ThreadTicket
+
+
+def make_copy_stream(device: torch.device) -> DeviceCopyStream | ThreadCopyStream:
+    """A lane of the device."""
+    return DeviceCopyStream(device) if device.type == "cuda" else ThreadCopyStream()
+
+
+class HostSlots:
+    """Blocks for one tensor each, of exactly the sizes that were asked for; kept as long as steps
+    need as much."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps = 0
+        self._free: list[HostBlock] = []
+        self._taken_for: dict[HostBlock, int] = {}
+        """Of all slots, the most bytes that each was taken for lately."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.num_bytes for slot in self._taken_for)
+
+    def take(self, num_bytes: int) -> HostBlock:
+        """The smallest free slot that is large enough, or a new one.
+
+        Raises:
+            HostMemoryError: the host has not that much.
+        """
+        fitting = [slot for slot in self._free if slot.num_bytes >= num_bytes]
+        if fitting:
+            slot = min(fitting, key=lambda free: free.num_bytes)
+            self._free.remove(slot)
+            self._taken_for[slot] = max(self._taken_for[slot], num_bytes)
+            return slot
+        if self._free:
+            # Batches that change in length must not leave more and more slots behind.
+            self._close(max(self._free, key=lambda free: free.num_bytes))
+        slot = HostBlock(num_bytes, self._device, pin=True, purpose="activations", remedy=_REMEDY)
+        self._taken_for[slot] = num_bytes
+        return slot
+
+    def begin_step(self) -> None:
+        """Gives back, after some steps, what none of them needed: of a larger batch before."""
+        self._steps += 1
+        if self._steps % _WINDOW_STEPS:
+            return
+        for slot in list(self._free):
+            needed = self._taken_for[slot]
+            self._taken_for[slot] = 0
+            if slot.num_bytes > max(_MOST_WASTE * needed, needed + PAGE):
+                self._close(slot)
+
+    def give_back(self, slot: HostBlock) -> None:
+        """The slot may be taken again. Its next copy waits for compute, so compute must have been
+        made to wait for the last one.
+        """
+        self._free.append(slot)
+
+    def _close(self, slot: HostBlock) -> None:
+        """Gives back a free slot."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a copy from it may still be in flight
+        self._free.remove(slot)
+        del self._taken_for[slot]
+        slot.close()
+
+    def close(self) -> None:
+        """Gives all free slots back. No copy may be in flight."""
+        for slot in self._free:
+            slot.close()
+        self._free.clear()
+        self._taken_for.clear()
 
 
 class Kept:

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from hytrain.placement.paired_trial import VISIT_STEPS, PairedTrial
+from hytrain.placement.launch_bound import VISIT_STEPS, PairedTrial
 
 logger = logging.getLogger(__name__)
 

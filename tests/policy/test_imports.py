@@ -62,8 +62,7 @@ PURE = (
     "formats",
 )
 DECISIONS = (
-    "backoff", "choose_gpu_layers", "closed_form", "launch_bound", "measure", "memory",
-    "peak_memory", "records", "paired_trial",
+    "backoff", "choose_gpu_layers", "launch_bound", "measure", "memory", "peak_memory", "records",
 )  # fmt: skip
 """Of placement/: what decides; the rest measures and moves."""
 

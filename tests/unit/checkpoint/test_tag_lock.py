@@ -16,8 +16,7 @@ import pytest
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint import writer
-from hytrain.checkpoint.commit import begin_save
-from hytrain.checkpoint.tag_lock import TagLock
+from hytrain.checkpoint.commit import TagLock, begin_save
 from hytrain.errors import CheckpointError
 
 HOLD = """

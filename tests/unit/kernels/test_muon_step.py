@@ -12,8 +12,15 @@ from torch import nn
 
 from hytrain.errors import ConfigError
 from hytrain.kernels.device_optimizer import DeviceOptimizer, register_optimizer
-from hytrain.kernels.muon import MUON, MuonValues, muon_step, read_group
-from hytrain.kernels.newton_schulz import Method, iteration_dtype, orthogonalize
+from hytrain.kernels.muon import (
+    MUON,
+    Method,
+    MuonValues,
+    iteration_dtype,
+    muon_step,
+    orthogonalize,
+    read_group,
+)
 
 SHAPES = [(16, 40), (40, 16), (24, 24), (1, 7), (3, 12, 20), (3, 20, 12)]
 TOLERANCE = {"gram": 2e-4, "standard": 0.1}

@@ -15,7 +15,7 @@ from support.engines import built, make_config
 from support.models import Block, Mlp, make_batch, make_model
 
 from hytrain.kernels.host_memory import PAGE
-from hytrain.layer_major.host_slots import HostSlots
+from hytrain.layer_major.activations import HostSlots
 
 # -- when things happen ------------------------------------------------------------------------
 

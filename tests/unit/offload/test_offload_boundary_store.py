@@ -9,8 +9,13 @@ import torch
 from support.engines import environment
 
 from hytrain.errors import HyTrainError
-from hytrain.layer_major.activations import LEAVING, Kept, Offloaded, OffloadedActivations
-from hytrain.layer_major.copy_streams import ThreadCopyStream
+from hytrain.layer_major.activations import (
+    LEAVING,
+    Kept,
+    Offloaded,
+    OffloadedActivations,
+    ThreadCopyStream,
+)
 from hytrain.layer_major.graph_cut import NotLayerMajor
 from hytrain.testing.faults import DELAYS_VARIABLE
 

@@ -266,7 +266,7 @@ def assert_is_there(simulation: Simulation) -> None:
         # And no more memory than needed.
         assert simulation.here <= simulation.machine.best() + 3
     else:
-        from hytrain.placement.closed_form import closed_form
+        from hytrain.placement.choose_gpu_layers import closed_form
 
         costs = simulation.machine.costs()
         share = closed_form(costs.backward_seconds, costs.cpu_seconds, costs.alpha)

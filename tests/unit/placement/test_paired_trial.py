@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hytrain.placement.launch_bound import LaunchBoundPlacement
+from hytrain.placement.launch_bound import VISIT_STEPS, LaunchBoundPlacement, PairedTrial
 from hytrain.placement.memory import Bounds
-from hytrain.placement.paired_trial import VISIT_STEPS, PairedTrial
 
 LAYERS, SOLVED = 26, 20
 

@@ -13,8 +13,7 @@ from placement_cases import TIMES, any_seconds, layer, measured_model, random_co
 
 from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
-from hytrain.placement.choose_gpu_layers import solve
-from hytrain.placement.closed_form import closed_form
+from hytrain.placement.choose_gpu_layers import closed_form, solve
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import Bounds, table
 from hytrain.placement.records import Decision

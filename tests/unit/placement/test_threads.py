@@ -20,7 +20,7 @@ from hytrain.engine import build_optimizer
 from hytrain.formats import trace_file as names
 from hytrain.offload.threads import ThreadChoice, candidates
 from hytrain.placement import threads as update_threads
-from hytrain.placement.paired_trial import VISIT_STEPS
+from hytrain.placement.launch_bound import VISIT_STEPS
 from hytrain.placement.threads import ThreadTrials, TunedThreads
 from tests.support.machines import Machine
 
