@@ -9,8 +9,7 @@ from pathlib import Path
 
 from hytrain.checkpoint.commit import begin_save, discard_replaced, finish_save, remove_save
 from hytrain.checkpoint.export_script import put_beside
-from hytrain.checkpoint.files import sync_names, write_file
-from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
+from hytrain.checkpoint.files import MANIFEST, pack_manifest, sync_names, write_file
 from hytrain.checkpoint.stored_files import StoredFiles, listed
 from hytrain.checkpoint.universal import LATEST, CheckpointPaths
 from hytrain.checkpoint.writer import write_latest

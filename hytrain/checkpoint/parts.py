@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from hytrain.checkpoint.file_writers import FileWriters
-from hytrain.checkpoint.files import SummingFile, finish_file
-from hytrain.checkpoint.manifest import MANIFEST
+from hytrain.checkpoint.files import MANIFEST, SummingFile, finish_file
 from hytrain.checkpoint.stored_files import StoredFiles, listed
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import raise_together

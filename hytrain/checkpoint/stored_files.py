@@ -17,9 +17,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from hytrain.checkpoint import inert
-from hytrain.checkpoint.files import BLOCK_BYTES, FileSums, damaged_blocks
+from hytrain.checkpoint.files import (
+    BLOCK_BYTES,
+    MANIFEST,
+    FileSums,
+    damaged_blocks,
+    unpack_manifest,
+)
 from hytrain.checkpoint.gather import STATES
-from hytrain.checkpoint.manifest import MANIFEST, unpack_manifest
 from hytrain.checkpoint.progress import Progress
 from hytrain.checkpoint.universal import CheckpointPaths
 from hytrain.errors import DamagedCheckpointError

@@ -19,7 +19,15 @@ from hytrain.checkpoint.commit import discard_replaced, finish_save, undo_save
 from hytrain.checkpoint.contents import ModelStates, SaveContents, key_of
 from hytrain.checkpoint.export_script import put_beside
 from hytrain.checkpoint.file_writers import UNCHANGED, WRITERS, FileWriters
-from hytrain.checkpoint.files import FileSums, SummingFile, finish_file, sync_names, write_file
+from hytrain.checkpoint.files import (
+    MANIFEST,
+    FileSums,
+    SummingFile,
+    finish_file,
+    pack_manifest,
+    sync_names,
+    write_file,
+)
 from hytrain.checkpoint.gather import (
     STATES,
     Delivery,
@@ -29,7 +37,6 @@ from hytrain.checkpoint.gather import (
     plan_rounds,
     whole_on_host,
 )
-from hytrain.checkpoint.manifest import MANIFEST, pack_manifest
 from hytrain.checkpoint.parts import Parts, copy_to_parts
 from hytrain.checkpoint.target import SaveTarget, room_text, writing
 from hytrain.checkpoint.universal import (

@@ -5,8 +5,8 @@ What is simulated is the time from one decision on clipping, at 0, to the next:
 - GPU of a rank: the updates of the layers that are placed on it (their kernels take all of the GPU,
   so they are serial), forward of layers 0..L-1, each of which waits for its own weights,
   ``between``, backward of layers L-1..0, ``tail``. No layer is through before its host has launched
-  it (launches.py): host and GPU meet at the decision; then the host goes on to forward, while the
-  GPU still updates.
+  it (``Launches``): host and GPU meet at the decision; then the host goes on to forward, while
+  the GPU still updates.
 - Worker of a rank, one thread: among the layers whose gradient is final it takes the lowest; where
   none is, it waits for the next one. A job begins when the layer's first chunk is on the host and
   takes the longest of the kernel, the copy in and the copy out, which run side by side chunk by
@@ -43,8 +43,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hytrain.cost.launches import Launches
-from hytrain.cost.step import LayerCosts, StepCosts
+from hytrain.cost.step import Launches, LayerCosts, StepCosts
 
 _MOST_STEPS = 4
 _SETTLED = 1e-6

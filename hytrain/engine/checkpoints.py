@@ -19,6 +19,7 @@ from hytrain.checkpoint.contents import (
     ModuleTensors,
     copy_objects,
     copy_tensors,
+    restore_random_states,
     take_contents,
 )
 from hytrain.checkpoint.engine_state import (
@@ -33,7 +34,6 @@ from hytrain.checkpoint.engine_state import (
     taken_keys,
 )
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
-from hytrain.checkpoint.random_states import restore_random_states
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
 from hytrain.checkpoint.tags import look_up_tag, older_tags
 from hytrain.checkpoint.target import SaveTarget

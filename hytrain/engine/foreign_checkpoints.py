@@ -27,10 +27,8 @@ import torch
 
 from hytrain.checkpoint import inert
 from hytrain.checkpoint.checks import check_plain
-from hytrain.checkpoint.files import write_file
+from hytrain.checkpoint.files import MANIFEST, write_file
 from hytrain.checkpoint.gather import STATES
-from hytrain.checkpoint.manifest import MANIFEST
-from hytrain.checkpoint.stored_weights import stored_model
 from hytrain.checkpoint.universal import (
     LATEST,
     MODEL_STATES_OF_ZERO3,
@@ -39,6 +37,7 @@ from hytrain.checkpoint.universal import (
     no_parameters,
     unpack_tensor,
 )
+from hytrain.checkpoint.weight_files import stored_model
 from hytrain.engine.deepspeed_internals import (
     convert_by,
     convert_to_universal,

@@ -17,18 +17,17 @@ from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import HyTrainError
 from hytrain.formats import trace_file as names
 from hytrain.formats.trace_file import Peaks, TraceHeader
+from hytrain.hardware.device_facts import allocated_bytes
 from hytrain.hardware.energy import EnergyMeter
-from hytrain.hardware.gpu_memory import allocated_bytes
 from hytrain.kernels.moments import native_moments
 from hytrain.model.backward_hooks import before_backward
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.layer_guards import tensors_in
 from hytrain.trace.clock import TraceClock
 from hytrain.trace.counters import CounterSampler, Sample
-from hytrain.trace.kernels import KernelProfile
+from hytrain.trace.kernels import KernelProfile, worker_spans
 from hytrain.trace.recorder import Recorder, Span
 from hytrain.trace.user_code import watch_user_code
-from hytrain.trace.worker_spans import worker_spans
 from hytrain.trace.writer import Recording
 
 RING_SPANS = 1 << 16

@@ -36,8 +36,14 @@ from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import GradientOrderError
 from hytrain.kernels.gradient_copy import GradientCopier
 from hytrain.optimizer.autograd_task import is_limited, will_run
-from hytrain.optimizer.firing_order import ON_SEVERAL_RANKS, WHERE_COMMITTED, FiringRecord
-from hytrain.optimizer.layer_gradient import LayerGradient, Progress, Zeros
+from hytrain.optimizer.layer_gradient import (
+    ON_SEVERAL_RANKS,
+    WHERE_COMMITTED,
+    FiringRecord,
+    LayerGradient,
+    Progress,
+    Zeros,
+)
 from hytrain.optimizer.layer_hooks import IS_READY, Hook, LayerHooks, with_gradient
 from hytrain.optimizer.step_state import StepPhase, StepState
 from hytrain.zero3.schedule import GatherSchedule

@@ -18,16 +18,14 @@ import torch
 from hytrain.checkpoint import inert
 from hytrain.checkpoint.inspection import locate
 from hytrain.checkpoint.progress import Progress
-from hytrain.checkpoint.stored_weights import (
-    StoredModel,
-    StoredWeight,
-    stored_model,
-)
 from hytrain.checkpoint.universal import CheckpointPaths
 from hytrain.checkpoint.weight_files import (
     INDEX,
     SAFETENSORS,
     TORCH_FILE,
+    StoredModel,
+    StoredWeight,
+    stored_model,
     write_safetensors,
     write_torch_file,
 )

@@ -37,9 +37,15 @@ def add(checkpoint: argparse.ArgumentParser) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     # Imported here: it needs torch, which `hytrain --help` should not wait for.
-    from hytrain.checkpoint.inspection import Verdict, locate, saved_checkpoints, verify
+    from hytrain.checkpoint.inspection import (
+        Verdict,
+        locate,
+        one_checkpoint,
+        saved_checkpoints,
+        trainer_folders,
+        verify,
+    )
     from hytrain.tools.checkpoints.report import verdict_text
-    from hytrain.tools.checkpoints.trainer_folders import one_checkpoint, trainer_folders
 
     given: Path = arguments.folder
     if arguments.all and arguments.tag is not None:
@@ -76,9 +82,8 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from hytrain.checkpoint.inspection import describe_folder, locate
+    from hytrain.checkpoint.inspection import describe_folder, locate, trainer_folders
     from hytrain.tools.checkpoints.report import folder_text
-    from hytrain.tools.checkpoints.trainer_folders import trainer_folders
 
     given: Path = arguments.folder
     trainers = trainer_folders(given)

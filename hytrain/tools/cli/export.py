@@ -57,8 +57,8 @@ def _size(text: str) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    from hytrain.checkpoint.inspection import one_checkpoint
     from hytrain.tools.checkpoints.export import ExportRequest, export_weights
-    from hytrain.tools.checkpoints.trainer_folders import one_checkpoint
 
     if arguments.format == "fp32" and arguments.dtype not in (None, "fp32"):
         raise ConfigError(

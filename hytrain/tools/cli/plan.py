@@ -408,10 +408,10 @@ def _uneven(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     """With what the arguments of a plan are where they are not given."""
     refuse_flags_of_plan(defaults, arguments, "uneven", own=("run", "json"))
     # Imported here: `hytrain --help` should not wait for numpy.
-    from hytrain.tools.uneven import cases as uneven_cases
     from hytrain.tools.uneven import report
+    from hytrain.tools.uneven.problem import read_cases
 
-    solved = report.solve_cases(uneven_cases.read_cases(arguments.cases))
+    solved = report.solve_cases(read_cases(arguments.cases))
     if arguments.json:
         print(json.dumps(report.cases_json(solved), indent=2))
     else:

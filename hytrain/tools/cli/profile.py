@@ -121,9 +121,8 @@ def _measure(arguments: argparse.Namespace) -> int:
 
     from hytrain.kernels.host_memory import taking_host_memory
     from hytrain.tools.profiler.measured_model import read_subject
-    from hytrain.tools.profiler.profile_options import ProfileOptions
+    from hytrain.tools.profiler.profile_options import ProfileOptions, Progress
     from hytrain.tools.profiler.profile_report import profile_table
-    from hytrain.tools.profiler.progress import Progress
     from hytrain.tools.profiler.ranks import Ranks, joined, limit_memory, local_device
     from hytrain.tools.profiler.run import profile_ranks
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hytrain.cost.launches import Launches
 from hytrain.cost.simulate import Collectives as LayerCollectives
 from hytrain.cost.simulate import Rank, first_on_gpu, simulate
-from hytrain.cost.step import LayerCosts, StepCosts, clipped_passes
+from hytrain.cost.step import Launches, LayerCosts, StepCosts, clipped_passes
 from hytrain.formats.policies import LAYER_MAJOR
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import GpuProfile

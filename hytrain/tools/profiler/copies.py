@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
 from hytrain.formats.profile_file import CopyRates
-from hytrain.tools.profiler.launch_slowdown import repeating
 from hytrain.tools.profiler.ranks import Ranks
 
 _COPY_BYTES = 64 * 2**20
@@ -20,6 +20,56 @@ _COPIES = 8
 _LOAD_BYTES = 32 * 2**20
 _HASHED = bytes(1 << 16)
 _TO_HOST, _FROM_HOST = 0, 1
+
+
+_TURNS = 16
+_TENTH = 10
+
+
+@contextlib.contextmanager
+def repeating(work: Callable[[], object]) -> Generator[None]:
+    """While it lasts, another thread does the work, once after another."""
+    is_over = threading.Event()
+
+    def go_on() -> None:
+        while not is_over.is_set():
+            work()
+
+    worker = threading.Thread(target=go_on, daemon=True)
+    worker.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        worker.join()
+
+
+def measure_slowdown(launch: Callable[[], float], update: Callable[[], object]) -> float:
+    """Ratio of what launching takes beside updates to what it takes alone, in turns; at least 1.
+
+    The copies that go with updates count, too: on the host of an H100 launching took 1.1 to 1.2
+    times as long beside updates alone, and 1.4 times with their copies.
+
+    ``launch``: launches some passes and returns the seconds of one; ``update``: updates once, as in
+    training.
+    """
+    update()  # touches pages, wakes threads
+    ratios: list[float] = []
+    for _ in range(_TURNS):  # in turns: hosts are faster and slower for seconds on end
+        alone = launch()
+        with repeating(update):
+            ratios.append(launch() / alone)
+    return max(1.0, statistics.median(ratios))
+
+
+def spread(turns: Sequence[float]) -> float:
+    """By which slow turns took longer than fast ones, as a share of these.
+
+    The slowest but a tenth of all, and the fastest but a tenth: a stall is not a slow turn.
+    """
+    ascending = sorted(turns)
+    left_out = len(ascending) // _TENTH
+    return ascending[-1 - left_out] / ascending[left_out] - 1.0
 
 
 class Copies:

@@ -24,7 +24,7 @@ import torch
 
 from hytrain.errors import ConfigError
 from hytrain.formats.profile_file import LayerSample, OutsideSample
-from hytrain.tools.profiler.launch_slowdown import spread
+from hytrain.tools.profiler.copies import spread
 from hytrain.tools.profiler.layer_bench import LayerBench
 from hytrain.tools.profiler.layer_samples import DEPTH, SizeMeasurements
 from hytrain.tools.profiler.measured_model import MeasuredModel

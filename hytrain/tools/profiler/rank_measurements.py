@@ -21,12 +21,10 @@ from hytrain.placement.calibration import (
     gpu_seconds_per_parameter,
 )
 from hytrain.tools.profiler import rates
-from hytrain.tools.profiler.copies import TrainingLoad, copy_rates
-from hytrain.tools.profiler.launch_slowdown import measure_slowdown
+from hytrain.tools.profiler.copies import TrainingLoad, copy_rates, measure_slowdown
 from hytrain.tools.profiler.layer_profile import LayerProfiling
 from hytrain.tools.profiler.measured_model import MeasuredModel
-from hytrain.tools.profiler.profile_options import ProfileOptions
-from hytrain.tools.profiler.progress import Progress
+from hytrain.tools.profiler.profile_options import ProfileOptions, Progress
 from hytrain.tools.profiler.ranks import Ranks
 from hytrain.tools.profiler.update_launches import UpdatedKind, update_launches
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hytrain.formats.text_table import align
 from hytrain.tools.infeasible import Infeasible
-from hytrain.tools.uneven.cases import UnevenCase
+from hytrain.tools.uneven.problem import UnevenCase
 from hytrain.tools.uneven.solver import Assignment, solve, state_shares
 
 

@@ -17,8 +17,8 @@ from support.engines import built, make_config
 from support.plain_deepspeed import plain_engine
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
+from hytrain.checkpoint.files import pack_manifest
 from hytrain.checkpoint.inert import Unknown, load_states
-from hytrain.checkpoint.manifest import pack_manifest
 from hytrain.checkpoint.universal import OptimizerRecord
 from hytrain.engine.foreign_checkpoints import offer_conversions
 from hytrain.errors import CheckpointError, DamagedCheckpointError

@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import pytest
 
-from hytrain.cost.launches import Launches
 from hytrain.cost.simulate import (
     Collectives,
     Place,
@@ -18,7 +17,7 @@ from hytrain.cost.simulate import (
     simulate,
     simulate_step,
 )
-from hytrain.cost.step import LayerCosts, StepCosts, clipped_passes
+from hytrain.cost.step import Launches, LayerCosts, StepCosts, clipped_passes
 from tests.support.step_twins import train
 
 ROUNDS = 5

@@ -8,7 +8,7 @@ import pytest
 from support.models import make_model
 from torch import nn
 
-from hytrain.model.model_switches import TrainingSwitches
+from hytrain.layer_major.accumulation import TrainingSwitches
 
 
 def test_what_is_turned_on_after_the_first_step_is_turned_off_in_the_next() -> None:

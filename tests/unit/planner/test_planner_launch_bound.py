@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from planner_clusters import planned, with_hosts
 
-from hytrain.cost.launches import Launches
 from hytrain.cost.prediction import predict
-from hytrain.cost.step import LayerCosts, StepCosts
+from hytrain.cost.step import Launches, LayerCosts, StepCosts
 from hytrain.formats.policies import Activations
 from hytrain.formats.profile_file import (
     CopyRates,

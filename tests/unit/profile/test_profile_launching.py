@@ -11,7 +11,7 @@ import torch
 from fake_device import FakeDevice
 from paced_model import paced_build
 
-from hytrain.tools.profiler import launch_slowdown, layer_bench
+from hytrain.tools.profiler import copies, layer_bench
 from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS, Point
 from hytrain.tools.profiler.layer_bench import LayerBench
 from hytrain.tools.profiler.layer_samples import DEPTH, Allocated, Pass, SizeMeasurements
@@ -172,22 +172,22 @@ def test_the_slowdown_is_of_launching_beside_updates(monkeypatch: pytest.MonkeyP
         assert update.is_updating.wait(60.0)  # they go on all the time
         return 3.0
 
-    assert launch_slowdown.measure_slowdown(launch, update) == 1.5
+    assert copies.measure_slowdown(launch, update) == 1.5
     number = update.number
     time.sleep(0.01)
     assert update.number == number
     # A host that was faster beside updates than alone is one that drifts.
-    monkeypatch.setattr(launch_slowdown, "_TURNS", 1)
-    assert launch_slowdown.measure_slowdown(iter([2.0, 1.0]).__next__, update) == 1.0
+    monkeypatch.setattr(copies, "_TURNS", 1)
+    assert copies.measure_slowdown(iter([2.0, 1.0]).__next__, update) == 1.0
 
 
 def test_the_slowdown_of_a_host_that_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_slowdown, "_TURNS", 3)
+    monkeypatch.setattr(copies, "_TURNS", 3)
     times = iter([2.0, 2.4, 3.0, 3.9, 2.5, 3.5])  # alone, beside updates
-    assert launch_slowdown.measure_slowdown(times.__next__, _Updates()) == pytest.approx(1.3)
+    assert copies.measure_slowdown(times.__next__, _Updates()) == pytest.approx(1.3)
 
 
 def test_a_stall_is_no_slow_turn() -> None:
-    assert launch_slowdown.spread([2.0, 3.0, 2.5]) == pytest.approx(0.5)
-    assert launch_slowdown.spread([2.0, 1.0, *[2.5] * 6, 3.0, 9.0]) == pytest.approx(0.5)
-    assert launch_slowdown.spread([2.0]) == 0.0
+    assert copies.spread([2.0, 3.0, 2.5]) == pytest.approx(0.5)
+    assert copies.spread([2.0, 1.0, *[2.5] * 6, 3.0, 9.0]) == pytest.approx(0.5)
+    assert copies.spread([2.0]) == 0.0

@@ -24,16 +24,16 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.result import Plan
 from hytrain.tools.profiler import layer_bench, profile_options, rates
-from hytrain.tools.profiler.join_ranks import (
+from hytrain.tools.profiler.layer_profile import LayerProfiling
+from hytrain.tools.profiler.profile_options import Progress
+from hytrain.tools.profiler.profile_report import profile_table
+from hytrain.tools.profiler.rates import CpuRates
+from hytrain.tools.profiler.run import (
     RankProfile,
     device_profiles,
     host_names,
     host_profiles,
 )
-from hytrain.tools.profiler.layer_profile import LayerProfiling
-from hytrain.tools.profiler.profile_report import profile_table
-from hytrain.tools.profiler.progress import Progress
-from hytrain.tools.profiler.rates import CpuRates
 
 Capture = pytest.CaptureFixture[str]
 NOW = datetime.datetime(2026, 11, 21, tzinfo=datetime.timezone.utc)

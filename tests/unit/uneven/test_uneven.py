@@ -17,8 +17,15 @@ from support.shared_data import shared_folder
 
 from hytrain.errors import PlanError
 from hytrain.tools.infeasible import Infeasible
-from hytrain.tools.uneven.cases import UnevenCase, extended, grown, read_cases
-from hytrain.tools.uneven.problem import UnevenGpu, UnevenProblem, layer_time
+from hytrain.tools.uneven.problem import (
+    UnevenCase,
+    UnevenGpu,
+    UnevenProblem,
+    extended,
+    grown,
+    layer_time,
+    read_cases,
+)
 from hytrain.tools.uneven.solver import Assignment, solve, state_shares
 
 # -- the slow twin of solver.py ----------------------------------------------------------------
