@@ -189,8 +189,9 @@ def run(job: Json, recorder: Recorder) -> None:
     slow = False
     if "settle" in job:
         recorder.put(settling=bench.settle(**job["settle"]))
-    elif job.get("ranks", 1) > 1:
-        # Ranks step together: all make the same number of steps.
+    elif job.get("ranks", 1) > 1 or job.get("gpu_fraction") == "solve":
+        # Ranks step together, so all make the same number of steps; and until k is solved every
+        # step may be a slow one.
         for _ in range(job["warmup"]):
             bench.stepper.step()
     else:
