@@ -28,7 +28,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def test_there_are_configs() -> None:
-    expected = {"zero2_solve.json", "zero2_cpu_offload.json", "zero2_split.json", "fp32_cpu.json"}
+    expected = {"zero2_solve.json", "zero2_cpu_offload.json", "zero2_fixed_k.json", "fp32_cpu.json"}
     expected |= {"zero3.json", "zero3_offload_param.json"}
     assert expected <= {path.name for path in CONFIGS}
 
@@ -64,8 +64,8 @@ class TestAnyConfig:
         assert f"`{name}`" in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
-def test_solve_and_split_differ_in_k_alone() -> None:
-    solved, split = (_read(FOLDER / f"zero2_{name}.json") for name in ("solve", "split"))
+def test_solved_and_fixed_differ_in_k_alone() -> None:
+    solved, fixed = (_read(FOLDER / f"zero2_{name}.json") for name in ("solve", "fixed_k"))
     assert solved.pop("hytrain") == {"gpu_fraction": "solve"}
-    assert split.pop("hytrain") == {"gpu_fraction": 0.7}
-    assert solved == split
+    assert fixed.pop("hytrain") == {"gpu_fraction": 0.7}
+    assert solved == fixed

@@ -232,6 +232,41 @@ def test_the_tutorial_from_data_to_an_exported_model(
 
 
 @pytest.mark.experiment
+def test_the_loop_of_the_page_on_unequal_gpus(models: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "unequal_gpus.md").read_text()
+    code = next(c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "engine" in c)
+    for written, here in (
+        ('"Qwen/Qwen3-4B", 2048', f"{str(models / 'dense')!r}, 16"),
+        ('"book.txt"', repr(str(models / "text"))),
+    ):
+        assert code.count(written) == 1, written
+        code = code.replace(written, here)
+    ending = "print('rank', engine.global_rank, shares.sizes, float(loss))\nengine.destroy()"
+    code = code.replace("engine.destroy()", ending)
+    start = 'import deepspeed\ndeepspeed.init_distributed("gloo")\n'
+    (tmp_path / "train.py").write_text(start + code)
+    (tmp_path / "ds_config.json").write_text(_json("unequal_gpus.md")[0])
+
+    def on_two_ranks(*command: str) -> str:
+        ranks = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+        command = sys.executable, "-m", "torch.distributed.run", *ranks, *command
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert run.returncode == 0, run.stdout + run.stderr
+        return run.stdout
+
+    profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
+    options = ["--seq-len", "16", "--seconds", "2", "--out", profile]
+    on_two_ranks("-m", "hytrain", "profile", "--model", str(models / "dense"), *options)
+    deepspeed = ["--deepspeed-config", str(tmp_path / "ds_config.json")]
+    assert main(["plan", "--profile", profile, "--batch", "7", "--out", plan, *deepspeed]) == 0
+    sizes = [rank["batch_size"] for rank in json.loads(Path(plan).read_text())["ranks"]]
+    text = on_two_ranks("train.py")
+    for rank in range(2):
+        assert f"rank {rank} {tuple(sizes)} " in text
+    assert (tmp_path / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.experiment
 def test_the_trainer_of_the_page_on_long_context(models: Path, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "long_context.md").read_text()
     code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]

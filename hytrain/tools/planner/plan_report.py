@@ -213,14 +213,15 @@ def _mode_words(plan: Plan) -> list[str]:
 
 def _mode_note(plan: Plan) -> str:
     """For the first line: that a step is not one that Trainer makes, and what that takes."""
+    is_even = len({rank.batch_size for rank in plan.ranks}) == 1
     if plan.accumulation == "micro_batch_major":
-        return ""
+        return "" if is_even else " (with engine.train_batch, not in Trainer)"
     some = "" if plan.accumulation else "on some ranks "
     note = f"{some}{_MODE_WORDS['layer_major']}, with engine.train_batch"
     if plan.other_mode is not None:
-        result = plan.other_mode.result
+        result, as_there = plan.other_mode.result, ", as in Trainer" * is_even
         takes = "nothing fits" if isinstance(result, Infeasible) else f"{1e3 * result:.1f} ms"
-        note += f"; {_MODE_WORDS['micro_batch_major']}, as in Trainer: {takes}"
+        note += f"; {_MODE_WORDS['micro_batch_major']}{as_there}: {takes}"
     return f" ({note})"
 
 
