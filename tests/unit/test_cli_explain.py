@@ -392,6 +392,20 @@ def test_ranks_that_differ_are_told_in_the_first_line(
     assert text.startswith("Does not fit: rank 0 of 2 (--rank 0 says why). What follows is of ")
 
 
+def test_inputs_of_other_ranks_are_their_own(config: Path, model: Path, capsys: Capture) -> None:
+    """With --seq ranks differ by their micro-batches, too."""
+    keys = {"batch_sizes": [64, 1], "micro_batch_sizes": [64, 1]}
+    given = {key: value for key, value in CONFIG.items() if "batch" not in key}
+    config.write_text(json.dumps(given | {"hytrain": keys}))
+    # Inputs of 8192 tokens, 64 wide, take 1 MiB a sample and block: 192 MiB of 64 samples.
+    call = ["explain", str(config), "--model", str(model), "--gpu-memory", "1.1", "--rank", "1"]
+    assert cli.main([*call, "--host-memory", "16", "--seq", "8192"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("Does not fit: rank 0 of 2 (--rank 0 says why). What follows is of ")
+    assert cli.main([*call, "--host-memory", "16"]) == 0
+    assert capsys.readouterr().out.startswith("Fits: ")
+
+
 def test_dealt_batches_need_a_loop_that_fills_auto_in(config: Path, capsys: Capture) -> None:
     for batch in ("auto", 4):
         given = {"gradient_clipping": batch, "hytrain": {"batch_sizes": [2, 1]}}

@@ -140,6 +140,8 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
 
         return begins
 
+    is_fixed = section.gpu_fraction != "solve"
+
     def has_room(decision: Decision) -> bool:
         number, found = decision.gpu_layers_target, decision.bounds
         return found.allow(number) if is_fixed else found.fits
@@ -147,16 +149,18 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
     sizes = read_model_sizes(arguments.model, section, form, num_ranks=asked.ranks, rank=rank)
     if asked.check_model is not None:
         asked.check_model(sizes)
-    is_fixed, begins = section.gpu_fraction != "solve", begins_on(rank)
+    begins = begins_on(rank)
     decision = begins(section, form, asked.ranks, True)
     advice = []
     if not decision.bounds.fits:
         advice = remedies(begins, section, form, asked.ranks)
     verdict = verdict_of(sizes, decision, advice, is_fixed=is_fixed, is_muon=form.is_muon)
-    is_alike = len({*gpus}) == 1 and len({*(section.shard_fractions or (1,))}) == 1
-    ranks = [rank] if is_alike else range(asked.ranks)
-    short = [r for r in ranks if not has_room(begins_on(r)(section, form, asked.ranks, True))]
-    if not is_alike:
+    differ = gpus, section.shard_fractions or (), (tokens and section.micro_batch_sizes) or ()
+    if all(len({*each}) <= 1 for each in differ):
+        short = [] if has_room(decision) else [rank]
+    else:
+        begun = (begins_on(each)(section, form, asked.ranks, True) for each in range(asked.ranks))
+        short = [each for each, found in enumerate(begun) if not has_room(found)]
         verdict = f"{_ranks_words(short, asked)}\n{verdict}"
     if arguments.json:
         result = {"verdict": verdict, "words": [*asked.warnings, *asked.words.splitlines()]}
