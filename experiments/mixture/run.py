@@ -214,7 +214,9 @@ def main() -> None:
     """Runs it; rank 0 writes result.json."""
     options = parse()
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {**one_rank, "MASTER_PORT": "0", **os.environ}
+    # The solver fills the GPU, which must not be lost to gaps between blocks.
+    allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    os.environ |= {**one_rank, "MASTER_PORT": "0", **allocator, **os.environ}
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     import hytrain
 

@@ -34,7 +34,7 @@ from hytrain.formats.policies import LAYER_MAJOR
 from hytrain.hardware.device_facts import device_facts
 from hytrain.hardware.host_share import machine_identity, share_host
 from hytrain.model.discovery import can_be_sharded, find_layers
-from hytrain.placement.allocator_watch import advise_on_plan
+from hytrain.placement.allocator_watch import advise_on_gaps
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def adopt_plan(
     own = plan.ranks[collectives.rank]
     _use_activations(model, own, collectives.rank)
     if device.type == "cuda":
-        advise_on_plan(own.gpu_bytes, ranks[collectives.rank].memory_bytes)
+        advise_on_gaps(own.gpu_bytes, ranks[collectives.rank].memory_bytes)
     return planned_section(config[SECTION], section, plan, own, paths[0])
 
 

@@ -21,6 +21,7 @@ from hytrain.cost.prediction import predict
 from hytrain.cost.step import StepCosts
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.mover import LayerMover
+from hytrain.placement.allocator_watch import advise_on_gaps
 from hytrain.placement.backoff import Backoff
 from hytrain.placement.choose_gpu_layers import (
     LITTLE_GAIN,
@@ -31,7 +32,7 @@ from hytrain.placement.choose_gpu_layers import (
 from hytrain.placement.costs import MemoryLimits, counted
 from hytrain.placement.launch_bound import LaunchBoundPlacement
 from hytrain.placement.measure import MANY_STEPS, STEP_CHANGE, WINDOW
-from hytrain.placement.memory import Bounds, bounds, gradient_room
+from hytrain.placement.memory import Bounds, bounds, gpu_peak_bytes, gradient_room
 from hytrain.placement.records import Decision
 
 logger = logging.getLogger(__name__)
@@ -291,6 +292,9 @@ class PlacementController:
             decision.gpu_layers_target,
             decision.reason,
         )
+        layers, limits = decision.layer_bytes, decision.limits
+        if limits.gpu is not None and gpu_layers > decision.gpu_layers_before:
+            advise_on_gaps(gpu_peak_bytes(layers, limits, gpu_layers), limits.gpu)
 
     def resume(self, step: int, history: Sequence[Decision]) -> None:
         """The decisions of this run follow on those of an earlier one.

@@ -13,7 +13,7 @@ from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.errors import PlacementError
 from hytrain.placement.backoff import FIRST_PAUSE, Backoff
 from hytrain.placement.choose_gpu_layers import LITTLE_GAIN, Solution, solve, worth_moving
-from hytrain.placement.memory import Bounds
+from hytrain.placement.memory import Bounds, gpu_peak_bytes
 from tests.support.machines import Machine, Training
 
 full = pytest.mark.parity_full
@@ -184,3 +184,19 @@ def test_what_wins_much_does_not_wait() -> None:
     training.machine = replace(dear, compute=1.2)
     training.run(40)
     assert training.regret < 0.03
+
+
+@pytest.mark.parametrize(("allocator", "warns"), [("", True), ("expandable_segments:True", False)])
+def test_a_k_that_fills_the_gpu_has_no_room_for_gaps(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, allocator: str, warns: bool
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    training = Training(LONG)
+    layers = training.controller.decisions[0].layer_bytes
+    peak = gpu_peak_bytes(layers, training.limits, 4)
+    training.limits = replace(training.limits, gpu=int(1.04 * peak))
+    training.run(60)
+    assert 0 < training.controller.num_gpu_layers < LONG.layers
+    texts = [record.getMessage() for record in caplog.records]
+    assert any("gaps between memory blocks" in text for text in texts) == warns

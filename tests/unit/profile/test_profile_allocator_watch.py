@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from hytrain.placement.allocator_watch import AllocatorWatch, advise_on_plan, retries_of
+from hytrain.placement.allocator_watch import AllocatorWatch, advise_on_gaps, retries_of
 from hytrain.placement.memory_probe import LOOK_EVERY
 
 
@@ -85,9 +85,9 @@ def test_a_gpu_counts() -> None:
 def test_a_plan_that_fills_the_memory_has_no_room_for_gaps(
     caplog: pytest.LogCaptureFixture, planned: int, environment: dict[str, str], warns: bool
 ) -> None:
-    advise_on_plan(planned * 2**30, 100 * 2**30, environment)
+    advise_on_gaps(planned * 2**30, 100 * 2**30, environment)
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == warns
     for text in texts:
-        assert "fills 95% of the 100.0 GiB" in text
+        assert "95% of the 100.0 GiB" in text
         assert "expandable_segments:True" in text
