@@ -188,8 +188,12 @@ def _build_on(
 def _kept_gradients(
     weights: BuiltWeights, config: HyTrainConfig, settings: BuildSettings, world_size: int
 ) -> int:
-    """Bytes of gradients that a step keeps from one micro-batch to the next."""
-    if settings.micro_batches == 1 or config.accumulation == "layer_major":
+    """Bytes of gradients that a step keeps from one micro-batch to the next.
+
+    Layer by layer the first step does, where a committed update would not let it begin anew.
+    """
+    is_layer_major = config.accumulation == "layer_major"
+    if settings.micro_batches == 1 or (is_layer_major and not settings.clip.direct):
         return 0
     is_reduced = settings.stage >= 2 and world_size > 1
     return sum(

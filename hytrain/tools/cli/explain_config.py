@@ -226,7 +226,8 @@ def _inputs_words(
 def _kept_gradients(section: HyTrainConfig, form: TrainingForm, sizes: ModelSizes) -> int:
     """Bytes on the GPU between micro-batches that are not in what the first backward keeps."""
     is_counted = sizes.num_ranks > 1 and not form.shards_weights
-    if form.accumulation == 1 or section.accumulation == "layer_major" or is_counted:
+    is_layer_major = section.accumulation == "layer_major"
+    if form.accumulation == 1 or is_counted or (is_layer_major and not form.is_direct):
         return 0
     return sum(layer.parameters * layer.gradient_itemsize for layer in sizes.layers)
 

@@ -326,6 +326,7 @@ def test_weights_on_the_host_are_not_counted_twice(tmp_path: Path) -> None:
         ({"accumulation": 2}, 2),
         ({"accumulation": 2, "data_types": {"grad_accum_dtype": "fp32"}}, 4),
         ({"accumulation": 2, "hytrain": {"accumulation": "layer_major"}}, 0),
+        ({"accumulation": 2, "hytrain": {"accumulation": "layer_major"}, "direct": True}, 2),
     ],
 )
 def test_the_engine_says_what_its_model_keeps(changes: dict[str, Any], itemsize: int) -> None:
