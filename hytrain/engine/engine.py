@@ -31,11 +31,10 @@ from hytrain.engine.config_checks import make_folder
 from hytrain.engine.data_position import count_batches
 from hytrain.engine.deepspeed_internals import (
     DeepSpeedEngine,
+    HookSnapshot,
     autocast_if_enabled,
     state_group_of_engine,
 )
-from hytrain.engine.fused_loss import warn_of_factors
-from hytrain.engine.hook_snapshot import HookSnapshot
 from hytrain.engine.metrics_file import DecisionLog, MetricsFile
 from hytrain.engine.parameter_access import StateAccess
 from hytrain.engine.parameter_attributes import ParameterAttributes, ParameterOffload
@@ -43,8 +42,8 @@ from hytrain.engine.plan_watch import PlanReport, PlanWatch
 from hytrain.engine.run_report import RunReport, report_step
 from hytrain.engine.sequence_groups import sequence_degree_of
 from hytrain.engine.termination import Termination, close_at_exit, finish_save_at_exit, is_failing
-from hytrain.engine.thawed_parameters import ThawedParameters
 from hytrain.engine.tracing import Tracing
+from hytrain.engine.training_warnings import ThawedParameters, warn_of_factors
 from hytrain.engine.weight_handover import WeightHandover
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError, EngineClosedError, HyTrainError, NestedReductionError

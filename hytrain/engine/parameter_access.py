@@ -7,7 +7,10 @@ before this rank's worker is done with it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +22,7 @@ from hytrain.checkpoint.gather import (
     gather_everywhere,
     list_parameters,
 )
-from hytrain.engine.weak_references import WeakCall, WeakPart
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, EngineClosedError
 from hytrain.optimizer.gradient_access import GradientAccess
 from hytrain.optimizer.kept_state import KeptState
 
@@ -29,6 +31,61 @@ _NAMES = (
     "set_full_hp_grad",
 )  # fmt: skip
 _READING = "reading master weights or moments"
+
+
+def _gone() -> EngineClosedError:
+    return EngineClosedError(
+        "a parameter was asked for state of an engine that is gone: keep the engine that "
+        "hytrain.initialize returns as long as its model is used"
+    )
+
+
+class _Unpickled:
+    """What parameters are given of an engine: a reference that keeps none alive.
+
+    Autograd's nodes refer to parameters, unseen by Python, and the engine keeps those nodes. An
+    engine that is reachable from its parameters would be a cycle that is never freed.
+
+    None in every copy and file: parameters are pickled with all of their attributes.
+    """
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return NoneType, ()
+
+
+class WeakPart(_Unpickled):
+    """A part of the engine, with its attributes."""
+
+    def __init__(self, part: object) -> None:
+        self._part = weakref.ref(part)
+
+    def __getattr__(self, name: str) -> Any:
+        """
+        Raises:
+            EngineClosedError: the engine is gone.
+        """
+        part = self._part()
+        if part is None:
+            raise _gone()
+        return getattr(part, name)
+
+
+class WeakCall(_Unpickled):
+    """A method of a part of the engine that is called with a parameter first."""
+
+    def __init__(self, method: Callable[..., Any], parameter: nn.Parameter) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """
+        Raises:
+            EngineClosedError: the engine is gone.
+        """
+        method, parameter = self._method(), self._parameter()
+        if method is None or parameter is None:
+            raise _gone()
+        return method(parameter, *arguments, **named)
 
 
 class StateAccess:

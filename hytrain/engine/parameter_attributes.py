@@ -23,7 +23,7 @@ from hytrain.engine.deepspeed_internals import (
     ZeroParamType,
 )
 from hytrain.engine.gathered_parameters import GatheringParameters
-from hytrain.engine.weak_references import WeakCall
+from hytrain.engine.parameter_access import WeakCall
 from hytrain.model.layer_state import LayerState
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.zero3.gatherer import Presence

@@ -13,8 +13,7 @@ from harness import RankPool, on_ranks
 from support.engines import built, from_all_ranks
 from support.models import loss_of, make_batch, make_model
 
-from hytrain.tools.hybrid.export import write_export
-from hytrain.tools.hybrid.plan_record import plan_record
+from hytrain.tools.hybrid.plan_record import plan_record, write_export
 from hytrain.tools.hybrid.problem import Constants, DeviceType, Node, Problem, Samples
 from hytrain.tools.hybrid.search import plan
 

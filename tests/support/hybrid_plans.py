@@ -15,10 +15,10 @@ from hytrain.tools.hybrid.cost_model import (
     choices,
     stage,
 )
-from hytrain.tools.hybrid.host_update import Host
 from hytrain.tools.hybrid.problem import (
     Constants,
     DeviceType,
+    Host,
     Node,
     Options,
     Plan,

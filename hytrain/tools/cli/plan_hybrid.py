@@ -111,8 +111,7 @@ def _hybrid(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     # Imported here: `hytrain --help` should not wait for numpy.
     from hytrain.formats.record import write_record
     from hytrain.tools.hybrid import report, search
-    from hytrain.tools.hybrid.export import write_export
-    from hytrain.tools.hybrid.plan_record import plan_record
+    from hytrain.tools.hybrid.plan_record import plan_record, write_export
 
     problem = _problem(arguments)
     seconds = float("inf") if arguments.seconds is None else arguments.seconds
@@ -153,8 +152,7 @@ def _check(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> None:
 
 def _problem(arguments: argparse.Namespace) -> Any:
     from hytrain.tools.hybrid.case_files import read_case
-    from hytrain.tools.hybrid.host_update import Host
-    from hytrain.tools.hybrid.problem import Options
+    from hytrain.tools.hybrid.problem import Host, Options
 
     options = Options(
         tp_speed=arguments.tp_speed,

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hytrain.errors import PlanError
-from hytrain.tools.hybrid.host_update import exposed_ms
-from hytrain.tools.hybrid.problem import Floats, Plan, Problem, Samples
+from hytrain.tools.hybrid.problem import Floats, Plan, Problem, Samples, exposed_ms
 
 BANDWIDTH_UNIT = 2.0**20
 """Bytes a millisecond of 1 GB/s, in the published model."""

@@ -22,8 +22,7 @@ from hytrain.tools.hybrid.cost_model import (
     choices,
     most_on_a_machine,
 )
-from hytrain.tools.hybrid.host_update import exposed_ms
-from hytrain.tools.hybrid.problem import Floats, Problem
+from hytrain.tools.hybrid.problem import Floats, Problem, exposed_ms
 from hytrain.tools.hybrid.space import SizeClass
 
 

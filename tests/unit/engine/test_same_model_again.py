@@ -18,7 +18,7 @@ from training import make_steps
 import hytrain
 from hytrain.engine import build_optimizer as build
 from hytrain.engine import engine as engine_module
-from hytrain.engine.hook_snapshot import HookSnapshot
+from hytrain.engine.deepspeed_internals import HookSnapshot
 from hytrain.errors import MemoryBudgetError
 from hytrain.placement import memory_probe
 

@@ -15,10 +15,8 @@ from hytrain.errors import PlanError
 from hytrain.formats.profile_file import write_profile
 from hytrain.tools import cli
 from hytrain.tools.hybrid.cost_model import plan_cost
-from hytrain.tools.hybrid.export import obstacles, write_export
-from hytrain.tools.hybrid.host_update import Host, exposed_ms
-from hytrain.tools.hybrid.plan_record import HybridPlanFile, plan_record
-from hytrain.tools.hybrid.problem import Options, Plan
+from hytrain.tools.hybrid.plan_record import HybridPlanFile, obstacles, plan_record, write_export
+from hytrain.tools.hybrid.problem import Host, Options, Plan, exposed_ms
 from hytrain.tools.hybrid.search import plan
 
 Capture = pytest.CaptureFixture[str]

@@ -10,8 +10,7 @@ from support.hybrid_plans import brute_force, random_problem
 
 from hytrain.errors import PlanError
 from hytrain.tools.hybrid.cost_model import choices, plan_cost, stage
-from hytrain.tools.hybrid.host_update import Host
-from hytrain.tools.hybrid.problem import DeviceType, Node, Options, Problem
+from hytrain.tools.hybrid.problem import DeviceType, Host, Node, Options, Problem
 from hytrain.tools.hybrid.search import NoPlanError, QuickBounds, plan
 from hytrain.tools.hybrid.space import orders, size_classes
 from hytrain.tools.hybrid.stage_tables import Tables, stage_tables

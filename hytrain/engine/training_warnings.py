@@ -1,0 +1,68 @@
+"""Warnings while training: of a fused loss that is multiplied, of parameters that were frozen."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from hytrain.engine.deepspeed_internals import TiledFusedLogitsLoss
+from hytrain.optimizer.layer_hooks import with_gradient
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_factors() -> None:
+    """Says once in this process that a ``TiledFusedLogitsLoss`` was multiplied, and by what.
+
+    It makes the gradients of its weights in forward, of the loss as it returns it. What the loss is
+    multiplied by behind it (a division by tokens, accumulation, a loss scale) reaches the
+    activations' gradient and not those of the weights.
+    """
+    plain = TiledFusedLogitsLoss.backward
+
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        factor = float(gradients[0])  # DeepSpeed compares it as well
+        if factor != 1.0:
+            _set_backward(plain)
+            logger.warning(
+                "the loss of DeepSpeed's TiledFusedLogitsLoss was multiplied by %g behind it (by a "
+                "division, gradient accumulation or a weight): the gradients of its weights do not "
+                "have that factor, with plain DeepSpeed neither, and the training is another one. "
+                "Use deepspeed's sequence_tiled_compute, or divide inside of the tiled function",
+                factor,
+            )
+        return plain(context, *gradients)
+
+    if getattr(plain, "__module__", "") != __name__:
+        _set_backward(backward)
+
+
+def _set_backward(function: Any) -> None:
+    setattr(TiledFusedLogitsLoss, "backward", staticmethod(function))  # noqa: B010 (its type)
+
+
+class ThawedParameters:
+    """Warns of frozen parameters that get gradients: there is no state to train them with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """When the engine is built."""
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
+    def warn(self) -> None:
+        """Once of each parameter; gradients stay: another optimizer may train it."""
+        found = with_gradient(list(self._frozen.values()))
+        if not found:
+            return
+        names = [name for index, name in enumerate(self._frozen) if index in found]
+        logger.warning(
+            "%d parameters (%s, ...) were frozen when the engine was built and have gradients now: "
+            "the engine does not train them, and their .grad adds up. Build the engine with them "
+            "(requires_grad=True), freezing them after it if need be",
+            len(names),
+            names[0],
+        )
+        for name in names:
+            del self._frozen[name]
