@@ -276,10 +276,6 @@ def _bytes(text: object = b"", encoding: object = "latin1") -> bytes:
     raise pickle.UnpicklingError("bytes of something else than text")
 
 
-def _byte_array(*given: object) -> bytearray:
-    return bytearray(_bytes(*given))
-
-
 def _stage(number: object) -> int:
     """DeepSpeed computes with it where it reads its own checkpoints."""
     return _sizes((number,))[0]
@@ -401,7 +397,7 @@ _STAGES: dict[object, int] = {
 
 _COPIES: dict[str | None, Callable[..., object]] = {
     "_codecs.encode": _bytes,
-    "builtins.bytearray": _byte_array,
+    "builtins.bytearray": lambda *given: bytearray(_bytes(*given)),
     "builtins.bytes": _bytes,
     "builtins.complex": complex,
     "builtins.frozenset": frozenset,

@@ -285,10 +285,6 @@ def one_checkpoint(given: Path, tag: str | None) -> tuple[Path, str | None]:
     for folder in reversed(trainer_folders(given)):
         if tag is None or tag == folder.name:
             return folder, None
-        if tag in _names(folder):
+        if tag in [path.name for path in folder.iterdir() if path.is_dir()]:
             return folder, tag
     return given, tag
-
-
-def _names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.is_dir()]

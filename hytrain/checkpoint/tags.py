@@ -89,8 +89,8 @@ def _latest(load_dir: Path) -> tuple[str, Path] | None:
         return tags[0] if tags else None
     newest, universal = (load_dir / tag for tag, _ in tags)
     # DeepSpeed's converter leaves the checkpoint that it read the latest one.
-    is_universal = CheckpointPaths(universal).zero.is_dir()
-    if is_universal and _is_foreign(newest):
+    has_state = (CheckpointPaths(newest).zero.is_dir(), CheckpointPaths(universal).zero.is_dir())
+    if newest.is_dir() and has_state == (False, True):
         logger.warning(
             "%s names '%s', which is no universal checkpoint: '%s' is loaded, the latest one "
             "that was converted",
@@ -125,7 +125,3 @@ def _read_tag(path: Path) -> str:
             f"into it, or pass one of {tags}"
         )
     return tag
-
-
-def _is_foreign(folder: Path) -> bool:
-    return folder.is_dir() and not CheckpointPaths(folder).zero.is_dir()

@@ -96,7 +96,11 @@ class Words:
         causes = [_found(word, self._rank, number) for word in others]
         # Where all have failed alike they may all go on; no rank waits for another.
         is_late = number is not None and (own is None or own.kind != "error")
-        causes += [_failed(word, is_over=is_late or word.rank in gone) for word in others]
+        causes += [
+            (word.rank, _has_failed(word))
+            for word in others
+            if word.kind == "error" and (word.final or is_late or word.rank in gone)
+        ]
         causes += [self._killed(gone), *(_left(word, number) for word in others)]
         return next((cause for cause in causes if cause is not None), None)
 
@@ -123,12 +127,6 @@ def _found(word: Word, here: int, number: int | None) -> Cause | None:
     if word.kind == "found" and number is not None:
         text = f"rank {word.rank} has ended because of this rank. It says: {word.text}"
         return word.rank, RankFailedError(f"{text}\n{_AGAIN}")
-    return None
-
-
-def _failed(word: Word, *, is_over: bool) -> Cause | None:
-    if word.kind == "error" and (word.final or is_over):
-        return word.rank, _has_failed(word)
     return None
 
 

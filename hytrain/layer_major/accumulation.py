@@ -256,10 +256,10 @@ class TrainingSwitches:
     @contextmanager
     def turned_off(self) -> Generator[None]:
         """While it lasts; those that were on are on again afterwards."""
-        undo: list[tuple[Any, str]] = []
+        configs: list[Any] = [vars(module).get("config") for module in self._with_config]
         # Most modules of a model share one configuration.
-        configs = {id(config): config for config in map(_config_of, self._with_config)}
-        undo += [(owner, "use_cache") for owner in configs.values() if _is_on(owner, "use_cache")]
+        owners = {id(config): config for config in configs}.values()
+        undo = [(owner, "use_cache") for owner in owners if _is_on(owner, "use_cache")]
         undo += [
             (module, "gradient_checkpointing")
             for module in self._checkpointing
@@ -272,10 +272,6 @@ class TrainingSwitches:
         finally:
             for owner, name in undo:
                 setattr(owner, name, True)
-
-
-def _config_of(module: nn.Module) -> Any:
-    return vars(module).get("config")
 
 
 def _is_on(owner: Any, name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import fmean, median
 from typing import Literal
 
@@ -301,16 +302,12 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 def is_step_change(before: Sequence[StepSample], sample: StepSample) -> bool:
     """Whether a step, or its compute, differs from what was usual by more than steps scatter."""
-    pairs = [(_usual(before, of), of(sample)) for of in (_total, _compute)]
+    pairs = [(_usual(before, of), of(sample)) for of in (attrgetter("seconds"), _compute)]
     return any(abs(now - usual) > STEP_CHANGE * usual for usual, now in pairs)
 
 
 def _usual(samples: Sequence[StepSample], of: Callable[[StepSample], float]) -> float:
     return median([of(sample) for sample in samples[-MANY_STEPS:]])
-
-
-def _total(sample: StepSample) -> float:
-    return sample.seconds
 
 
 def _compute(sample: StepSample) -> float:

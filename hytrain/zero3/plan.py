@@ -231,7 +231,7 @@ class _Planner:
 
     def _release_unwanted(self, at: int) -> None:
         """Before use number ``at``: what is used late or never goes."""
-        wanted = self._prefetched(at)
+        wanted = set(self._window(at, set())) & self._live  # what is there ahead of it
         if at < len(self._trace.uses):
             wanted.add(self._trace.uses[at])
         free = self._max_live - self._elements(wanted & self._live)
@@ -243,10 +243,6 @@ class _Planner:
             else:
                 self._operations.append(Operation(Action.RELEASE, layer))
                 self._live.remove(layer)
-
-    def _prefetched(self, at: int) -> set[int]:
-        """What is there ahead of use ``at``, within the window of the prefetch."""
-        return set(self._window(at, set())) & self._live
 
     def _window(self, at: int, seen: set[int]) -> Iterator[int]:
         """Sharded layers used behind use ``at``, as many as are gathered ahead, but those seen."""
