@@ -26,7 +26,6 @@ class LaterTensor:
 
     Attributes:
         key: of its elements; two of one key share them. torch's reader does not tell "a" from "A".
-        shape, dtype: the tensor's.
     """
 
     key: str

@@ -41,7 +41,6 @@ class FileSums:
     """What a file was when it was written.
 
     Attributes:
-        num_bytes: its length.
         blocks: CRC-32 of each :data:`BLOCK_BYTES`; the last block may be shorter.
     """
 

@@ -42,7 +42,6 @@ class ParameterPlace:
 
     Attributes:
         name: as in ``model.named_parameters()``.
-        shape: the parameter's.
         group: index of its parameter group.
         layer: this rank's state of the layer that holds it.
         slot: its place in the layer's flat space.

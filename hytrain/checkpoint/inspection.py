@@ -82,15 +82,12 @@ class CheckpointFacts:
     """What a checkpoint says of itself; None where it does not say.
 
     Attributes:
-        tag: its folder's name.
         kind: "hytrain" and "universal" load anywhere, "deepspeed" after its conversion; a save that
             is "unfinished" never; "damaged": it cannot be read.
         is_latest: a load without a tag takes it.
         parameters: elements that are trained.
         saved_at: seconds since 1970.
         dtype: of the training copy.
-        versions: of what saved it.
-        problem: why it is "damaged".
     """
 
     tag: str
@@ -189,10 +186,8 @@ class Verdict:
     """What verifying a checkpoint has found.
 
     Attributes:
-        folder: the checkpoint's.
         has_manifest: whether every byte was held against what was saved; else against the files'
             own checksums, and files of another save would not be noticed.
-        num_files, num_bytes: that were read.
         problems: each of them; none: it is whole.
     """
 

@@ -60,7 +60,6 @@ class LoadRequest:
         strict: names must match; else what both have is loaded.
         module_only: weights only, and no counters or schedule either.
         optimizer_states: moments, steps and hyper-parameters are wanted, from here or elsewhere.
-        scheduler_states: the LR scheduler's state.
         custom_load: called as ``custom_load(src=module state, dst=module)`` in place of
             ``module.load_state_dict``. Without the optimizer, master weights are what it leaves
             in the module.

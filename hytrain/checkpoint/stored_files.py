@@ -47,7 +47,6 @@ class StoredFiles:
     """What is in a checkpoint's folder.
 
     Attributes:
-        paths: the checkpoint's.
         found: path in the folder -> bytes, of all that might be a checkpoint's.
         manifest: what was saved; None where nothing says so.
         saved_at: when, in seconds since 1970; 0 where nothing says so.

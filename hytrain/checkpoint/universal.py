@@ -193,11 +193,9 @@ class OptimizerRecord:
     """What ``optimizer_state.pt`` says.
 
     Attributes:
-        groups: the parameter groups' hyper-parameters.
         steps: steps of each group; None where the file is not hytrain's (``step.pt`` tells then).
         names: parameter names of each group; None as above.
         loss_scale: what :meth:`LossScaling.load` takes.
-        moments: how moments were kept.
         kinds: names of the state tensors of parameters that have others than Adam's.
     """
 

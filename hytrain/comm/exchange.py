@@ -26,7 +26,6 @@ class Transfer:
     Attributes:
         source: rank of the group that has them.
         destination: rank of the group that wants them.
-        numel: how many.
         outgoing: 1-D, on any device; None on ranks other than the source.
         incoming: 1-D, on the host; None on ranks other than the destination.
     """

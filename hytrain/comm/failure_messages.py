@@ -26,11 +26,9 @@ class Word:
     """Something that a rank says, to all.
 
     Attributes:
-        rank: which one.
         kind: "error": it has failed of its own; "back": that holds no more; "found": it ends
             because ``about`` has failed; "apart": it ends because the ranks are out of step;
             "left": it has closed its engine, and nothing comes any more.
-        text: for people.
         final: its process, or its part in the job, ends; otherwise it may come back.
         about: the rank that is the cause.
         issued: collectives that it has begun.

@@ -20,8 +20,6 @@ class Process:
 
     Attributes:
         machine: the same for all processes that can watch each other, and for no others; "": none.
-        host: the host's name, for people.
-        pid: its number there.
     """
 
     machine: str

@@ -78,7 +78,6 @@ class Address:
 
     Attributes:
         host: its address, of IPv4 or IPv6.
-        port: its port.
         secret: shown by who connects.
         answer: shown to them. The ranks tell each other both by a collective.
     """

@@ -19,8 +19,6 @@ class Candidate:
     """The predicted steady state with the first ``gpu_layers`` layers updated on the GPU.
 
     Attributes:
-        gpu_layers: number of GPU layers, K.
-        step_seconds: the step.
         worker_seconds: of it, the CPU worker is busy.
         exposed_seconds: of it, compute stands still: for weights, or for room for gradients.
         gpu_update_seconds: of it, the GPU updates its layers.

@@ -37,7 +37,6 @@ class LayerCosts:
     """One layer, in seconds of work on this rank, waits not counted.
 
     Attributes:
-        name: the layer's name.
         parameters: elements of this rank's shard of the layer's state.
         forward: of the step's first micro-batch, without waits for weights or GPU updates.
         backward: of the step's last micro-batch, including recomputation and the hand-over of
@@ -94,7 +93,6 @@ class StepCosts:
     Micro-batches that go through the layers together count as one.
 
     Attributes:
-        layers: the layers in forward order.
         between: seconds from the end of the first micro-batch's forward to the begin of the last
             micro-batch's backward: the loss, and all other micro-batches.
         tail: seconds from the end of the last backward to the begin of the next forward, without

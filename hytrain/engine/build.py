@@ -24,7 +24,6 @@ class BuildSettings:
     """What the engine decides from its configuration.
 
     Attributes:
-        stage: ZeRO stage: 1, 2 or 3.
         device: where the training copy is computed with.
         clip: clipping and overflow check.
         mean: whether gradients are averaged over ranks (else summed).

@@ -37,7 +37,6 @@ class RankMeasured:
             without a GPU.
         host_bytes: state, weights, activations and staging on the host.
         gpu_layers: layers of ``num_layers`` whose state is on the GPU.
-        num_layers: of the model, embeddings and head counted.
         is_settled: no layer moved in these steps.
     """
 

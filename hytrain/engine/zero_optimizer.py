@@ -379,10 +379,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         trained = {id(slot.parameter) for layer in self.layer_states for slot in layer.layout.slots}
         return [[p for p in group["params"] if id(p) in trained] for group in self.param_groups]
 
-    @property
-    def round_robin_bit16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """As :attr:`bit16_groups`: the name that DeepSpeed looks for first, in every stage."""
-        return self.bit16_groups
+    round_robin_bit16_groups = bit16_groups
+    """The name that DeepSpeed looks for first, in every stage."""
 
     def state_dict(self) -> dict[str, Any]:
         """See :func:`hytrain.optimizer.state_dict.state_dict`."""

@@ -167,8 +167,6 @@ class ActualRank:
     """A rank as training finds it.
 
     Attributes:
-        host: its host's name.
-        device: the device's name.
         memory_bytes: of the device, or of its part that the process may use.
         multiprocessors: that the process may use; 0 where not known.
     """
@@ -184,11 +182,9 @@ class Actual:
     """The job as training finds it.
 
     Attributes:
-        ranks: in rank order.
         num_layers: transformer layers of the model.
         parameters: of the model, trained ones.
         global_batch: samples of a step.
-        stage: of ZeRO.
         dtype: of the training copy; None where not known.
         offload_param: "cpu" where that is kept in host memory.
         frozen: parameters of the model that are not trained.

@@ -22,7 +22,6 @@ class DeviceFacts:
     """A rank's device.
 
     Attributes:
-        name: the driver's.
         multiprocessors: that the process may use.
         limit_bytes: memory that the process is allowed, which does not change from day to day.
         memory_bytes: of it, what the process can have now.

@@ -29,7 +29,6 @@ class BlockCall:
     """A forward stands at a block.
 
     Attributes:
-        index: which block.
         autocast: what the caller is in.
         context: the caller's context variables.
         with_gradients: whether the caller records a graph.

@@ -30,17 +30,7 @@ class ParameterSlot:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of parameters of one parameter group and one dtype: ``[begin, end)`` in elements."""
-
-    group: int
-    dtype: torch.dtype
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkSpan:
-    """``[begin, end)`` of the layer's flat space; crosses no segment and no shard cut."""
+    """``[begin, end)`` of a layer's flat space, of one parameter group and one dtype."""
 
     group: int
     dtype: torch.dtype
@@ -79,13 +69,13 @@ class LayerLayout:
                 runs.append((segment.dtype, segment.begin, segment.end))
         return runs
 
-    def chunks(self, begin: int, end: int, max_elements: int) -> list[ChunkSpan]:
+    def chunks(self, begin: int, end: int, max_elements: int) -> list[Segment]:
         """Cuts the shard ``[begin, end)`` into chunks of at most ``max_elements``.
 
         The pieces of a segment are equally long up to alignment: their boundaries depend on the
         layout alone, not on threads, and pinned slots of one size fit them closely.
         """
-        chunks: list[ChunkSpan] = []
+        chunks: list[Segment] = []
         for segment in self.segments:
             low, high = max(begin, segment.begin), min(end, segment.end)
             if low >= high:
@@ -93,7 +83,7 @@ class LayerLayout:
             count = -(-(high - low) // max_elements)
             length = align_up(-(-(high - low) // count))
             chunks.extend(
-                ChunkSpan(segment.group, segment.dtype, at, min(at + length, high))
+                Segment(segment.group, segment.dtype, at, min(at + length, high))
                 for at in range(low, high, length)
             )
         return chunks
@@ -171,4 +161,4 @@ def _lay_out(
     )
 
 
-__all__ = ["ALIGNMENT", "ChunkSpan", "LayerLayout", "ParameterSlot", "Segment", "lay_out"]
+__all__ = ["ALIGNMENT", "LayerLayout", "ParameterSlot", "Segment", "lay_out"]

@@ -13,7 +13,7 @@ from hytrain import _C
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.kernels.moments import native_arrays
 from hytrain.model.layer_state import LayerState
-from hytrain.model.layout import ChunkSpan
+from hytrain.model.layout import Segment
 from hytrain.offload.pinned import PinnedMemory, norm_bytes
 from hytrain.offload.slots import SlotPlan, plan_slots
 from hytrain.offload.streams import Streams, event_handle
@@ -42,7 +42,6 @@ class CpuSettings:
     """How the CPU update runs.
 
     Attributes:
-        num_threads: threads of the kernel.
         chunk_elements: most elements of a chunk.
         direct: updates are committed at once: no gradient stays pending.
         delay_seed: seed of the injected delays.
@@ -407,7 +406,7 @@ def pinned_bytes(layers: Sequence[LayerState], settings: CpuSettings, gpu_layers
     return plan.pinned_bytes(on_host) + norm_bytes(len(layers))
 
 
-def _chunks(layers: Sequence[LayerState], settings: CpuSettings) -> list[list[ChunkSpan]]:
+def _chunks(layers: Sequence[LayerState], settings: CpuSettings) -> list[list[Segment]]:
     size = settings.chunk_elements
     return [
         layer.layout.chunks(layer.begin, layer.end, size) if layer.form.optimizer is None else []
@@ -416,7 +415,7 @@ def _chunks(layers: Sequence[LayerState], settings: CpuSettings) -> list[list[Ch
 
 
 def _plan(
-    layers: Sequence[LayerState], chunks: Sequence[Sequence[ChunkSpan]], settings: CpuSettings
+    layers: Sequence[LayerState], chunks: Sequence[Sequence[Segment]], settings: CpuSettings
 ) -> SlotPlan:
     gradient_bytes: list[int] = []
     outgoing_bytes: list[int] = []
@@ -443,7 +442,7 @@ def _fetches_copy(layer: LayerState) -> bool:
     return layer.form.at("cpu").is_split and not layer.storage.on_host
 
 
-def _native_chunk(layer: LayerState, span: ChunkSpan, slot_class: int, copy_class: int) -> _C.Chunk:
+def _native_chunk(layer: LayerState, span: Segment, slot_class: int, copy_class: int) -> _C.Chunk:
     return _C.Chunk(
         n=span.end - span.begin,
         shard_offset=span.begin - layer.begin,

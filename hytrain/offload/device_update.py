@@ -40,7 +40,6 @@ class Batch:
     """Layers whose update is queued before that of the next ones.
 
     Attributes:
-        layers: in order.
         sizes: elements of each, by its number.
         launches: numbers of the grouped launches that update them; None: a launch of
             :func:`device_adam` for each part of the one layer.

@@ -44,7 +44,6 @@ class ThreadChoice:
     """Threads of the kernel, and what one parameter takes it with them.
 
     Attributes:
-        num_threads: how many.
         seconds_per_parameter: of commit_then_preview, with nothing else running.
         cores: that they are bound to; None: they are not.
         candidates: the counts that were measured there, rising.

@@ -17,7 +17,6 @@ class LayerBytes:
     """One layer's memory on one rank.
 
     Attributes:
-        name: the layer's name.
         parameters: elements of this rank's shard.
         gradient_itemsize: bytes of an element of the gradient that waits for its update.
         keeps_pending: whether a CPU-placed layer's gradient waits on the host for its commit; not

@@ -23,12 +23,10 @@ class Decision:
         step: the step after which it was made; 0 for the one before the first.
         gpu_layers_before: as it was.
         gpu_layers_target: as it shall be; the same where nothing moves.
-        num_layers: L.
         reason: why, for people.
         predicted_seconds: the step at the target; None where nothing has been measured yet.
         measured_seconds: the step as it turned out to be; None until then.
         closed_form_k: the closed form's share of GPU layers; None where nothing has been measured.
-        bounds: which numbers fit.
         costs: what each layer takes; None where nothing has been measured yet.
         layer_bytes: the layers' sizes, in forward order.
         limits: what the rank may use.

@@ -93,7 +93,6 @@ class GpuProfile:
     Times and bytes must not fall with more samples: the bound on the best plan counts on it.
 
     Attributes:
-        name: the device's.
         memory_bytes: what the process may use of it, reserve taken off.
         forward_ms: one layer's forward against the samples of a micro-batch.
         backward_ms: one layer's backward without recompute.
@@ -195,7 +194,6 @@ class Host:
     """A machine. Its ranks divide the cores equally, and share memory and bandwidth as needed.
 
     Attributes:
-        name: its own.
         gpus: a rank each, in order.
         cores: that the ranks may use.
         memory_bytes: that the ranks may use together.
@@ -230,7 +228,6 @@ class Cluster:
     """All ranks, and what their collectives cost.
 
     Attributes:
-        hosts: in rank order.
         all_gather_ms: of an evenly split layer over all ranks, against its bytes.
         reduce_scatter_ms: likewise.
         uneven_factors: what unequal shards cost in the two.

@@ -82,7 +82,6 @@ class Workload:
     """A rank's part of the batch, and what that leaves for state.
 
     Attributes:
-        batch: samples.
         microbatch: of them at once; 0 where there are none.
         activations: policy between layers.
         compute: seconds of both passes of all micro-batches.

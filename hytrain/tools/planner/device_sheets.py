@@ -59,7 +59,6 @@ class DeviceSheet:
 
     Attributes:
         name: as the driver gives it.
-        multiprocessors: of the whole GPU.
         gib: memory, as the driver reports it.
         half_tflops: bf16 (fp16 before Ampere has tensor cores, but no bf16: there as fp32).
         single_tflops: fp32, without TF32.

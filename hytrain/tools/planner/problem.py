@@ -30,7 +30,6 @@ class Model:
     """The model, as equal layers.
 
     Attributes:
-        name: its own.
         num_layers: L.
         parameters: those of all of it that are trained.
         frozen: those that are not: a training copy, sharded in stage 3, and nothing else.
@@ -117,9 +116,6 @@ class PlanProblem:
     """A batch and a model's state, to be dealt to the ranks of a cluster.
 
     Attributes:
-        cluster: who.
-        model: what.
-        batch: samples of the global batch.
         stage: of ZeRO; 3 shards the training copy too.
         activations: which policies for activations may be used.
         gradient_bytes: bytes a parameter of the gradient before it is reduced. It is there whole

@@ -70,7 +70,6 @@ class PlanOptions:
         batch: samples of the global batch.
         gpu_reserve: bytes that stay free of a GPU with so many.
         host_reserve: bytes that stay free of a host with so many.
-        stage: of ZeRO.
         offload_param: whether the training copy is kept in host memory (stage 3).
         live_parameters: in stage 3, the most parameters of gathered layers at a time, for layers of
             so many in the order of their use; None for three of the model's.

@@ -49,7 +49,6 @@ class Plan:
     """A plan and how good it is.
 
     Attributes:
-        ranks: in rank order.
         step_seconds: by the roofline bounds of cost_model.py.
         lower_bound: no plan has a shorter step by these bounds, which are of unclipped steps.
         shortest_step: by these bounds, of all plans that were compared. Less than ``step_seconds``
@@ -57,7 +56,6 @@ class Plan:
         even: whether all shards are equal.
         unclipped_seconds: a step that is not clipped, simulated (planned_step.py).
         clipped_seconds: one that is.
-        clipped_share: that was planned for.
         other_mode: what it was chosen over; None where there was no choice, or each rank has its
             own.
     """

@@ -62,7 +62,6 @@ class Choice:
     Attributes:
         samples: of the batch, not yet a whole number.
         size: of its micro-batches, at most.
-        activations: policy.
     """
 
     samples: float
@@ -95,15 +94,7 @@ class _Vertices:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The ranks of a kind on a host.
-
-    Attributes:
-        host: a number.
-        kind: a number.
-        count: ranks.
-        vertices: that they may take.
-        columns: of the program.
-    """
+    """The ranks of a kind on a host."""
 
     host: int
     kind: int

@@ -89,7 +89,6 @@ class MeasuredModel:
     """A model that can be built with any number of layers.
 
     Attributes:
-        name: for people.
         build: see :data:`Build`.
         seq_len: tokens a sample.
         dtype: of the training copy.

@@ -25,7 +25,6 @@ class ProfileOptions:
             measured.
         rate_seconds: of each measurement of a rate.
         cpu_elements: of each array of the CPU update; None: beyond the caches.
-        copy_bytes: of a copy.
         collective_bytes: ascending sizes of a layer.
         multiprocessors: that work on the current stream may use, where these are not all of the
             device's.

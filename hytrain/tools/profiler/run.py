@@ -48,7 +48,6 @@ class RankProfile:
         device: of its own; the host's name is the same for all ranks there and for no others.
         cores: those of the machine that it may use.
         memory_bytes: its part of the host's memory.
-        cpu: the CPU's name.
         rates: of the CPU's update, and of the host's memory.
     """
 

@@ -38,7 +38,6 @@ class UnevenGpu:
     """One GPU. GPUs that compare equal are one type, whose options are listed once.
 
     Attributes:
-        name: its type's.
         forward: one layer's forward with micro-batches of 1, 2, ... samples up to the batch, ms.
         backward: one layer's backward, without recompute, likewise.
         memory: C, the peak of everything but the sharded state, likewise, GiB.
@@ -59,7 +58,6 @@ class UnevenProblem:
     Attributes:
         gpus: one entry a GPU.
         batch: samples of the global batch.
-        parameters: of the model.
         all_gather: AG of one evenly sharded layer, ms.
         reduce_scatter: RS of one evenly sharded layer, ms.
         accumulation: what each further micro-batch adds to a layer's backward, ms.
@@ -127,9 +125,6 @@ class UnevenCase:
     """A problem by name, with what is known of it.
 
     Attributes:
-        model: name.
-        gpus: their types' names.
-        problem: to be solved.
         published: time of the published solver's plan, ms; None where it is not known.
     """
 

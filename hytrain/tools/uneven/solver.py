@@ -36,7 +36,6 @@ class Assignment:
     Attributes:
         time: of the slowest GPU, one layer's forward and backward, ms.
         batch_sizes: samples of each GPU.
-        microbatch_sizes: of each GPU.
         memory: C of all GPUs together, GiB.
     """
 
