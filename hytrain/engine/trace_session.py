@@ -21,6 +21,7 @@ from hytrain.hardware.device_facts import allocated_bytes
 from hytrain.hardware.energy import EnergyMeter
 from hytrain.kernels.moments import native_moments
 from hytrain.model.backward_hooks import before_backward
+from hytrain.offload.pinning import copy_rate
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.layer_guards import tensors_in
 from hytrain.trace.clock import TraceClock
@@ -37,7 +38,6 @@ MOST_SPANS = 1_000_000
 _SWEPT_BYTES = 4 << 30
 """Of the state that is read and written to measure memory: more than any cache."""
 _COPIED_BYTES = 64 << 20
-_REPEATS = 3
 
 
 class TraceSession:
@@ -270,8 +270,10 @@ def measure_peaks(pipeline: UpdatePipeline, known: Peaks, num_threads: int) -> P
         found["dram_bytes_per_s"] = _memory_rate(pipeline, num_threads)
     if pipeline.streams.is_cuda:
         with suppress(RuntimeError, MemoryError):
-            to_host, to_device = _copy_rates(pipeline.streams.device)
-            found |= {"d2h_bytes_per_s": to_host, "h2d_bytes_per_s": to_device}
+            host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+            there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=pipeline.streams.device)
+            found["d2h_bytes_per_s"] = copy_rate(host, there)
+            found["h2d_bytes_per_s"] = copy_rate(there, host)
     return known.model_copy(update=found)
 
 
@@ -292,21 +294,3 @@ def _memory_rate(pipeline: UpdatePipeline, num_threads: int) -> float | None:
         )
         swept += 2 * layer.state_bytes  # read and written
     return swept / (time.perf_counter() - begin) if swept else None
-
-
-def _copy_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes a second to the host and to the device; the best of some copies."""
-    host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    rates: list[float] = []
-    for destination, source in ((host, there), (there, host)):
-        milliseconds: list[float] = []
-        for _ in range(_REPEATS):
-            begin.record(torch.cuda.current_stream(device))
-            destination.copy_(source, non_blocking=True)
-            end.record(torch.cuda.current_stream(device))
-            end.synchronize()
-            milliseconds.append(begin.elapsed_time(end))
-        rates.append(_COPIED_BYTES / min(milliseconds) * 1e3)
-    return rates[0], rates[1]

@@ -90,23 +90,24 @@ def measured_loss(device: torch.device) -> str:
     """Rates of copies to the host, for people; empty where they cannot be had."""
     try:
         here = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
-        pageable = copy_rate(here, torch.zeros(_PROBE_BYTES, dtype=torch.uint8))
+        pageable = copy_rate(torch.zeros(_PROBE_BYTES, dtype=torch.uint8), here)
     except (RuntimeError, MemoryError):
         return ""
     try:
-        pinned = copy_rate(here, torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True))
+        pinned = copy_rate(torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True), here)
     except RuntimeError:  # not even that little can be pinned
         return f" ({pageable / 1e9:.1f} GB/s measured)"
     return f" ({pageable / 1e9:.1f} GB/s measured, and {pinned / 1e9:.1f} from pinned memory)"
 
 
-def copy_rate(here: torch.Tensor, host: torch.Tensor) -> float:
-    """Bytes a second of the fastest of a few copies from a device to the host."""
+def copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Bytes a second of the fastest of a few copies between a device and the host."""
+    device = target.device if target.is_cuda else source.device
     seconds: list[float] = []
     for _ in range(_PROBE_COPIES + 1):
-        torch.cuda.synchronize(here.device)
+        torch.cuda.synchronize(device)
         begin = time.perf_counter()
-        host.copy_(here, non_blocking=True)
-        torch.cuda.synchronize(here.device)
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin)
-    return here.numel() / min(seconds[1:])  # the first touches pages
+    return source.nbytes / min(seconds[1:])  # the first touches pages

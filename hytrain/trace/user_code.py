@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -35,25 +36,20 @@ def watch_user_code(recorder: Recorder, device: torch.device, *, waits: bool) ->
     Returns:
         What puts the old calls back.
     """
-    undo: list[Callable[[], None]] = []
+    undo = ExitStack()
     loader = dataloader._BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
-    undo.append(_replace(loader, "__next__", lambda call: _loading(call, recorder)))
+    undo.callback(_replace(loader, "__next__", lambda call: _loading(call, recorder)))
     for name in _TENSOR_WAITS if waits else ():
         watched = functools.partial(
             _wait, shown=f".{name}()", recorder=recorder, device_type=device.type
         )
-        undo.append(_replace(torch.Tensor, name, watched))
+        undo.callback(_replace(torch.Tensor, name, watched))
     if device.type == "cuda":
         for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
             shown = f"{owner.__name__}.synchronize()"
             watched = functools.partial(_wait, shown=shown, recorder=recorder)
-            undo.append(_replace(owner, "synchronize", watched))
-
-    def restore() -> None:
-        for put_back in reversed(undo):
-            put_back()
-
-    return restore
+            undo.callback(_replace(owner, "synchronize", watched))
+    return undo.close
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
@@ -87,7 +83,8 @@ def _wait(
     @functools.wraps(call)
     def wait(*arguments: Any, **named: Any) -> Any:
         is_meant = device_type is None or arguments[0].device.type == device_type
-        line = user_line(_caller()) if is_meant else None
+        caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        line = user_line(caller) if is_meant else None
         if line is None:
             return call(*arguments, **named)
         with recorder.host_wait(shown, line):
@@ -96,28 +93,19 @@ def _wait(
     return wait
 
 
-def _caller() -> FrameType:
-    """Of the function that calls this one."""
-    return sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-
-
 def user_line(frame: FrameType | None) -> str | None:
     """ "train.py:31" where a call is the user's own; None where hytrain or DeepSpeed makes it.
 
     ``frame``: of the caller.
     """
     while frame is not None:
-        package = _package(frame)
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package in _OURS:
             return None
         if package not in _LIBRARIES:
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).split(".")[0]
 
 
 def timed_loading(items: Iterator[_Item], recorder: Recorder) -> Iterator[_Item]:
