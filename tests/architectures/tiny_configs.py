@@ -65,8 +65,7 @@ SMALL: dict[str, Any] = {
     "state_size": 4, "mamba_d_state": 4, "mamba_n_heads": 4, "mamba_d_head": 16,
     "mamba_chunk_size": 8, "chunk_size": 8, "attention_window": 8,
     "image_size": 32, "patch_size": 8,
-    # Ranks that skip different layers are refused in the first pass of ZeRO-3; where transformers
-    # knows of it, it runs them all.
+    # Which layers are skipped is drawn at random: the reference would skip others.
     "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
