@@ -205,7 +205,7 @@ def threads() -> None:
     picture.box(330, 56, 160, 56, "#dfe6ee", "events: a layer's\nnew weights are there", ink=INK)
     picture.box(570, 56, 250, 50, FORWARD, "compute: forward, backward")
     picture.box(570, 118, 250, 40, "#8c6bb1", "communication: reduce, gather")
-    picture.box(570, 170, 250, 40, GPU, "GPU update of the first k layers")
+    picture.box(570, 170, 250, 40, GPU, "GPU update of the first layers")
     picture.box(570, 222, 250, 40, COPY, "to host: gradients", ink=INK)
     picture.box(570, 274, 250, 40, BACK, "to GPU: new weights")
     picture.line((250, 164), (328, 164), arrow=True)
