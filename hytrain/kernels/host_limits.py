@@ -62,15 +62,16 @@ def host_memory_pools() -> dict[str, int]:
         for folder in _cgroup_folders(hierarchy):
             try:
                 limit = (folder / hierarchy.limit).read_text().strip()
+                if limit == "max":
+                    continue
                 usage = int((folder / hierarchy.usage).read_text())
                 statistics = (folder / "memory.stat").read_text()
                 where = folder.stat()
             except OSError:
                 continue
-            if limit != "max":
-                usage -= _reclaimable_bytes(statistics)
-                # The folder's own number: what a container sees as the root is a group like others.
-                pools[f"{GROUP} {where.st_dev}:{where.st_ino}"] = max(0, int(limit) - usage)
+            usage -= _reclaimable_bytes(statistics)
+            # The folder's own number: what a container sees as the root is a group like others.
+            pools[f"{GROUP} {where.st_dev}:{where.st_ino}"] = max(0, int(limit) - usage)
     return pools
 
 

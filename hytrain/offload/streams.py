@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     It is asked for in every hook, and a handle is one stream for as long as the process lives: what
     is kept is the object for a handle, not which stream is current.
     """
-    index = cast("int | None", device.index)
+    index: Any = device.index  # may be None
     if index is None:
         index = torch.cuda.current_device()
     key = (index, _raw_stream(index))

@@ -94,13 +94,13 @@ class PlacementManager:
         """Has the passes wait for the worker before the plan's reserve is touched."""
         if not self._probe.wanted:
             return
-        probe, room, limits = self._probe, self._pipeline.room, self._current_limits()
+        probe, room = self._probe, self._pipeline.room
         all_there = self.controller.num_gpu_layers == len(self._bytes)
         # Where updates are committed directly no gradient is planned to stay until the step, as all
         # of them do in the first backward if there is room: the collector asks for that.
-        if limits.gpu is None or (all_there and self._bytes[0].keeps_pending):
-            room.stop()
-        else:
+        if all_there and self._bytes[0].keeps_pending:
+            room.stop()  # without asking for limits, which takes the host a while
+        elif (limits := self._current_limits()).gpu is not None:
             room.begin_step(limits.gpu, limits.gpu_reserve, probe.transient, probe.growth)
 
     def gradient(self, index: int) -> None:
@@ -174,13 +174,12 @@ class PlacementManager:
             return
         if not has_new_steps and self._steps - self._considered_at < LOOK_EVERY:
             return
-        costs = estimator.costs()
-        if costs is None or estimator.num_samples < CONFIRMING:
+        if estimator.num_samples < CONFIRMING:
             return
         self._considered_at = self._steps
         controller.consider(
             self._steps,
-            costs,
+            estimator.costs,
             self._current_limits(),
             seconds=estimator.step_seconds,
             num_steps=estimator.num_samples,

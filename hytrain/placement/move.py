@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -119,7 +119,7 @@ class PlacementController:
     def consider(
         self,
         step: int,
-        costs: StepCosts,
+        estimate: Callable[[], StepCosts | None],
         limits: MemoryLimits,
         *,
         seconds: float | None = None,
@@ -129,7 +129,9 @@ class PlacementController:
         """Decides anew; sets ``target``.
 
         Args:
-            seconds: what these steps took in all; None: as predicted from ``costs``.
+            estimate: gives what the last steps took, layer by layer; where launch-bound steps have
+                settled it is not called, which would take the host as long as many launches.
+            seconds: what these steps took in all; None: as predicted from the estimate.
             num_steps: measured steps that both are medians of.
             launch_bound: the GPU waits for the host to launch its kernels.
         """
@@ -141,6 +143,9 @@ class PlacementController:
         compared = self._launch_bound
         if is_known and compared.is_settled and compared.choose(here, allowed, here) == here:
             return  # the GPU waits for the host's launches: the less the host does the better
+        costs = estimate()
+        if costs is None:
+            return
         room = partial(gradient_room, self._bytes, limits)
         if seconds is not None:
             # Some costs are known sooner than steps that show a change: of both it is the median.

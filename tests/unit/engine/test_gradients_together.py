@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -379,6 +381,21 @@ def test_nobody_looks_again_where_all_gradients_have_room(monkeypatch: pytest.Mo
             engine.backward(engine(**make_batch("mlp", number)))
             engine.step()
         assert len(looks) == 2
+
+
+@pytest.mark.parametrize(("gpu_fraction", "asks"), [(1.0, False), (0.5, True)])
+def test_limits_are_asked_for_only_where_gradients_leave_for_the_host(
+    monkeypatch: pytest.MonkeyPatch, gpu_fraction: float, asks: bool
+) -> None:
+    config = make_config(bf16=False, gpu_fraction=gpu_fraction, clipping=0.5)
+    with built(make_model("mlp"), config) as engine, monkeypatch.context() as patch:
+        manager = engine.optimizer.placement
+        limits, asked = replace(manager._current_limits(), gpu=1), Counter[str]()
+        patch.setattr(manager, "_current_limits", lambda: asked.update(["limits"]) or limits)
+        patch.setattr(manager._probe, "_is_cuda", True)
+        patch.setattr(gradient_room, "allocated_bytes", lambda _: (1000, 0))
+        manager._watch_room()
+        assert bool(asked) is engine.optimizer.pipeline.room.is_watching is asks
 
 
 def test_before_a_step_has_shown_what_backward_takes_half_of_the_free_memory_is_left_to_it(

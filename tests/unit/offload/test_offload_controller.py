@@ -114,7 +114,7 @@ class Bench:
         seen: list[int] = []
         for _ in range(steps):
             if self.controller.is_due(self.step):
-                self.controller.consider(self.step, costs, limits)
+                self.controller.consider(self.step, lambda: costs, limits)
             self.step += 1
             self.controller.apply_moves(self.step)
             seen.append(self.here)

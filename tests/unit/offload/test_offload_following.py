@@ -451,13 +451,13 @@ def test_launch_bound_steps_think_only_about_what_is_new(
     settled(simulation)
     manager = simulation.manager
     asked: list[int] = []
-    costs = manager._estimator.costs
+    consider = manager.controller.consider
 
-    def counted() -> Any:
+    def counted(*arguments: Any, **named: Any) -> None:
         asked.append(manager._steps)
-        return costs()
+        consider(*arguments, **named)
 
-    monkeypatch.setattr(manager._estimator, "costs", counted)
+    monkeypatch.setattr(manager.controller, "consider", counted)
     monkeypatch.setattr(type(manager._estimator), "launch_bound", property(lambda _: True))
     simulation.run(40)
     assert len(asked) <= 24  # with a move, behind which all steps are measured; else every fourth

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -85,6 +87,18 @@ def test_launch_bound_steps_do_not_follow_free_memory_that_wavers() -> None:
     assert training.controller.num_gpu_layers == 18
 
 
+@pytest.mark.parametrize(("name", "is_bound"), [("launch-bound", True), ("gpu-bound", False)])
+def test_where_launch_bound_steps_have_settled_the_host_estimates_nothing(
+    name: str, is_bound: bool
+) -> None:
+    training, asked = Training(MACHINES[name]), Counter[str]()
+    training.run(100)
+    estimate = training.manager._estimator.costs
+    training.manager._estimator.costs = lambda: asked.update(["costs"]) or estimate()
+    training.run(40)
+    assert (not asked) is is_bound
+
+
 def test_launch_bound_steps_that_become_gpu_bound_are_followed() -> None:
     training = Training(replace(LAUNCH_BOUND, noise=0.03))
     training.run(100)
@@ -157,8 +171,7 @@ def test_the_cases_are_what_they_are_called() -> None:
     for machine in (LAUNCH_BOUND, SMALL):
         here = Training(machine)
         predicted = here.controller
-        costs = machine.costs(0)
-        predicted.consider(4, costs, here.limits)
+        predicted.consider(4, partial(machine.costs, 0), here.limits)
         assert machine.step_seconds(predicted.target) > 1.03 * machine.best()
 
 
