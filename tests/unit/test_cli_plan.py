@@ -426,12 +426,9 @@ def test_layers_that_are_gathered_are_those_of_the_configuration(
         assert f'"zero_optimization.stage3_{key}" is -5: it must be 0 or more' in text
     bad.write_text("[]")
     arguments = ("--profile", profile, "--batch", 16, "--stage", 3, "--deepspeed-config")
-    shared = tmp_path / "shared.json"
-    shared.write_text(json.dumps({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}))
-    text = _error(capsys, *arguments, shared)
-    assert '"sequence_parallel_size" is 2: a plan deals samples to single ranks' in text
-    shared.write_text(json.dumps({"optimizer": {"type": "Muon"}}))
-    assert "plans are made for AdamW alone" in _error(capsys, *arguments, shared)
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"optimizer": {"type": "Muon"}}))
+    assert "plans are made for AdamW alone" in _error(capsys, *arguments, other)
     assert "is a list: write a JSON object" in _error(capsys, *arguments, bad)
     bad.write_text("{")
     assert "cannot be read" in _error(capsys, *arguments, bad)
@@ -704,3 +701,113 @@ def test_options_of_a_plan_are_not_for_published_cases(tmp_path: Path, capsys: C
     text = _error(capsys, "--batch", 5, "--out", out, "uneven", "--cases", tmp_path)
     assert "--batch, --out: not for `hytrain plan uneven`" in text
     assert not out.exists()
+
+
+# -- ranks that share each sequence ------------------------------------------------------------
+
+
+def _shared(folder: Path, degree: object = 2, **more: Any) -> list[object]:
+    config = folder / "shared.json"
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    keys: dict[str, Any] = {"zero_optimization": zero, "sequence_parallel_size": degree}
+    keys |= {"bf16": {"enabled": True}, "hytrain": {}}
+    config.write_text(json.dumps(keys | more))
+    return ["--deepspeed-config", config]
+
+
+def test_ranks_that_share_sequences(tmp_path: Path, model: Path, capsys: Capture) -> None:
+    call = ["--gpus", "4xl4", "--model", model, "--batch", 12, *_shared(tmp_path)]
+    call += ["--accumulation", "micro_batch_major"]
+    record = _json(capsys, *call)
+    assert record["global_batch"] == 12
+    assert [rank["batch_size"] for rank in record["ranks"]] == [6] * 4  # of each of two groups
+    assert [rank["shard_fraction"] for rank in record["ranks"]] == [0.25] * 4
+    seconds = record["predicted"]["step_seconds"]
+    assert record["samples_per_second"] == pytest.approx(12 / seconds)
+    assert _run(*call) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    size = record["ranks"][0]["microbatch_size"]
+    assert f"{1024 * 12 / seconds:,.0f} tokens/s; 4 ranks in groups of 2, whose shares" in text
+    assert f"train_micro_batch_size_per_gpu {size} and gradient_accumulation_steps" in text
+    assert f"gradient_accumulation_steps {6 // size}." in text
+    assert "even split" not in text
+    assert "longer than the shortest step" not in text
+
+
+def test_plan_and_explain_agree_on_shared_sequences(
+    tmp_path: Path, model: Path, capsys: Capture
+) -> None:
+    """State on the host is what explain has, but for staging; blocks' inputs as well."""
+    both = _shared(tmp_path, hytrain={})
+    call = ["--gpus", "4xl4", "--model", model, "--seq-len", 1000, *both]
+    call += ["--accumulation", "layer_major"]
+    memory = ["--ranks", "4", "--seq", "1000", "--gpu-memory", "22", "--host-memory", "64"]
+    inputs: list[int] = []
+    for batch in (2, 4):
+        _shared(tmp_path, train_micro_batch_size_per_gpu=batch // 2)
+        rank = _json(capsys, *call, "--batch", batch)["ranks"][0]
+        assert (rank["batch_size"], rank["shard_fraction"]) == (batch // 2, 0.25)
+        asked = ["explain", str(both[1]), "--model", str(model / "config.json"), *memory]
+        assert cli.main([*asked, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        candidate = told["candidates"][rank["gpu_layers"]]
+        # State and a gradient; a plan has one byte of staging more.
+        state = candidate["host_bytes"] - told["decision"]["staging_bytes"]
+        assert rank["host_bytes"] == pytest.approx(state * 15 / 14, abs=16)
+        inputs.append(told["block_input_bytes"])
+    assert inputs == [2 * 500 * 256 * 4, 2 * 2 * 500 * 256 * 4]
+
+
+def test_what_attention_exchanges(tmp_path: Path, model: Path, capsys: Capture) -> None:
+    """Queries and outputs of all heads, keys and values of their own, which are repeated."""
+    profile = _write(tmp_path, a_profile("one", *[a_device("one", "GPU")] * 4))
+    call = ["--profile", profile, "--batch", 16, "--interconnect", 360]
+    found: dict[object, float] = {}
+    for degree, pairs in ((2, None), (2, 4), (2, 2), (2, 1), (4, 1)):
+        shared = _shared(tmp_path, degree, seq_parallel_communication_data_type="bf16")
+        if pairs is not None:
+            heads = {"num_key_value_heads": pairs, "head_dim": 1024, "num_hidden_layers": 12}
+            (model / "config.json").write_text(json.dumps(LLAMA | heads))
+            shared += ["--model", model]
+        record = _json(capsys, *call, *shared, "--accumulation", "layer_major")
+        rank = record["ranks"][0]
+        assert rank["microbatch_size"] == rank["batch_size"] == 4 * degree
+        found[degree, pairs] = record["forward_backward_seconds"][0]
+    # A head of a sample is 1,024 tokens of 1,024 bf16 numbers; by the profile 6 MiB are sent.
+    head, width = 2 * 1024 * 1024, 6 * 1024**2
+    for (degree, pairs), heads in (((2, 4), 16), ((2, 2), 12), ((2, 1), 12), ((4, 1), 16)):
+        more = (degree - 1) / degree * heads * head - 4 * width / 2
+        longer = found[degree, pairs] - found[2, None]
+        assert longer == pytest.approx(12 * 3 * 4 * more / 360e9, rel=1e-6), (degree, pairs)
+
+
+def test_gradients_of_shared_sequences_are_reduced_in_fp32(tmp_path: Path, capsys: Capture) -> None:
+    """DeepSpeed's default; the same key makes it less."""
+    profile = _write(tmp_path, a_profile("one", *[a_device("one", "GPU")] * 4))
+    call = ["--profile", profile, "--batch", 4, "--interconnect", 1]
+    found = [
+        _json(capsys, *call, *_shared(tmp_path, **keys))["collective_seconds"][0]
+        for keys in ({}, {"seq_parallel_communication_data_type": "bf16"})
+    ]
+    assert found[0] > 1.2 * found[1]
+
+
+def test_what_of_shared_sequences_is_refused(
+    tmp_path: Path, profile: Path, capsys: Capture
+) -> None:
+    alike = _write(tmp_path, a_profile("one", *[a_device("one", "GPU")] * 4), "alike.json")
+    call = ["--profile", alike, "--batch", 4, *_shared(tmp_path)]
+    plan = tmp_path / "plan.json"
+    assert f"training takes no plan beside it: leave --out {plan} out" in _error(
+        capsys, *call, "--out", plan
+    )
+    assert not plan.exists()
+    assert "--batch 5: give a multiple of 2" in _error(capsys, *call, "--batch", 5)
+    text = _error(capsys, "--profile", profile, "--batch", 4, *_shared(tmp_path))
+    assert '"sequence_parallel_size" is 2: ranks that share a sequence have equal parts' in text
+    assert "plan for GPUs of one kind, or remove the key" in text
+    assert "but the job has 4 ranks" in _error(capsys, *call, *_shared(tmp_path, 3))
+    assert '"sequence_parallel_size" is 0' in _error(capsys, *call, *_shared(tmp_path, 0))
+    assert "--model: for data sheets" in _error(
+        capsys, *call, "--model", tmp_path, *_shared(tmp_path, None)
+    )

@@ -101,7 +101,8 @@ def _add_subject(group: Any) -> None:
         "--model",
         type=Path,
         metavar="PATH",
-        help="a transformers config.json or its folder, for data sheets",
+        help="a transformers config.json or its folder, for data sheets; with --profile and ranks "
+        "that share sequences, for their attention's heads",
     )
     group.add_argument(
         "--seq-len",
@@ -134,8 +135,9 @@ def _add_choices(group: Any) -> None:
         "--deepspeed-config",
         type=Path,
         metavar="JSON",
-        help="the configuration that will train: gives the stage, offload_param and, in stage 3, "
-        "how many layers are gathered at once (default: DeepSpeed's defaults)",
+        help="the configuration that will train: gives the stage, offload_param, how many ranks "
+        "share each sequence and, in stage 3, how many layers are gathered at once (default: "
+        "DeepSpeed's defaults)",
     )
     group.add_argument(
         "--accumulation",
@@ -357,7 +359,8 @@ def _profile(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[
     from hytrain.tools.planner.device_sheets import estimated_cluster, expand, hosts_of
 
     if arguments.profile is not None:
-        given = given_flags(arguments, _FOR_SHEETS)
+        known = "model" if config.get("sequence_parallel_size") else ""  # for its heads
+        given = given_flags(arguments, (name for name in _FOR_SHEETS if name != known))
         if given:
             raise ConfigError(
                 f"{', '.join(given)}: for data sheets, --profile has its own: leave it out"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hytrain.errors import ConfigError, UnsupportedError, unquoted
+from hytrain.formats.dtypes import ITEMSIZE
 from hytrain.formats.file_kind import other_kind
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS, Accumulation
@@ -44,13 +45,6 @@ def read_deepspeed(arguments: argparse.Namespace) -> Mapping[str, Any]:
     zero: Any = config.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigError(f'{path}: "zero_optimization" must be a JSON object')
-    if config.get("sequence_parallel_size", 1) not in (1, None):
-        raise ConfigError(
-            f'{path}: "sequence_parallel_size" is {config["sequence_parallel_size"]!r}: a plan '
-            "deals samples to single ranks, but ranks that share a sequence have equal parts of "
-            "it. `hytrain explain` with this file, --model, --ranks and --seq says what fits; for "
-            "a plan remove the key"
-        )
     if str((config.get("optimizer") or {}).get("type")).lower() == "muon":
         raise UnsupportedError(
             f'{path}: "optimizer.type" is "Muon", and plans are made for AdamW alone. `hytrain '
@@ -100,7 +94,48 @@ def plan_options(
         allow_idle=not arguments.no_idle,
         interconnect=interconnect,
         clipped_share=arguments.clipped_share,
+        **_shared_sequences(arguments, config, profile),
     )
+
+
+def _shared_sequences(
+    arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any
+) -> dict[str, Any]:
+    """Options of a plan for ranks that share each sequence; none where they do not.
+
+    Raises:
+        ConfigError: they cannot, or not equally.
+    """
+    from hytrain.engine.sequence_groups import KEY, SHARED_DTYPE, mesh_of
+
+    labels = [label for host in profile.hosts for label in host.ranks]
+    groups, degree = mesh_of(config, None, None, len(labels)) or (len(labels), 1)
+    if degree == 1:
+        return {}
+    wrong = ""
+    if arguments.out is not None:
+        wrong = f"training takes no plan beside it: leave --out {arguments.out} out"
+    elif len(set(labels)) > 1:
+        wrong = (
+            "ranks that share a sequence have equal parts of it, but the GPUs are not alike ("
+            f"{'; '.join(dict.fromkeys(labels))}): plan for GPUs of one kind, or remove the key"
+        )
+    elif arguments.batch % groups:
+        wrong = f"--batch {arguments.batch}: give a multiple of {groups}, the sequences at a time"
+    if wrong:
+        raise ConfigError(f'{arguments.deepspeed_config}: "{KEY}" is {degree}: {wrong}')
+    itemsize, exchanged = ITEMSIZE[profile.model.dtype], 4.0 * profile.model.boundary_bytes
+    if arguments.model is not None:
+        from hytrain.tools.profiler.language_model import read_config
+
+        text = read_config(arguments.model).get_text_config()
+        if heads := getattr(text, "num_attention_heads", 0):
+            width = getattr(text, "head_dim", None) or text.hidden_size // heads
+            # Every rank gets a key-value head: fewer are repeated.
+            pairs = max(degree, getattr(text, "num_key_value_heads", None) or heads)
+            exchanged = 2.0 * (heads + pairs) * width * itemsize * profile.model.seq_len
+    reduced = (4 if config.get(SHARED_DTYPE) in (None, "fp32") else 2) / itemsize
+    return {"sequence_ranks": degree, "exchanged_bytes": exchanged, "reduced": reduced}
 
 
 def zero_keys(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, bool]:

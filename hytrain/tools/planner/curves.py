@@ -34,6 +34,10 @@ class Table:
         if not all(0.0 <= value < math.inf for _, value in self.points):
             raise PlanError(f"a table holds a value that is no positive number: {self.points}")
 
+    def scaled(self, size: float, value: float = 1.0) -> Table:
+        """Against ``size`` times what it is against, and of ``value`` times its values."""
+        return Table(tuple((size * x, value * y) for x, y in self.points))
+
     def at(self, size: float) -> float:
         """The value at a size."""
         points = self.points

@@ -19,7 +19,7 @@ from hytrain.tools.planner.infeasibility import missing
 from hytrain.tools.planner.local_search import local_search, unevenly
 from hytrain.tools.planner.micro_batch_counts import best_mode, best_rounds
 from hytrain.tools.planner.problem import PlanProblem
-from hytrain.tools.planner.result import Found, OtherMode, Plan, to_plan
+from hytrain.tools.planner.result import Found, OtherMode, Plan, even_split, to_plan
 from hytrain.tools.planner.search import CLOSE, Search, longer, search
 
 # A plan that is not that close is compared with plans of a step up to so many times as long by the
@@ -31,6 +31,9 @@ _MOST_REFINED = 6
 
 def make_plan(problem: PlanProblem) -> Plan | Infeasible:
     """The fastest plan found, and a bound on the fastest that there is."""
+    if problem.sequence_ranks > 1:
+        short = "no equal parts fit: `hytrain explain` with --ranks and --seq says what is missing"
+        return even_split(problem) or Infeasible(short)
     if problem.needs_rounds:
         return best_mode(problem, _of_any_mode, lambda one: best_rounds(one, _of_any_mode))
     return _of_any_mode(problem)

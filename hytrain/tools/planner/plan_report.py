@@ -67,9 +67,18 @@ def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = N
 
 def headline(problem: PlanProblem, plan: Plan) -> str:
     """The step, what an even split would reach, and a warning of GPUs that compute nothing."""
-    speed, number = problem.batch / plan.predicted_seconds, len(plan.ranks)
+    number, degree = len(plan.ranks), problem.sequence_ranks
+    speed = problem.batch / degree / plan.predicted_seconds
     words = f"Step: {1e3 * plan.predicted_seconds:.1f} ms predicted{_mode_note(plan)}, "
     words += f"{speed:.3g} samples/s"
+    if degree > 1:
+        size = plan.ranks[0].microbatch_size
+        return (
+            f"{words}, {speed * (problem.model.seq_len or 1):,.0f} tokens/s; {number} ranks in "
+            f"groups of {degree}, whose shares cannot be chosen. Train without a plan, with "
+            f"train_micro_batch_size_per_gpu {size} and gradient_accumulation_steps "
+            f"{plan.ranks[0].batch_size // size}."
+        )
     if number > 1 and problem.batch >= number:
         even = even_split(problem)
         samples = problem.batch // number * number
@@ -141,6 +150,8 @@ def passes(problem: PlanProblem, plan: Plan) -> list[tuple[float, float]]:
         size, shard = rank.microbatch_size, rank.shard_fraction * problem.model.parameters
         works = [maker.of(gpu, rank.batch_size, size, rank.activations) for maker in makers]
         whole, alone = (work.compute + work.fetching(shard) for work in works)
+        exchanges = (2 + (rank.activations != "store")) * rank.batch_size // max(1, size)
+        alone -= exchanges * problem.model.num_layers * problem.exchange_ms.at(size) / 1e3
         found.append((whole, whole - alone if size else 0.0))
     return found
 
@@ -148,7 +159,7 @@ def passes(problem: PlanProblem, plan: Plan) -> list[tuple[float, float]]:
 def _quality_words(problem: PlanProblem, plan: Plan) -> list[str]:
     alone = max(seconds for seconds, _ in passes(problem, plan))
     words = [f"{alone / plan.predicted_seconds:.0%} of the speed of forward and backward alone"]
-    if len(plan.ranks) > 1 and 1e-3 < plan.gap <= _CLOSE:
+    if len(plan.ranks) > problem.sequence_ranks == 1 and 1e-3 < plan.gap <= _CLOSE:
         words.append(f"at most {plan.gap:.1%} longer than the shortest step that this can predict")
     return words
 
@@ -160,8 +171,8 @@ def _collective_words(problem: PlanProblem, plan: Plan) -> list[str]:
         return []
     return [
         f"of {plan.predicted_seconds:.3g} s, {waited:.3g} are collectives (all-gathers, "
-        "reduce-scatters) that compute does not hide: a faster interconnect (--interconnect) "
-        "shortens them"
+        "reduce-scatters, attention's all-to-alls) that compute does not hide: a faster "
+        "interconnect (--interconnect) shortens them"
     ]
 
 
@@ -230,7 +241,8 @@ def plan_json(
 ) -> dict[str, Any]:
     """The plan as its file has it; the arguments are those of :func:`plan_text`."""
     record = plan_file(problem, plan).model_dump(mode="json")
-    record["samples_per_second"] = problem.batch / plan.predicted_seconds
+    record["global_batch"] //= problem.sequence_ranks
+    record["samples_per_second"] = record["global_batch"] / plan.predicted_seconds
     seconds = passes(problem, plan)
     record["forward_backward_seconds"] = [whole for whole, _ in seconds]
     record["collective_seconds"] = [waited for _, waited in seconds]

@@ -19,6 +19,7 @@ from hytrain.formats.dtypes import Dtype
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR, Activations
 from hytrain.tools.planner.cluster import Cluster, require_positive
+from hytrain.tools.planner.curves import FREE, Table
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
@@ -141,6 +142,8 @@ class PlanProblem:
         keeps_gradients: in stage 3 each GPU has room for its shard of all gradients, as the first
             backward keeps them. Without, that backward sends them as later ones do (where each
             rank makes one micro-batch), and waits for the CPU's updates.
+        sequence_ranks: how many share each sequence; ``batch`` counts as many parts a sample.
+        exchange_ms: of a layer's attention, each way; its times have it already.
     """
 
     cluster: Cluster
@@ -157,6 +160,8 @@ class PlanProblem:
     clipped_share: float = 1.0
     offload_param: bool = False
     keeps_gradients: bool = True
+    sequence_ranks: int = 1
+    exchange_ms: Table = FREE
 
     @property
     def needs_rounds(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from hytrain.errors import PlanError
@@ -44,6 +44,8 @@ _STAGING_BYTES = 1
 # and the launching thread. On an H200's host 0.91 to 0.92 with 8 to 15 of 16 cores, 0.80 with all
 # (2026-11-22, experiments/zero3/results.json).
 _BESIDE_TRAINING = 0.87
+# Of sequences that ranks share: how many directions of attention's exchanges each time has.
+_EXCHANGES = {"forward_ms": 1, "backward_ms": 1, "recompute_backward_ms": 2, "device_ms": 2}
 # In stage 3, layers whose training copy is gathered at once, where nobody says how many: one in
 # use, the others on their way.
 _GATHERED_LAYERS = 3
@@ -80,6 +82,9 @@ class PlanOptions:
             None where they must have been.
         clipped_share: of the steps, those whose gradient is clipped; see
             :class:`~hytrain.tools.planner.problem.PlanProblem`.
+        sequence_ranks: how many share each sequence.
+        exchanged_bytes: of a sample in a layer: queries, keys, values, and attention's output.
+        reduced: bytes of a gradient while ranks reduce it, over those that are kept.
     """
 
     batch: int
@@ -93,6 +98,9 @@ class PlanOptions:
     allow_idle: bool = True
     interconnect: float | None = None
     clipped_share: float = 1.0
+    sequence_ranks: int = 1
+    exchanged_bytes: float = 0.0
+    reduced: float = 1.0
 
 
 def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
@@ -102,6 +110,9 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
         PlanError: an option is out of range, a GPU's reserve leaves nothing, or collectives of
             these ranks can be told neither from the profile nor from ``interconnect``.
     """
+    degree, exchange = options.sequence_ranks, _exchange_ms(profile, options)
+    if degree > 1:
+        profile = _shared(profile, degree, exchange)
     model = profile.model
     if not 0.0 < options.memory_fraction <= 1.0:
         raise PlanError(
@@ -124,7 +135,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
             moments=model.moments,
             outside=model.outside_parameters,
         ),
-        batch=options.batch,
+        batch=degree * options.batch,
         stage=options.stage,
         activations=options.activations,
         gpu_state_bytes=state,
@@ -136,7 +147,35 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
         allow_idle=options.allow_idle,
         clipped_share=options.clipped_share,
         offload_param=options.offload_param,
+        sequence_ranks=degree,
+        exchange_ms=exchange,
     )
+
+
+def _exchange_ms(profile: ProfileFile, options: PlanOptions) -> Table:
+    """A layer's four all-to-alls in one direction; each moves as much as an all-gather would."""
+    names = [host.host for host in profile.hosts for _ in host.ranks]
+    degree = options.sequence_ranks
+    groups = (names[first : first + degree] for first in range(0, len(names), degree))
+    gather, *_ = _collectives(profile, max(groups, key=_spans), options)
+    each = options.exchanged_bytes / degree / 4
+    return gather.scaled(1.0 / each, 4.0) if each else FREE
+
+
+def _shared(profile: ProfileFile, degree: int, exchange_ms: Table) -> ProfileFile:
+    """The profile against samples of a group of ranks, each of which has a part of them.
+
+    It has their tokens' part, and in attention all tokens of its part of the heads: ``degree``
+    samples take what one that was measured takes, and the exchanges.
+    """
+    devices: list[DeviceProfile] = []
+    for device in profile.devices:
+        outside = _shared_rows(device.outside, degree, FREE)
+        layer = _shared_rows(device.layer, degree, exchange_ms)
+        devices.append(device.model_copy(update={"layer": layer, "outside": outside}))
+    boundary = {"boundary_bytes": -(-profile.model.boundary_bytes // degree)}
+    model = profile.model.model_copy(update=boundary)
+    return profile.model_copy(update={"devices": tuple(devices), "model": model})
 
 
 def _cluster(profile: ProfileFile, options: PlanOptions) -> Cluster:
@@ -150,7 +189,9 @@ def _cluster(profile: ProfileFile, options: PlanOptions) -> Cluster:
                 device = profile.device(host.host, label)
                 known[host.host, label] = gpu_profile(device, profile.model, options, gathered)
         hosts.append(_host(host, [known[host.host, label] for label in host.ranks], options))
-    return Cluster(tuple(hosts), *_collectives(profile, names, options))
+    found = Cluster(tuple(hosts), *_collectives(profile, names, options))
+    scatter_ms = found.reduce_scatter_ms.scaled(1.0 / options.reduced)
+    return replace(found, reduce_scatter_ms=scatter_ms)
 
 
 def gpu_profile(
@@ -235,6 +276,27 @@ def _device_ms(row: LayerSample | OutsideSample) -> float:
 
 
 _Row = TypeVar("_Row", LayerSample, OutsideSample)
+
+
+def _shared_rows(rows: Sequence[_Row], degree: int, exchange_ms: Table) -> tuple[_Row, ...]:
+    """Below the smallest measured size on the line through the two smallest.
+
+    Not less than its part of the smallest; a simulated step is not shorter than its launches.
+    """
+    least = rows[0].samples if rows else 0
+    smaller = [(number, rows[0]) for number in range(1, degree * least)]
+    found: list[_Row] = []
+    for number, row in (*smaller, *((degree * row.samples, row) for row in rows)):
+        values = row.model_dump(exclude={"samples"}, exclude_none=True)
+        for name, value in values.items():
+            more = _EXCHANGES.get(name, 0) * exchange_ms.at(number)
+            if number < degree * least and name != "launch_ms":
+                second, part = rows[min(1, len(rows) - 1)], number / degree
+                rise = ((getattr(second, name) or value) - value) / max(1, second.samples - least)
+                more += max(rise * (part - least), value * (part / least - 1.0))
+            values[name] = type(value)(value + more)
+        found.append(row.model_copy(update={"samples": number, **values}))
+    return tuple(found)
 
 
 def times(rows: Sequence[_Row], value: Callable[[_Row], float]) -> Table:

@@ -259,6 +259,8 @@ def even_split(problem: PlanProblem) -> Plan | None:
     collectives = Collectives.of(problem, even=True)
     gpus = [gpu for _, gpu in problem.cluster.ranks]
     common = set.intersection(*(set(gpu.micro_batches(batch)) for gpu in gpus))
+    if problem.sequence_ranks > 1:  # trained without a plan: all micro-batches are equal
+        common = {size for size in common if batch % size == 0}
     for policy, size in product(problem.activations, sorted(common)):
         # What stage 3 keeps and fetches depends on the number of micro-batches.
         rounds = -(-batch // size) if problem.needs_rounds and policy not in LAYER_MAJOR else None
