@@ -35,7 +35,7 @@ class RunReport:
         self._optimizer = optimizer
         self._told: int | None = None
         _show_by_default()
-        logger.info("%s", _start(engine, optimizer))
+        logger.info("%s", start_line(engine, optimizer))
 
     def after_step(self, step: int) -> None:
         """Prints k and why, where the solver has settled anew; ``step``: how many were made."""
@@ -74,9 +74,10 @@ def _show_by_default() -> None:
         logger.addHandler(handler)
 
 
-def _start(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
-    layers, first = optimizer.weights.layers, optimizer.placement.decisions[0]
-    parameters = sum(slot.numel for layer in layers for slot in layer.slots)
+def start_line(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
+    """What rank 0 prints when an engine is built."""
+    first = optimizer.placement.decisions[0]
+    parameters = sum(slot.numel for state in optimizer.layer_states for slot in state.layout.slots)
     ranks = int(engine.world_size)
     on_gpu = state_bytes(first.layer_bytes[: first.gpu_layers_target])
     on_host = host_state_bytes(first.layer_bytes[first.gpu_layers_target :])

@@ -182,6 +182,7 @@ class Actual:
     """The job as training finds it.
 
     Attributes:
+        ranks: in rank order.
         num_layers: transformer layers of the model.
         parameters: of the model, trained ones.
         global_batch: samples of a step.

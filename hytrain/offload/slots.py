@@ -29,6 +29,7 @@ class SlotPlan:
     """Slot classes, each chunk's class, and the outgoing buffers.
 
     Attributes:
+        classes: largest slots first.
         class_of_chunk: the class of each chunk, in the order they were given.
         keeps_pending: whether a chunk on the host keeps a slot between steps.
         outgoing_bytes: size of one outgoing buffer.

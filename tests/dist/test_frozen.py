@@ -26,13 +26,14 @@ from stage_twins import (
     equals_stage_2,
 )
 from support.comparisons import assert_same_bits, assert_same_states
-from support.engines import built, environment
+from support.engines import built, environment, make_config
 from support.frozen import FROZEN
 from support.models import loss_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hytrain.config import HyTrainConfig
+from hytrain.engine.run_report import start_line
 from hytrain.optimizer.model_cut import cut_model, live_bytes
 from hytrain.zero3.plan import gather_settings
 
@@ -315,3 +316,11 @@ def test_global_batches_in_all_combinations(
     kind: str, frozen: str, sizes: tuple[int, ...], mode: str
 ) -> None:
     batches_as_stage_2(f"{kind}+{frozen}", sizes, mode, on_host=sizes == (4, 2))
+
+
+@on_ranks(2)
+def test_the_first_line_counts_what_is_trained() -> None:
+    with built(build("mlp+lora"), make_config(stage=3)) as engine:
+        trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+        line = start_line(engine, engine.optimizer)
+    assert f": {trained:,} trained parameters" in line

@@ -228,6 +228,7 @@ class Cluster:
     """All ranks, and what their collectives cost.
 
     Attributes:
+        hosts: in rank order.
         all_gather_ms: of an evenly split layer over all ranks, against its bytes.
         reduce_scatter_ms: likewise.
         uneven_factors: what unequal shards cost in the two.

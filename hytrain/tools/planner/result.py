@@ -49,6 +49,7 @@ class Plan:
     """A plan and how good it is.
 
     Attributes:
+        ranks: in rank order.
         step_seconds: by the roofline bounds of cost_model.py.
         lower_bound: no plan has a shorter step by these bounds, which are of unclipped steps.
         shortest_step: by these bounds, of all plans that were compared. Less than ``step_seconds``
