@@ -86,7 +86,7 @@ class _Run:
     """A report of a run of which only decisions and steps exist."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(run_report, "_start", lambda *_: "the start")
+        monkeypatch.setattr(run_report, "start_line", lambda *_: "the start")
         self.decisions = [decision(0, 0, 0)]
         self.controller = SimpleNamespace(is_settled=True, solves=True)
         self.steps: list[Any] = []
