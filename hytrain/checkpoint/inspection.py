@@ -42,10 +42,6 @@ def locate(given: Path, tag: str | None) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if not given.is_dir():
-        raise CheckpointError(
-            f"{given} is no folder: give the folder that checkpoints were saved in"
-        )
     if tag is None and not (given / LATEST[0]).exists() and _is_checkpoint(given):
         return given
     name = look_up_tag(given, tag)

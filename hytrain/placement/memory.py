@@ -319,7 +319,9 @@ def check_fits(
 
 def missing_words(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int) -> str:
     """What is missing with the number of GPU layers where that is least."""
-    return _missing(_nearest(layers, limits, staging_bytes)[1])
+    number, row = _nearest(layers, limits, staging_bytes)
+    both = f" (both, with {number} of {len(layers)} layers on the GPU)"
+    return _missing(row) + both * bool(row[_GPU_MISSING] and row[_HOST_MISSING])
 
 
 def _nearest(

@@ -73,6 +73,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "%" not in printed
     told = "not measured, since it could not be built: deepspeed_adam, deepspeed_path"
     assert printed.count(told) == 1
+    assert "is not known. " in " ".join(printed.split())  # nothing of what was not measured
     assert cli.main(["bench", "kernel", "--ours", *SMALL]) == 0
     assert "not measured" not in capsys.readouterr().out
 

@@ -255,6 +255,10 @@ def test_a_missing_batch_size_is_an_error_and_all_wrong_keys_are_told(
     rest = {key: value for key, value in CONFIG.items() if "batch" not in key}
     config.write_text(json.dumps(rest | {"gradient_accumulation_steps": 2}))
     assert "does not say how large a batch is" in _error(capsys, config)
+    config.write_text(json.dumps(rest))
+    for more in ((), ("--json",)):
+        assert cli.main(["explain", str(config), *more]) == 0
+        assert "Accepted by training, once a batch size is set." in capsys.readouterr().out
     config.write_text(json.dumps(rest | {"train_batchsize": 8}))
     text = _error(capsys, config, lines=2)
     assert "does not say how large a batch is" in text
@@ -369,18 +373,20 @@ def test_ranks_that_differ_are_told_in_the_first_line(
     large = {"num_hidden_layers": 40, "hidden_size": 1024, "intermediate_size": 4096}
     (model / "config.json").write_text(json.dumps(LLAMA | large))
     call = ["explain", str(config), "--model", str(model), "--host-memory", "64", "--gpu-memory"]
-    for memory, status, words in (
-        ("8,9,10", 0, "All 3 ranks fit."),
-        ("8,2,1", 1, "Does not fit: rank 1, 2 of 3 (--rank 1 says why)."),
+    for memory, rank, words in (
+        ("8,9,10", (), "All 3 ranks fit."),
+        ("8,2,1", ("--rank", "0"), "Does not fit: rank 1, 2 of 3 (--rank 1 says why)."),
     ):
-        assert cli.main([*call, memory]) == status
+        assert cli.main([*call, memory, *rank]) == len(rank) // 2
         text = " ".join(capsys.readouterr().out.split())
         assert text.startswith(f"{words} What follows is of rank 0. Fits: ")
         assert "of the GPU's 8.00 GiB" in text
-    assert cli.main([*call, "8,2,1", "--rank", "1"]) == 1
-    text = " ".join(capsys.readouterr().out.split())
-    words = "Does not fit: rank 1, 2 of 3. What follows is of rank 1. Does not fit: "
-    assert text.startswith(words)
+    own = r"[\d.]+ \w+ of GPU memory missing; try .+?\. What follows is of rank 1\. Model: "
+    for memory, which in (("8,2,1", "1, 2 of 3; rank 1"), ("8,2", "1 of 2")):
+        assert cli.main([*call, memory]) == 1
+        text = " ".join(capsys.readouterr().out.split())
+        assert re.match(f"Does not fit: rank {which}: {own}", text), text
+        assert f"; rank 1 of {len(memory.split(','))} owns " in text
     assert "--gpu-memory 8,2: give one number, or one a rank: 3" in _error(
         capsys, *call[1:], "8,2", "--ranks", 3
     )
@@ -432,6 +438,20 @@ def test_a_table_of_many_layers_has_the_ends_of_what_fits(
     assert fits[int(first)] == fits[int(last)] == "yes"
 
 
+def test_little_room_is_told(config: Path, model: Path, capsys: Capture) -> None:
+    """Of the one number that fits, and for activations."""
+    large = {"num_hidden_layers": 60, "hidden_size": 2048, "intermediate_size": 8192}
+    (model / "config.json").write_text(json.dumps(LLAMA | large | {"vocab_size": 200000}))
+    call = ["explain", str(config), "--model", str(model), "--host-memory", "128", "--gpu-memory"]
+    for gpu, numbers, words in (
+        (10.3, "Only 0", r" Activations come on top: [\d.]+ MiB are left for them\."),
+        (20, r"0 to \d+", ""),
+    ):
+        assert cli.main([*call, str(gpu)]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert re.search(rf"\. {numbers} GPU layers fit\.{words} Model: ", text), text
+
+
 def test_a_model_that_fits_nowhere_is_refused_and_no_more(
     config: Path, model: Path, capsys: Capture
 ) -> None:
@@ -450,7 +470,11 @@ def test_a_model_that_fits_nowhere_is_refused_and_no_more(
     ("gpu", "host", "words"),
     [
         (1, 64, "the weights alone take 1.25 GiB of the GPU's 1.00 GiB; try ZeRO stage 3 with"),
-        (3, 4, 'of host memory missing; try "hytrain.moments": "8bit".'),
+        (
+            3,
+            4,
+            'memory (both, with 9 of 42 layers on the GPU) missing; try "hytrain.moments": "8bit".',
+        ),
         (1, 6.5, '"offload_param": {"device": "cpu"} and "hytrain.moments": "8bit".'),
         (1, 1, '"hytrain.master": "split" and 5.24 GiB of host memory.'),
     ],
@@ -560,11 +584,28 @@ def test_options_are_refused_before_torch_is_imported(config: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
 
 
+@pytest.mark.parametrize(
+    "words", ["checkpoint info x", "checkpoint merge x --out y", "export x --out y"]
+)
+def test_a_folder_that_is_none_is_told_before_torch_is_imported(words: str) -> None:
+    code = (
+        "import sys; from hytrain.tools import cli; "
+        f"status = cli.main({words.split()!r}); "
+        "sys.exit('torch' in sys.modules or status != 2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "x is no folder: give the folder that checkpoints were saved in" in done.stderr
+
+
 def test_memory_in_another_unit_is_refused(config: Path, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         cli.main(["explain", str(config), "--gpu-memory", "80GB"])
     words = "write a plain number (a GPU of 80 GB has about 78 to use)"
     assert f"'80GB' is not a number of GiB: {words}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["explain", str(config), "--host-memory", "-5"])
+    assert "'-5' is not a number above 0 of GiB (`hyt" in capsys.readouterr().err
 
 
 def test_weights_that_are_sharded_or_on_the_host(
@@ -615,6 +656,18 @@ def test_inputs_of_blocks(config: Path, model: Path, capsys: Capture) -> None:
     assert cli.main(["explain", str(config), *arguments]) == 0
     assert "host: offloaded activations" in capsys.readouterr().out
     assert "--seq: needs --model" in _error(capsys, config, "--seq", 5)
+
+
+def test_samples_beyond_a_models_positions_are_warned_of(
+    config: Path, model: Path, capsys: Capture
+) -> None:
+    (model / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 256}))
+    call = ["explain", str(config), "--model", str(model), "--host-memory", "16", "--seq"]
+    for tokens in (256, 257):
+        assert cli.main([*call, str(tokens)]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        words = f"Warning: --seq {tokens}: {model} has max_position_embeddings 256: give at most"
+        assert (words in text) == (tokens == 257)
 
 
 def test_ranks_that_share_sequences(config: Path, model: Path, capsys: Capture) -> None:
@@ -718,7 +771,8 @@ def test_models_that_cannot_be_built(config: Path, model: Path, capsys: Capture)
         assert "No such file" in text
         assert f"{words}download NAME config.json --local-dir DIR`" in text
     (model / "config.json").write_text('{"model_type": "no-such-model"}')
-    assert "not a transformers config" in _error(capsys, config, "--model", model)
+    text = _error(capsys, config, "--model", model)
+    assert "config (ValueError: Unrecognized model identifier: no-such-model.): it must" in text
     (model / "config.json").write_text("[]")
     assert "not a transformers config" in _error(capsys, config, "--model", model)
 
@@ -747,6 +801,7 @@ def test_a_reader_that_leaves_early_is_no_error(metrics: Path) -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
+    assert process.returncode == 141  # as a shell tells of SIGPIPE
 
 
 @pytest.mark.parametrize("gpu_fraction", ["solve", 0.0])

@@ -238,8 +238,13 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert re.fullmatch(r"\d+ bad, \d+ to note, \d+ as they should be", lines[0])
     assert lines[-1] == lines[0]
     assert list(tmp_path.iterdir()) == []
-    assert cli.main(["doctor", "--folder", str(tmp_path / "none"), "--elements", "1000"]) == 2
+    assert cli.main(["doctor", "--folder", str(tmp_path / "none"), "--elements", "70000"]) == 2
     assert "--folder" in capsys.readouterr().err
+
+
+def test_arrays_that_measure_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--elements", "5"]) == 2
+    assert "--elements 5: give at least 65536" in capsys.readouterr().err
 
 
 def test_a_lock_that_was_left_in_torchs_cache(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader (`| head`) has seen enough; what is left must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 141  # a shell's number for it
     except KeyboardInterrupt:
         print("hytrain: interrupted", file=sys.stderr)
         return 130  # a shell's number for it

@@ -61,9 +61,9 @@ def gibibytes(text: str) -> float:
     try:
         return positive_float(text.removesuffix("GiB"))
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(
-            f"{error} of GiB: write a plain number (a GPU of 80 GB has about 78 to use)"
-        ) from None
+        plain = ": write a plain number (a GPU of 80 GB has about 78 to use)"
+        of_unit = plain * text.upper().endswith("B")
+        raise argparse.ArgumentTypeError(f"{error} of GiB{of_unit}") from None
 
 
 def share(text: str) -> float:
@@ -82,6 +82,15 @@ def positive_ints(text: str) -> tuple[int, ...]:
 def positive_floats(text: str) -> tuple[float, ...]:
     """Finite positive numbers with commas between them."""
     return tuple(positive_float(part) for part in text.split(","))
+
+
+def check_folders(*folders: Path) -> None:
+    """Refuses what is no folder of checkpoints, before torch is imported, which takes seconds."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{folder} is no folder: give the folder that checkpoints were saved in"
+            )
 
 
 def check_outputs(

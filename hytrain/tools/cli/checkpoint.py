@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from hytrain.errors import CheckpointError
+from hytrain.tools.cli.arguments import check_folders
 
 
 def add(checkpoint: argparse.ArgumentParser) -> None:
@@ -36,6 +37,7 @@ def add(checkpoint: argparse.ArgumentParser) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    check_folders(arguments.folder)
     # Imported here: it needs torch, which `hytrain --help` should not wait for.
     from hytrain.checkpoint.inspection import (
         Verdict,
@@ -73,6 +75,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
+    check_folders(*arguments.folders)
     from hytrain.checkpoint.inspection import locate
     from hytrain.checkpoint.merge import merge_parts
 
@@ -82,6 +85,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
+    check_folders(arguments.folder)
     from hytrain.checkpoint.inspection import describe_folder, locate, trainer_folders
     from hytrain.tools.checkpoints.report import folder_text
 

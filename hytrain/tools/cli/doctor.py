@@ -7,7 +7,10 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from hytrain.errors import ConfigError
 from hytrain.tools.cli.arguments import positive_int
+
+_FEWEST = 2**16
 
 
 def add(doctor: argparse.ArgumentParser) -> None:
@@ -38,8 +41,12 @@ def add(doctor: argparse.ArgumentParser) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.elements is not None and arguments.elements < _FEWEST:
+        raise ConfigError(
+            f"--elements {arguments.elements}: give at least {_FEWEST}, or leave it out: of fewer "
+            "the start of threads is measured, not memory"
+        )
     # Imported here: it needs torch, which `hytrain --help` should not wait for.
-    from hytrain.errors import ConfigError
     from hytrain.tools.doctor.report import examine, report_text
 
     try:

@@ -22,7 +22,7 @@ from hytrain.hardware.device_facts import shares_host_memory, usable_gpu_bytes
 from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.advice import Begins, remedies
-from hytrain.tools.explain.checks import read_as_training, with_plan
+from hytrain.tools.explain.checks import NO_BATCH, read_as_training, with_plan
 from hytrain.tools.explain.config import (
     ModelSizes,
     config_words,
@@ -32,12 +32,13 @@ from hytrain.tools.explain.config import (
 )
 from hytrain.tools.explain.report import decision_json
 from hytrain.tools.explain.training_form import TrainingForm, read_form
+from hytrain.tools.profiler.language_model import check_length, read_config
 from hytrain.tools.profiler.model_sizes import block_input_bytes, read_model_sizes
 from hytrain.tools.stdout import stdout_to
 
-_NO_MODEL = (
-    "Accepted by training. Memory was not checked: give the model (its transformers config.json; "
-    "weights are not read) and the memory of the machine that is to train, in GiB:"
+_ACCEPTED = (
+    "Accepted by training{once}. Memory was not checked: give the model (its transformers "
+    "config.json; weights are not read) and the memory of the machine that is to train, in GiB:"
 )
 _EXAMPLE = "model/config.json --gpu-memory 78 --host-memory 256"
 _NO_TRAINER = (
@@ -73,13 +74,15 @@ def explain_config(arguments: argparse.Namespace) -> int:
         asked = _read_config(arguments)
     if arguments.model is not None:
         return _explain_model(arguments, asked)
+    once = ", once a batch size is set" if NO_BATCH in asked.warnings else ""
+    accepted = _ACCEPTED.format(once=once)
     if arguments.json:
         words = [*asked.warnings, *asked.words.splitlines()]
-        print(json.dumps({"verdict": _NO_MODEL, "words": words}, indent=2))
+        print(json.dumps({"verdict": accepted, "words": words}, indent=2))
     else:
         example = f"  hytrain explain {arguments.file} --model {_EXAMPLE}"
         words = "\n".join([*asked.warnings, "", asked.words])
-        print(fold(_NO_MODEL), example, fold(words), sep="\n")
+        print(fold(accepted), example, fold(words), sep="\n")
     return 0
 
 
@@ -123,6 +126,13 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
     section, form, rank = asked.section, asked.form, asked.rank
     gpus, host, shares_host = _memory(arguments, asked.ranks)
     tokens, samples, inputs = _block_inputs(arguments, asked, rank)
+    if tokens:
+        try:
+            check_length(
+                read_config(arguments.model), arguments.model, arguments.seq, option="--seq"
+            )
+        except ConfigError as error:
+            asked.warnings.append(f"Warning: {error}")
     is_offloaded = section.solver.host_activation_bytes > 0 or section.activations == "offload"
 
     def begins_on(rank: int) -> Begins:
@@ -146,22 +156,25 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
         number, found = decision.gpu_layers_target, decision.bounds
         return found.allow(number) if is_fixed else found.fits
 
+    differ = gpus, section.shard_fractions or (), (tokens and section.micro_batch_sizes) or ()
+    is_alike = all(len({*each}) <= 1 for each in differ)
+    numbers = [rank] if is_alike else range(asked.ranks)
+    begun = {each: begins_on(each)(section, form, asked.ranks, True) for each in numbers}
+    short = [each for each, found in begun.items() if not has_room(found)]
+    if short and rank not in short and arguments.rank is None:
+        arguments.rank = short[0]  # whose reason is what is asked for
+        with stdout_to(2):
+            again = _read_config(arguments)
+        return _explain_model(arguments, again)
     sizes = read_model_sizes(arguments.model, section, form, num_ranks=asked.ranks, rank=rank)
     if asked.check_model is not None:
         asked.check_model(sizes)
-    begins = begins_on(rank)
-    decision = begins(section, form, asked.ranks, True)
-    advice = []
+    decision, advice = begun[rank], []
     if not decision.bounds.fits:
-        advice = remedies(begins, section, form, asked.ranks)
+        advice = remedies(begins_on(rank), section, form, asked.ranks)
     verdict = verdict_of(sizes, decision, advice, is_fixed=is_fixed, is_muon=form.is_muon)
-    differ = gpus, section.shard_fractions or (), (tokens and section.micro_batch_sizes) or ()
-    if all(len({*each}) <= 1 for each in differ):
-        short = [] if has_room(decision) else [rank]
-    else:
-        begun = (begins_on(each)(section, form, asked.ranks, True) for each in range(asked.ranks))
-        short = [each for each, found in enumerate(begun) if not has_room(found)]
-        verdict = f"{_ranks_words(short, asked)}\n{verdict}"
+    if not is_alike:
+        verdict = _of_ranks(verdict, short, asked)
     if arguments.json:
         result = {"verdict": verdict, "words": [*asked.warnings, *asked.words.splitlines()]}
         result |= {"advice": advice}
@@ -181,13 +194,15 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
     return 1 if short else 0
 
 
-def _ranks_words(short: list[int], asked: _Asked) -> str:
-    """Of ranks that differ: whether each fits, and which is explained."""
-    which = f"All {asked.ranks} ranks fit"
-    if short:
-        which = f"Does not fit: rank {', '.join(map(str, short))} of {asked.ranks}"
-        which += f" (--rank {short[0]} says why)" * (asked.rank not in short)
-    return f"{which}. What follows is of rank {asked.rank}."
+def _of_ranks(verdict: str, short: list[int], asked: _Asked) -> str:
+    """A rank's verdict, where ranks differ: with whether each fits, and which is explained."""
+    misfit = f"Does not fit: rank {', '.join(map(str, short))} of {asked.ranks}"
+    which = f"What follows is of rank {asked.rank}."
+    if asked.rank in short:
+        own = f"; rank {asked.rank}" * (len(short) > 1)
+        return f"{misfit}{own}: {verdict.removeprefix('Does not fit: ')} {which}"
+    fit = f"{misfit} (--rank {short[0]} says why)" if short else f"All {asked.ranks} ranks fit"
+    return f"{fit}. {which}\n{verdict}"
 
 
 def _block_inputs(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hytrain.errors import ConfigError
 from hytrain.formats.text_table import fold
+from hytrain.tools.cli.arguments import check_folders
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _DTYPES = ("fp32", "bf16", "fp16")
@@ -57,6 +58,7 @@ def _size(text: str) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    check_folders(arguments.folder)
     from hytrain.checkpoint.inspection import one_checkpoint
     from hytrain.tools.checkpoints.export import ExportRequest, export_weights
 

@@ -28,7 +28,7 @@ from hytrain.tools.cli.arguments import (
 )
 from hytrain.tools.cli.plan_options import (
     STAGES,
-    accumulation_of,
+    assumed_words,
     moments_of,
     plan_options,
     read_deepspeed,
@@ -153,7 +153,6 @@ def _add_choices(group: Any) -> None:
     group.add_argument(
         "--clipped-share",
         type=share,
-        default=1.0,
         metavar="F",
         help="share of the steps that are clipped, which takes the CPU longer (default: 1, as at "
         "the beginning of a training; 0: none)",
@@ -259,16 +258,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         print(fold(plan_report.headline(problem, plan)))
         if is_estimated:
-            words = (
-                "Estimated from data sheets: measure with `hytrain profile` before training. "
-                f"Assumed of each host: {host.cores} cores (--cores), {host.memory_bytes / _GIB:g} "
-                f"GiB (--host-memory) of {host.bandwidth / 1e9:g} GB/s (--host-bandwidth)"
-            )
-            if len(problem.cluster.ranks) > 1:
-                words += f"; {speed / 1e9:.3g} GB/s between ranks (--interconnect)"
-            if accumulation_of(arguments, config) != arguments.accumulation:
-                words += '; --accumulation as in the configuration or, with "auto", Trainer'
-            print(fold(f"{words}."))
+            print(fold(plan_report.trust_words(problem, plan)))
+            print(fold(assumed_words(arguments, config, profile, options)))
         print()
         print(fold(plan_report.plan_text(problem, plan, without)))
     if arguments.out is not None:

@@ -11,6 +11,7 @@ from hytrain.formats.dtypes import ITEMSIZE
 from hytrain.formats.file_kind import other_kind
 from hytrain.formats.moment_kinds import FP32, MomentsName
 from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS, Accumulation
+from hytrain.tools.cli.arguments import flag
 from hytrain.tools.stdout import stdout_to
 
 _GIB = 1024**3
@@ -93,7 +94,7 @@ def plan_options(
         memory_fraction=arguments.device_memory_fraction,
         allow_idle=not arguments.no_idle,
         interconnect=interconnect,
-        clipped_share=arguments.clipped_share,
+        clipped_share=1.0 if arguments.clipped_share is None else arguments.clipped_share,
         **_shared_sequences(arguments, config, profile),
     )
 
@@ -136,6 +137,31 @@ def _shared_sequences(
             exchanged = 2.0 * (heads + pairs) * width * itemsize * profile.model.seq_len
     reduced = (4 if config.get(SHARED_DTYPE) in (None, "fp32") else 2) / itemsize
     return {"sequence_ranks": degree, "exchanged_bytes": exchanged, "reduced": reduced}
+
+
+def assumed_words(
+    arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any, options: Any
+) -> str:
+    """What a plan from data sheets assumes and nobody gave, with the options that give it."""
+    host, model = profile.hosts[0], profile.model
+    words = {
+        "seq_len": f"{model.seq_len:,} tokens a sample",
+        "dtype": f"{model.dtype} weights",
+        "moments": "" if config else f"{model.moments} moments",
+        "stage": "" if "zero_optimization" in config else f"ZeRO-{options.stage}",
+        "clipped_share": "every step clipped",
+        "cores": f"{host.cores} cores a host",
+        "host_memory": f"{host.memory_bytes / _GIB:g} GiB of host memory",
+        "host_bandwidth": f"{host.bandwidth / 1e9:g} GB/s of host memory bandwidth",
+        "interconnect": f"{options.interconnect / 1e9:.3g} GB/s between ranks",
+        "accumulation": 'micro-batches as in the configuration or, with "auto", Trainer',
+    }
+    if sum(len(one.ranks) for one in profile.hosts) == 1:
+        words["interconnect"] = ""
+    if accumulation_of(arguments, config) is None:
+        words["accumulation"] = ""  # the plan has chosen, and says so
+    own = [name for name, text in words.items() if text and getattr(arguments, name) is None]
+    return f"Assumed: {', '.join(f'{words[name]} ({flag(name)})' for name in own)}." if own else ""
 
 
 def zero_keys(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, bool]:

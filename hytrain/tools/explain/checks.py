@@ -33,7 +33,7 @@ from hytrain.formats.plan_file import Actual, ActualRank, read_plan
 from hytrain.placement.costs import num_blocks
 from hytrain.tools.explain.config import ModelSizes
 
-_NO_BATCH = (
+NO_BATCH = (
     f'Warning: no batch size: Lightning\'s strategy adds one, else set "{BATCH_KEYS[1]}", without '
     "which training refuses this."
 )
@@ -55,7 +55,7 @@ def read_as_training(config: Mapping[str, Any]) -> tuple[HyTrainConfig | None, l
     ]
     section = config.get(SECTION)
     if isinstance(section, Mapping) and not {"batch_sizes", "plan"} & {*section}:
-        warnings += [_NO_BATCH] if _has_no_batch(config) else []
+        warnings += [NO_BATCH] if _has_no_batch(config) else []
     try:
         refuse_all(
             lambda: sections.append(HyTrainConfig.from_deepspeed(config)),

@@ -26,6 +26,9 @@ from hytrain.tools.explain.candidates import candidate_rows
 from hytrain.tools.explain.report import memory_text
 from hytrain.tools.explain.training_form import BATCH_WORDS, TrainingForm
 
+_LITTLE = 0.05
+"""Of a GPU's memory: a run with less of it left for activations may not fit with them."""
+
 
 def config_words(config: HyTrainConfig, form: TrainingForm) -> str:
     """What will happen with a configuration, and what of it has no effect."""
@@ -281,13 +284,27 @@ def verdict_of(
     each = "; of this rank" if sizes.num_ranks > 1 else ""
     return (
         f"{fits}: {start}: {on_gpu}, {on_host} of the host's {size_text(limits.host)}{each}. "
-        f"{_fitting_words(decision)}."
+        f"{_fitting_words(decision)}.{_room_words(decision)}"
     )
+
+
+def _room_words(decision: Decision) -> str:
+    """What is left for activations, where that is little."""
+    limits = decision.limits
+    if limits.gpu is None:
+        return ""
+    taken = gpu_peak_bytes(decision.layer_bytes, limits, decision.gpu_layers_target)
+    left = limits.gpu - limits.gpu_reserve - taken
+    if left > _LITTLE * limits.gpu:
+        return ""
+    return f" Activations come on top: {size_text(max(0, left))} are left for them."
 
 
 def _fitting_words(decision: Decision) -> str:
     found = decision.bounds
-    return f"{found.min_gpu_layers} to {found.max_gpu_layers} {decision.limits.device} layers fit"
+    few, many = found.min_gpu_layers, found.max_gpu_layers
+    numbers = f"{few} to {many}" if few < many else f"Only {few}"
+    return f"{numbers} {decision.limits.device} layers fit"
 
 
 def model_text(

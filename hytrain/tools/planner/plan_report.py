@@ -31,6 +31,9 @@ _FULL = 0.95
 _NOTABLE, _MOST = 0.05, 0.5
 # A wider bound tells more of the bound than of the plan.
 _CLOSE = 0.1
+# To launch a layer's forward and backward: 2.4 to 3.5 on hosts of an H100 and an H200
+# (experiments/solve_k/planned_steps.json).
+_LAUNCH_SECONDS = 3e-3
 _LEGEND = (
     "samples (of a micro-batch); activations: one micro-batch after another store or recompute "
     "them in backward, layer by layer the layers' inputs are kept on the GPU (keep) or offloaded "
@@ -79,7 +82,8 @@ def headline(problem: PlanProblem, plan: Plan) -> str:
             f"train_micro_batch_size_per_gpu {size} and gradient_accumulation_steps "
             f"{plan.ranks[0].batch_size // size}."
         )
-    if number > 1 and problem.batch >= number:
+    differ = len({(one.batch_size, round(one.shard_fraction, 3)) for one in plan.ranks}) > 1
+    if differ and problem.batch >= number:
         even = even_split(problem)
         samples = problem.batch // number * number
         own = 0.0 if even is None else samples / even.predicted_seconds
@@ -93,6 +97,24 @@ def headline(problem: PlanProblem, plan: Plan) -> str:
             why = f"--batch {problem.batch} is less than {number} GPUs"
         words += f"\nWarning: idle but for updates of their state: rank {', '.join(idle)} ({why})."
     return words
+
+
+def trust_words(problem: PlanProblem, plan: Plan) -> str:
+    """How far the step of a plan from data sheets was, or is, off."""
+    most = max(-(-one.batch_size // max(1, one.microbatch_size)) for one in plan.ranks)
+    launching = most * problem.model.num_layers * _LAUNCH_SECONDS
+    if plan.predicted_seconds < launching:
+        return (
+            "Far too short: the host's launches set the pace of a model this small, and data "
+            "sheets do not give them. Hosts of an H100 and an H200 took about 3 ms to launch a "
+            f"layer's forward and backward, here {1e3 * launching:.0f} ms a step: measure with "
+            "`hytrain profile`."
+        )
+    return (
+        "Estimated from data sheets. Such steps were within 15 % of measured ones where the GPU "
+        "set the pace, and up to 1.9 times too long where the CPU did, on hosts of more than 100 "
+        "GB/s: measure with `hytrain profile` before training."
+    )
 
 
 def _devices(problem: PlanProblem) -> str:

@@ -48,15 +48,15 @@ def read_config(path: Path) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # what transformers makes of other values is manifold
+        why = str(error).partition(" Should contain one of ")[0]  # some 7 kB of names
         raise ConfigError(
-            f"--model {file} is not a transformers config ({type(error).__name__}: {error}): it "
+            f"--model {file} is not a transformers config ({type(error).__name__}: {why}): it "
             'must be a JSON object with a "model_type" that transformers knows'
         ) from error
 
 
-def check_length(config: Any, source: Path, seq_len: int) -> None:
+def check_length(config: Any, source: Path, seq_len: int, option: str = "--seq-len") -> None:
     """Refuses samples that are longer than a model's positions.
-
 
     Raises:
         ConfigError: they are.
@@ -64,8 +64,7 @@ def check_length(config: Any, source: Path, seq_len: int) -> None:
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and seq_len > longest:
         raise ConfigError(
-            f"--seq-len {seq_len}: {source} has max_position_embeddings {longest}: give at most "
-            "that"
+            f"{option} {seq_len}: {source} has max_position_embeddings {longest}: give at most that"
         )
 
 
