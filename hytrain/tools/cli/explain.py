@@ -41,7 +41,9 @@ def add(explain: argparse.ArgumentParser) -> None:
     )
     explain.add_argument("--json", action="store_true", help="print JSON instead of text")
     explain.add_argument(
-        "--rank", type=rank_number, help="the rank to report on (default: the first)"
+        "--rank",
+        type=rank_number,
+        help="the rank to report on (default: the first, or the first that does not fit)",
     )
     model = explain.add_argument_group("with CONFIG")
     model.add_argument(
