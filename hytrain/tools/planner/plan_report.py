@@ -35,10 +35,10 @@ _CLOSE = 0.1
 # (experiments/solve_k/planned_steps.json).
 _LAUNCH_SECONDS = 3e-3
 _LEGEND = (
-    "samples (of a micro-batch); activations: one micro-batch after another store or recompute "
-    "them in backward, layer by layer the layers' inputs are kept on the GPU (keep) or offloaded "
-    "to the host; shard: part of the optimizer state; GPU layers: whose state is on the GPU; step: "
-    "of this rank alone; limited by: what it waits for, and memory if it is full"
+    "samples (of a micro-batch); activations: store or recompute (one micro-batch after another), "
+    "keep or offload (layer by layer: layers' inputs on the GPU or the host); shard: part of the "
+    "optimizer state; GPU layers: whose state is on the GPU; step: the least of this rank alone, "
+    "not clipped; limited by: what it waits for, and memory if it is full"
 )
 _HEADING = (
     *("rank", "samples", "activations", "shard", "GPU layers", "step ms", "GPU GiB", "host GiB"),
