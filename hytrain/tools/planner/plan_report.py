@@ -37,8 +37,8 @@ _LAUNCH_SECONDS = 3e-3
 _LEGEND = (
     "samples (of a micro-batch); activations: store or recompute (one micro-batch after another), "
     "keep or offload (layer by layer: layers' inputs on the GPU or the host); shard: part of the "
-    "optimizer state; GPU layers: whose state is on the GPU; step: the least of this rank alone, "
-    "not clipped; limited by: what it waits for, and memory if it is full"
+    "optimizer state; GPU layers: whose state is on the GPU; step: the least that this rank "
+    "alone takes; limited by: what it waits for, and memory if it is full"
 )
 _HEADING = (
     *("rank", "samples", "activations", "shard", "GPU layers", "step ms", "GPU GiB", "host GiB"),
