@@ -38,7 +38,8 @@ def _torchrun(hosts: Hosts, folder: Path, what: str, ranks: int, *how: str) -> l
     return run_all(launchers, SECONDS)
 
 
-@pytest.mark.parametrize(("ranks", "meeting"), [(1, "master"), pytest.param(2, "c10d", marks=full)])
+@full
+@pytest.mark.parametrize(("ranks", "meeting"), [(1, "master"), (2, "c10d")])
 def test_torchrun(hosts: Hosts, tmp_path: Path, ranks: int, meeting: str) -> None:
     port = str(free_port())
     how = ["--master-addr", "host0", "--master-port", port]

@@ -27,7 +27,11 @@ from hytrain.errors import RankFailedError
 
 pytestmark = pytest.mark.timeout(280)
 
-RANKS = [8, 64, pytest.param(512, marks=pytest.mark.stress)]
+RANKS = [
+    8,
+    pytest.param(64, marks=pytest.mark.parity_full),
+    pytest.param(512, marks=pytest.mark.stress),
+]
 MANY = 100
 """Ranks from which on the store is torch's, with a connection for each."""
 PER_RANK = 24
