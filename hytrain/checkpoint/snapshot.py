@@ -24,7 +24,7 @@ import torch
 from hytrain import _C
 from hytrain.checkpoint.gather import ParameterPlace, Piece
 from hytrain.errors import HostMemoryError
-from hytrain.hardware.device_facts import spare_gpu_bytes
+from hytrain.hardware.gpu_memory import spare_gpu_bytes
 from hytrain.kernels.host_memory import host_zeros
 from hytrain.kernels.moments import native_arrays
 from hytrain.model.layer_state import LayerState

@@ -33,11 +33,12 @@ from typing import Any
 import torch
 
 from hytrain.comm import process_exit
+from hytrain.comm.call_sites import place_of
 from hytrain.comm.daemon_executor import DaemonExecutor, Ended
 from hytrain.comm.failure_messages import Kind, Word, Words, is_connection_error
 from hytrain.comm.local_processes import Process, watched_by
 from hytrain.comm.peers import Peers
-from hytrain.comm.process_exit import Ending, place_of
+from hytrain.comm.process_exit import Ending
 from hytrain.comm.rank_status import History, News, StatusStore
 from hytrain.errors import OutOfStepError, RankFailedError
 from hytrain.testing import faults

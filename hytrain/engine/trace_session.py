@@ -17,8 +17,8 @@ from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import HyTrainError
 from hytrain.formats import trace_file as names
 from hytrain.formats.trace_file import Peaks, TraceHeader
-from hytrain.hardware.device_facts import allocated_bytes
 from hytrain.hardware.energy import EnergyMeter
+from hytrain.hardware.gpu_memory import allocated_bytes
 from hytrain.kernels.moments import native_moments
 from hytrain.model.backward_hooks import before_backward
 from hytrain.offload.pinning import copy_rate

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hytrain.hardware.device_facts import allocated_bytes
+from hytrain.hardware.gpu_memory import allocated_bytes
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.cpu_updater import CpuUpdater
 from hytrain.offload.streams import Streams

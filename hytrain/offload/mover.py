@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hytrain.hardware.device_facts import give_back_cached
+from hytrain.hardware.gpu_memory import give_back_cached
 from hytrain.kernels.host_memory import host_zeros, taking_host_memory
 from hytrain.model.layer_state import LayerState
 from hytrain.model.layer_update import Placement

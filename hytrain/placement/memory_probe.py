@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from hytrain.config import SolverConfig
-from hytrain.hardware.device_facts import allocated_bytes, shares_host_memory, usable_gpu_bytes
+from hytrain.hardware.gpu_memory import allocated_bytes, shares_host_memory, usable_gpu_bytes
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import host_memory_pools
 from hytrain.placement.costs import LayerBytes, MemoryLimits

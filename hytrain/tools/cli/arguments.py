@@ -61,8 +61,8 @@ def gibibytes(text: str) -> float:
     try:
         return positive_float(text.removesuffix("GiB"))
     except argparse.ArgumentTypeError as error:
-        plain = ": write a plain number (a GPU of 80 GB has about 78 to use)"
-        of_unit = plain * text.upper().endswith("B")
+        has_unit = text.upper().endswith("B")
+        of_unit = ": write a plain number (a GPU of 80 GB has about 78 to use)" if has_unit else ""
         raise argparse.ArgumentTypeError(f"{error} of GiB{of_unit}") from None
 
 

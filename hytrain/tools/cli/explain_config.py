@@ -18,7 +18,7 @@ from hytrain.engine.sequence_groups import mesh_of, refuse_dealt_batches
 from hytrain.engine.unsupported import refuse_beside_streamed
 from hytrain.errors import ConfigError, size_text
 from hytrain.formats.text_table import fold
-from hytrain.hardware.device_facts import shares_host_memory, usable_gpu_bytes
+from hytrain.hardware.gpu_memory import shares_host_memory, usable_gpu_bytes
 from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.advice import Begins, remedies

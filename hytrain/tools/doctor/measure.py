@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hytrain.checkpoint.files import sync_names
-from hytrain.hardware.device_facts import shares_host_memory
+from hytrain.hardware.gpu_memory import shares_host_memory
 from hytrain.hardware.host_tree import HostTree
 from hytrain.hardware.numa import call_on, node_cores, nodes_of_memory, pci_address
 from hytrain.kernels.host_memory import host_zeros

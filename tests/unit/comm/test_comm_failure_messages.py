@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from hytrain.comm.call_sites import place_of, stack_of
 from hytrain.comm.failure_messages import Word, Words, is_connection_error
-from hytrain.comm.process_exit import place_of, stack_of
 from hytrain.errors import OutOfStepError
 
 # -- which of several failures is the first one ------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hytrain.config import SolverConfig
-from hytrain.hardware.device_facts import allocated_bytes, give_back_cached, usable_gpu_bytes
+from hytrain.hardware.gpu_memory import allocated_bytes, give_back_cached, usable_gpu_bytes
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels import host_limits as host_room
 from hytrain.offload import threads, update_arrays
