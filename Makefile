@@ -32,8 +32,10 @@ PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeou
 # Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. They are given out
 # in the order of the folders, which ends with short ones. Each worker's torch has one thread: those of
 # several workers would wait for each other's cores. Tests of one GPU would be in each other's way.
+# A worker that crashes ends the run, which names its test: with another in its place xdist 3.8 may wait
+# for ever, as it gives out files of which no test is left.
 PYTEST_BESIDE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTEST) \
-    -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+    -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 .PHONY: all install demo check docs keys lint format bench bench-plan test-hybrid-plans test-uneven-plans clean
 .PHONY: test test-hosts test-parity test-experiments test-stress test-gpu test-fuzz test-configs
