@@ -682,14 +682,35 @@ def test_a_plan_is_no_slower_than_its_even_split(
     assert "; even split of 30 samples: " in " ".join(capsys.readouterr().out.split())
 
 
+def test_short_host_memory_is_told_beside_short_gpu_memory(model: Path, capsys: Capture) -> None:
+    large = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288}
+    (model / "config.json").write_text(json.dumps(LLAMA | large | {"vocab_size": 151936}))
+    call = ["--model", model, "--batch", 8, "--stage", 3, "--gpus"]
+    text = _error(capsys, *call, "l4")
+    sides = re.findall(r"(GPU|host) memory is short: the .*? can use (\S+) .*? hold (\S+) at", text)
+    assert [side for side, *_ in sides] == ["GPU", "host"]
+    assert all(float(usable) < float(least) for _, usable, least in sides)
+    assert sides[1][1] == "62.08"  # 64 GiB and the reserve
+    # Without the first backward's gradients the GPU is large enough: the host is what is short.
+    text = _error(capsys, *call, "rtx4090", "--offload-param", "cpu")
+    assert "with 22.60 GiB of GPU memory and 62.08 of host memory: memory for " in text
+    # The weights alone are too much for the GPU, and the state for the host; a large host has room.
+    (model / "config.json").write_text(json.dumps(LLAMA | large | {"num_hidden_layers": 60}))
+    call[5] = 2
+    words = "; host memory is short: the host (host0) can use "
+    assert words in _error(capsys, *call, "rtx4090").partition("weights alone")[2]
+    assert words not in _error(capsys, *call, "rtx4090", "--host-memory", 512)
+
+
 def test_what_would_fit_is_told_with_amounts(model: Path, capsys: Capture) -> None:
     large = {"num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 13824}
     (model / "config.json").write_text(json.dumps(LLAMA | large))
     call = ["--gpus", "l4", "--model", model, "--batch", 1]
     text = _error(capsys, *call)
     assert (
-        "too little for the weights alone; it would fit with --stage 3 --offload-param cpu" in text
+        "too little for the weights alone; host memory is short: the host (host0) can use" in text
     )
+    assert "at least, for optimizer state; it would fit with --stage 3 --offload-param cpu" in text
     found = re.search(r"(--host-memory \d+)", text)
     assert found is not None
     streamed = ("--stage", 3, "--offload-param", "cpu", *found[1].split())

@@ -26,12 +26,13 @@ def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
     program = StepProgram(problem, even=False)
     extremes = [rank.extremes for rank in program.ranks]
     least = 0 if problem.allow_idle else 1
+    room = sum(max((work.room for work in works), default=0.0) for works in extremes)
     for rank, ((_, gpu), works) in enumerate(zip(ranks, extremes, strict=True)):
         if not works:
-            return _rank_is_missing(problem, rank, gpu, least)
+            return _and_host(problem, _rank_is_missing(problem, rank, gpu, least), room)
     if not any(work.batch for works in extremes for work in works):
         alone = [_rank_is_missing(problem, rank, gpu, 1) for rank, (_, gpu) in enumerate(ranks)]
-        return min(alone, key=lambda one: one.missing)
+        return _and_host(problem, min(alone, key=lambda one: one.missing), room)
     if is_bounded:
         return Infeasible(
             "the state fits only if layers are split between GPU and host, or by less than a "
@@ -48,29 +49,48 @@ def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
             works = [work for work in works if work.batch == problem.batch] or works
         on_gpus += gpu.memory_bytes - max(work.room for work in works)
     gpus = sum(gpu.memory_bytes for _, gpu in ranks)
-    # Hosts that are too small even with all state on GPUs of any size: offload_param's weights.
-    on_hosts = float(problem.host_weight_bytes * problem.model.parameters)
-    hosts = sum(host.memory_bytes for host in problem.cluster.hosts)
-    short: list[tuple[str, float]] = []
     if problem.sharded_bytes and on_gpus > gpus:
         text = _too_little([gpu.name for _, gpu in ranks], "GPU", gpus, on_gpus)
-        short.append((f"{text}, with all optimizer state in host memory", on_gpus - gpus))
-    if on_hosts > hosts:
-        names = [host.name for host in problem.cluster.hosts]
-        text = _too_little(names, "host", hosts, on_hosts)
-        short.append((f"{text}, for weights alone", on_hosts - hosts))
-    if short:
-        words = "; ".join(text for text, _ in short)
-        return Infeasible(words, sum(lacking for _, lacking in short) / _GIB)
+        words = f"{text}, with all optimizer state in host memory"
+        return _and_host(problem, Infeasible(words, (on_gpus - gpus) / _GIB), 0.0)
+    # Hosts that are too small even with all state on GPUs of any size: offload_param's weights.
+    if short := _host_is_short(problem, math.inf):
+        return Infeasible(*short)
     held = min(1.0, program.held(program.longest))
     total = problem.model.parameters * (problem.host_state_bytes + problem.host_weight_bytes)
     what = "weights and optimizer state" if problem.offload_param else "optimizer state"
     lacking = (1.0 - held) * total / _GIB
+    usable = sum(host.memory_bytes for host in problem.cluster.hosts)
     return Infeasible(
-        f"the GPUs and hosts can hold {held:.1%} of the model's {what} together: memory "
-        f"for {lacking:.2f} GiB is missing, on any host or GPU",
+        f"the GPUs and hosts can hold {held:.1%} of the model's {what} together, with "
+        f"{gpus / _GIB:.2f} GiB of GPU memory and {usable / _GIB:.2f} of host memory: memory for "
+        f"{lacking:.2f} GiB is missing, on any host or GPU",
         lacking,
     )
+
+
+def _and_host(problem: PlanProblem, found: Infeasible, room: float) -> Infeasible:
+    """What GPUs lack, and what hosts lack beside it; ``room``: bytes for state that GPUs have."""
+    short = _host_is_short(problem, room)
+    if short is None:
+        return found
+    return replace(found, reason=f"{found.reason}; {short[0]}", missing=found.missing + short[1])
+
+
+def _host_is_short(problem: PlanProblem, room: float) -> tuple[str, float] | None:
+    """In words, and GiB, that the hosts lack for what GPUs with so many bytes for state do not
+    hold; None where they hold it."""
+    parameters = problem.model.parameters
+    state = max(0.0, parameters - room / problem.gpu_state_bytes) * problem.host_state_bytes
+    needed = state + problem.host_weight_bytes * parameters
+    hosts = problem.cluster.hosts
+    usable = sum(host.memory_bytes for host in hosts)
+    if needed <= usable:
+        return None
+    what = "weights and optimizer state" if problem.offload_param else "optimizer state"
+    what = what if state else "weights alone"
+    text = _too_little([host.name for host in hosts], "host", usable, needed)
+    return f"{text}, for {what}", (needed - usable) / _GIB
 
 
 def _too_little(names: Sequence[str], kind: str, usable: float, least: float) -> str:
