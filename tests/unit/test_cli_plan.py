@@ -593,8 +593,42 @@ def test_data_sheets_have_the_moments_of_the_training(
     config.write_text(json.dumps({"hytrain": {"moments": "4bit"}}))
     assert "hytrain.moments = '4bit': must be" in _error(capsys, *given)
     config.write_text(json.dumps({"hytrain": {"master": "split"}}))
-    text = _error(capsys, *given)
-    assert "\"hytrain.master\" is 'split', of which plans know nothing: `hytrain explain`" in text
+    text = _error(capsys, *given, "--out", tmp_path / "plan.json")
+    assert f'{config}: "hytrain.master" is "split": training takes no plan beside it' in text
+    assert "it is for bf16 weights" in _error(capsys, *given, "--dtype", "fp32")
+
+
+@pytest.mark.parametrize(("host_gib", "form"), [(128, "whole"), (48, "split")])
+def test_split_master_weights_take_what_explain_says(
+    model: Path, tmp_path: Path, capsys: Capture, host_gib: int, form: str
+) -> None:
+    large = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288}
+    (model / "config.json").write_text(json.dumps(LLAMA | large | {"vocab_size": 32000}))
+    config = tmp_path / "ds.json"
+    section: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "hytrain": {"master": "split"},
+    }
+    config.write_text(json.dumps(section))
+    given = ("--model", model, "--host-memory", host_gib)
+    call = (*given, "--gpus", "h100", "--batch", 1, "--deepspeed-config", config)
+    record = _json(capsys, *call)
+    assert record["host_master"] == {"whole": "fp32", "split": "split"}[form]
+    assert cli.main(["explain", str(config), *map(str, given), "--gpu-memory=79.2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert f"layers on the CPU are {form}," in found["decision"]["host_master_reason"]
+    (rank,) = record["ranks"]
+    told, parameters = found["candidates"][rank["gpu_layers"]], found["parameters"]
+    # A plan counts activations as well, and a byte of staging a parameter on the host.
+    assert 0 <= rank["gpu_bytes"] - told["gpu_bytes"] < 4 * GIB
+    on_cpu = parameters * (1.0 - rank["gpu_layers"] / 38)
+    assert 0.7 * on_cpu < rank["host_bytes"] - told["host_bytes"] < 1.1 * on_cpu
+    assert _run(*call) == 0
+    words = f"those of layers on the CPU are {form}"
+    assert words in capsys.readouterr().out
 
 
 def test_collectives_that_bound_a_step_are_named(tmp_path: Path, capsys: Capture) -> None:
@@ -719,7 +753,10 @@ def test_what_would_fit_is_told_with_amounts(model: Path, capsys: Capture) -> No
     large["num_hidden_layers"] = 12
     (model / "config.json").write_text(json.dumps(LLAMA | large))
     text = _error(capsys, *call, "--host-memory", 38)
-    assert 'it would fit with "hytrain.master": "split", of which plans know nothing' in text
+    assert text.endswith('it would fit with "hytrain.master": "split"\n')
+    config = model / "ds.json"
+    config.write_text(json.dumps({"hytrain": {"master": "split"}}))
+    assert _run(*call, "--host-memory", 38, "--deepspeed-config", config, "--stage", 2) == 0
 
 
 @pytest.mark.parametrize(

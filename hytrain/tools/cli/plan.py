@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
-from hytrain.formats.moment_kinds import MOMENTS
+from hytrain.formats.moment_kinds import FP32, MOMENTS, SPLIT
 from hytrain.formats.policies import ACCUMULATION_MODES
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli import plan_hybrid
@@ -41,8 +41,6 @@ _DESCRIPTION = (
 )
 _GIB = 1024**3
 _SHEET_SEQ_LEN = 1024
-_SPLIT = 'with "hytrain.master": "split", of which plans know nothing (`hytrain explain` does)'
-_STATE_BYTES = ("gpu_state_bytes", "host_state_bytes")
 # 65,536 samples of a model of 7 B took less than 10 s on 8 ranks, in stage 3, too (one core), and
 # 42 and 90 s on 4 ranks whose host had hardly enough memory. More were not tried.
 _MOST_SAMPLES = 2**16
@@ -208,11 +206,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from hytrain.formats.plan_file import write_plan
     from hytrain.tools.infeasible import Infeasible
     from hytrain.tools.planner import plan_report
-    from hytrain.tools.planner.plan import (
-        beside_micro_batch_major,
-        make_plan,
-        make_plan_without_spare,
-    )
+    from hytrain.tools.planner.plan import beside_micro_batch_major, make_plan
     from hytrain.tools.planner.profile_problem import problem_from
     from hytrain.tools.planner.result import plan_file
 
@@ -230,7 +224,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = read_deepspeed(arguments)
     profile, is_estimated = _profile(arguments, config)
     options = plan_options(arguments, config, profile, is_estimated=is_estimated)
-    problem, plan = make_plan_without_spare(problem_from(profile, options))
+    problem, plan = _planned(profile, options)
     if isinstance(plan, Infeasible):
         words = f"{plan.reason}{_with_less(plan.samples, profile, options)}"
         raise PlanError(f"nothing fits: {words}{_would_fit(arguments, profile, options)}")
@@ -249,6 +243,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         record = plan_report.plan_json(problem, plan, without)
         head: dict[str, Any] = {"estimated": is_estimated}
+        if options.master != FP32:
+            head["host_master"] = options.master if problem.late else FP32
         if is_estimated:
             names = ("cores", "memory_bytes", "bandwidth")
             head["assumed"] = {name: getattr(host, name) for name in names} | {
@@ -260,6 +256,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         if is_estimated:
             print(fold(plan_report.trust_words(problem, plan)))
             print(fold(assumed_words(arguments, config, profile, options)))
+        if options.master != FP32:
+            how = "split, too, and updated after backward" if problem.late else "whole"
+            print(f"Split master weights: those of layers on the CPU are {how}.")
         print()
         print(fold(plan_report.plan_text(problem, plan, without)))
     if arguments.out is not None:
@@ -282,15 +281,25 @@ def _check_files(arguments: argparse.Namespace) -> None:
     check_outputs({"--out": arguments.out}, read, kind="plan")
 
 
+def _planned(profile: Any, options: Any) -> tuple[Any, Any]:
+    """The problem, and its plan or what it lacks; with split master weights as training keeps
+    them."""
+    from hytrain.tools.planner.plan import make_plan_without_spare, master_is_whole_on_hosts
+    from hytrain.tools.planner.profile_problem import problem_from
+
+    problem = problem_from(profile, options)
+    if options.master != FP32 and not master_is_whole_on_hosts(problem):
+        problem = problem_from(profile, replace(options, host_master=options.master))
+    return make_plan_without_spare(problem)
+
+
 def _with_less(samples: int, profile: Any, options: Any) -> str:
     """What comes of a batch of so many samples, which may lack other memory; empty for 0."""
     from hytrain.tools.infeasible import Infeasible
-    from hytrain.tools.planner.plan import make_plan_without_spare
-    from hytrain.tools.planner.profile_problem import problem_from
 
     if not samples:
         return ""
-    _, plan = make_plan_without_spare(problem_from(profile, replace(options, batch=samples)))
+    _, plan = _planned(profile, replace(options, batch=samples))
     if isinstance(plan, Infeasible):
         return f"; with --batch {samples}, {plan.reason}"
     return f"; plan with --batch {samples}, or less"
@@ -299,8 +308,6 @@ def _with_less(samples: int, profile: Any, options: Any) -> str:
 def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str:
     """With which options a plan would be found; empty where with none."""
     from hytrain.tools.infeasible import Infeasible
-    from hytrain.tools.planner.plan import make_plan_without_spare
-    from hytrain.tools.planner.profile_problem import problem_from
 
     streamed = "with --stage 3 --offload-param cpu"
     others: list[tuple[str, dict[str, Any], int]] = []
@@ -314,8 +321,8 @@ def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str
         others.append((words, {"stage": 2, "offload_param": False}, 1))
     if not options.offload_param:
         others.append((streamed, {"stage": 3, "offload_param": True}, 1))
-    if profile.model.dtype == "bf16":
-        others.append((_SPLIT, {}, 1))
+    if profile.model.dtype == "bf16" and options.master == FP32:
+        others.append(('with "hytrain.master": "split"', {"master": SPLIT}, 1))
     for times in (2, 4, 8, 16, 32) if arguments.gpus else ():
         memory = f"--host-memory {times * profile.hosts[0].memory_bytes / _GIB:g}"
         others.append((f"with {memory}", {}, times))
@@ -326,11 +333,7 @@ def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str
             for host in profile.hosts
         ]
         own = profile.model_copy(update={"hosts": tuple(hosts)})
-        problem = problem_from(own, replace(options, **change))
-        if words == _SPLIT:
-            less = {name: getattr(problem, name) - 2 for name in _STATE_BYTES}
-            problem = replace(problem, **less)
-        if not isinstance(make_plan_without_spare(problem)[1], Infeasible):
+        if not isinstance(_planned(own, replace(options, **change))[1], Infeasible):
             path = arguments.deepspeed_config
             return f"; it would fit {words}" + (f", and {path} to match" if path else "")
     return ""

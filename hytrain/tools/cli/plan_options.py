@@ -9,7 +9,7 @@ from typing import Any
 from hytrain.errors import ConfigError, UnsupportedError, unquoted
 from hytrain.formats.dtypes import ITEMSIZE
 from hytrain.formats.file_kind import other_kind
-from hytrain.formats.moment_kinds import FP32, MomentsName
+from hytrain.formats.moment_kinds import FP32, MasterName, MomentsName
 from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS, Accumulation
 from hytrain.tools.cli.arguments import flag
 from hytrain.tools.stdout import stdout_to
@@ -95,6 +95,7 @@ def plan_options(
         allow_idle=not arguments.no_idle,
         interconnect=interconnect,
         clipped_share=1.0 if arguments.clipped_share is None else arguments.clipped_share,
+        master=_master(arguments, config, profile),
         **_shared_sequences(arguments, config, profile),
     )
 
@@ -216,19 +217,27 @@ def accumulation_of(
 
 
 def moments_of(config: Mapping[str, Any]) -> MomentsName:
-    """How a configuration to train with keeps moments.
+    """How a configuration to train with keeps moments."""
+    section: Any = config.get("hytrain") or {}
+    return section.get("moments", FP32)
+
+
+def _master(arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any) -> MasterName:
+    """How a configuration to train with keeps master weights.
 
     Raises:
-        ConfigError: master weights are kept otherwise than in plans.
+        ConfigError: split ones, where they cannot be.
     """
     section: Any = config.get("hytrain") or {}
-    if section.get("master", FP32) != FP32:
-        raise ConfigError(
-            f'"hytrain.master" is {section["master"]!r}, of which plans know nothing: `hytrain '
-            "explain` with this file and --model says what fits with it. Plan without the key for "
-            "a time (of 2 bytes more a parameter), and train without a plan"
-        )
-    return section.get("moments", FP32)
+    master = section.get("master", FP32)
+    wrong = ""
+    if master != FP32 and arguments.out is not None:
+        wrong = f"training takes no plan beside it: leave --out {arguments.out} out"
+    elif master != FP32 and profile.model.dtype != "bf16":
+        wrong = f"it is for bf16 weights, and the plan is for {profile.model.dtype}"
+    if wrong:
+        raise ConfigError(f'{arguments.deepspeed_config}: "hytrain.master" is "{master}": {wrong}')
+    return master
 
 
 def _check_moments(arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any) -> None:

@@ -328,7 +328,7 @@ def model_text(
         f"{layers_words(sizes.layers)}{shared}. Activations are not counted, except what --seq "
         "gives: a run measures them in its first step."
     ]
-    if not is_muon and config.master != SPLIT:  # which have no plans
+    if not is_muon:  # which has no plans
         lines[0] += " For an estimate of the step time: `hytrain plan --gpus`."
     if config.gpu_fraction == "solve" and not decision.bounds.fits:
         try:

@@ -254,7 +254,7 @@ def _rank(
     layers = (layer(model.block_size, is_block=True),) * model.num_layers
     layers = (layer(before, is_block=False),) * (before > 0) + layers
     layers += (layer(after, is_block=False),) * (after > 0)
-    costs = StepCosts(layers, between=passes.middle)
+    costs = StepCosts(layers, between=passes.middle, late=problem.late)
     places = first_on_gpu(share.gpu_layers, len(layers))
     launches = step_launches(problem, gpu, work, share.fraction)
     return Rank(costs, places, launches, has_samples=passes.first > 0.0)

@@ -144,6 +144,8 @@ class PlanProblem:
             rank makes one micro-batch), and waits for the CPU's updates.
         sequence_ranks: how many share each sequence; ``batch`` counts as many parts a sample.
         exchange_ms: of a layer's attention, each way; its times have it already.
+        late: updates on the CPU begin when the step's outcome is known, as master weights are split
+            there.
     """
 
     cluster: Cluster
@@ -162,6 +164,7 @@ class PlanProblem:
     keeps_gradients: bool = True
     sequence_ranks: int = 1
     exchange_ms: Table = FREE
+    late: bool = False
 
     @property
     def needs_rounds(self) -> bool:
