@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -50,18 +51,16 @@ _GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A configuration, as training would read it, and the rank that it is explained for."""
+    """A configuration, as training would read it."""
 
-    section: HyTrainConfig
+    sections: list[HyTrainConfig]
+    """Each rank's: a plan has parts for each."""
     form: TrainingForm
     warnings: list[str]
-    ranks: int
-    rank: int
     check_model: Callable[[ModelSizes], None] | None
 
-    @property
-    def words(self) -> str:
-        return config_words(self.section, self.form)
+    def words(self, rank: int = 0) -> str:
+        return config_words(self.sections[rank], self.form)
 
 
 def explain_config(arguments: argparse.Namespace) -> int:
@@ -77,17 +76,17 @@ def explain_config(arguments: argparse.Namespace) -> int:
     once = ", once a batch size is set" if NO_BATCH in asked.warnings else ""
     accepted = _ACCEPTED.format(once=once)
     if arguments.json:
-        words = [*asked.warnings, *asked.words.splitlines()]
+        words = [*asked.warnings, *asked.words().splitlines()]
         print(json.dumps({"verdict": accepted, "words": words}, indent=2))
     else:
         example = f"  hytrain explain {arguments.file} --model {_EXAMPLE}"
-        words = "\n".join([*asked.warnings, "", asked.words])
+        words = "\n".join([*asked.warnings, "", asked.words()])
         print(fold(accepted), example, fold(words), sep="\n")
     return 0
 
 
 def _read_config(arguments: argparse.Namespace) -> _Asked:
-    ranks, rank = arguments.ranks, arguments.rank or 0
+    ranks, memory = arguments.ranks, arguments.gpu_memory or ()
     config = load_config(str(arguments.file))
     section, warnings = read_as_training(config)
     if section is None:
@@ -104,39 +103,34 @@ def _read_config(arguments: argparse.Namespace) -> _Asked:
     if (shares := section.batch_shares()) is not None:
         ranks = ranks or len(shares.sizes)
         shares.check_ranks(ranks)
-    if ranks is None and section.shard_fractions is not None:
-        ranks = len(section.shard_fractions)
-    if ranks is None and len(arguments.gpu_memory or ()) > 1:
-        ranks = len(arguments.gpu_memory)
-    check_model = None
+    ranks = ranks or len(section.shard_fractions or memory) or 1
+    check_model, sections = None, [section] * ranks
     if section.plan is not None:
-        section, check_model = with_plan(config, section, arguments.file, ranks, rank)
-        ranks = len(section.shard_fractions or ())
+        sections, check_model = with_plan(config, section, arguments.file, arguments.ranks)
+        ranks = len(sections)
     if section.batch_sizes is not None and "auto" in config.values():
         warnings.append(_NO_TRAINER)
-    if len(arguments.gpu_memory or ()) not in (0, 1, ranks):
-        given = ",".join(f"{gib:g}" for gib in arguments.gpu_memory)
-        raise ConfigError(f"--gpu-memory {given}: give one number, or one a rank: {ranks or 1}")
-    if rank >= (ranks or 1):
-        raise ConfigError(f"--rank {rank}: ranks count from 0, and --ranks is {ranks or 1}")
-    return _Asked(section, form, warnings, ranks or 1, rank, check_model)
+    if len(memory) not in (0, 1, ranks):
+        given = ",".join(f"{gib:g}" for gib in memory)
+        raise ConfigError(f"--gpu-memory {given}: give one number, or one a rank: {ranks}")
+    if (arguments.rank or 0) >= ranks:
+        raise ConfigError(f"--rank {arguments.rank}: ranks count from 0, and --ranks is {ranks}")
+    return _Asked(sections, form, warnings, check_model)
 
 
 def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
-    section, form, rank = asked.section, asked.form, asked.rank
-    gpus, host, shares_host = _memory(arguments, asked.ranks)
-    tokens, samples, inputs = _block_inputs(arguments, asked, rank)
-    if tokens:
+    form, ranks, section = asked.form, len(asked.sections), asked.sections[0]
+    gpus, host, shares_host = _memory(arguments, ranks)
+    if arguments.seq is not None:
         try:
             check_length(
                 read_config(arguments.model), arguments.model, arguments.seq, option="--seq"
             )
         except ConfigError as error:
             asked.warnings.append(f"Warning: {error}")
-    is_offloaded = section.solver.host_activation_bytes > 0 or section.activations == "offload"
 
     def begins_on(rank: int) -> Begins:
-        on_gpu = 0 if is_offloaded else _block_inputs(arguments, asked, rank)[2]
+        on_gpu = _block_inputs(arguments, asked, rank).on_gpu
 
         def begins(
             section: HyTrainConfig, form: TrainingForm, ranks: int, has_inputs: bool
@@ -156,82 +150,87 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
         number, found = decision.gpu_layers_target, decision.bounds
         return found.allow(number) if is_fixed else found.fits
 
-    differ = gpus, section.shard_fractions or (), (tokens and section.micro_batch_sizes) or ()
+    samples = (arguments.seq and section.micro_batch_sizes) or ()
+    differ = gpus, section.shard_fractions or (), samples, [s.activations for s in asked.sections]
     is_alike = all(len({*each}) <= 1 for each in differ)
-    numbers = [rank] if is_alike else range(asked.ranks)
-    begun = {each: begins_on(each)(section, form, asked.ranks, True) for each in numbers}
+    numbers = [arguments.rank or 0] if is_alike else range(ranks)
+    begun = {each: begins_on(each)(asked.sections[each], form, ranks, True) for each in numbers}
     short = [each for each, found in begun.items() if not has_room(found)]
-    if short and rank not in short and arguments.rank is None:
-        arguments.rank = short[0]  # whose reason is what is asked for
-        with stdout_to(2):
-            again = _read_config(arguments)
-        return _explain_model(arguments, again)
-    sizes = read_model_sizes(arguments.model, section, form, num_ranks=asked.ranks, rank=rank)
+    rank = arguments.rank
+    if rank is None:
+        rank = short[0] if short else 0  # whose reason is what is asked for
+    section, decision = asked.sections[rank], begun[rank]
+    sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks, rank=rank)
     if asked.check_model is not None:
         asked.check_model(sizes)
-    decision, advice = begun[rank], []
-    if not decision.bounds.fits:
-        advice = remedies(begins_on(rank), section, form, asked.ranks)
+    advice = [] if decision.bounds.fits else remedies(begins_on(rank), section, form, ranks)
     verdict = verdict_of(sizes, decision, advice, is_fixed=is_fixed, is_muon=form.is_muon)
     if not is_alike:
-        verdict = _of_ranks(verdict, short, asked)
+        verdict = _of_ranks(verdict, short, rank, ranks)
+    inputs = _block_inputs(arguments, asked, rank)
     if arguments.json:
-        result = {"verdict": verdict, "words": [*asked.warnings, *asked.words.splitlines()]}
-        result |= {"advice": advice}
-        result |= {"parameters": sum(sizes.parameters)}
-        result |= decision_json(decision, lambda _: None)
-        result |= {"tokens": tokens, "block_input_bytes": inputs} if tokens else {}
+        words = [*asked.warnings, *asked.words(rank).splitlines()]
+        result = {"verdict": verdict, "words": words, "advice": advice}
+        result |= {"parameters": sum(sizes.parameters)} | decision_json(decision, lambda _: None)
+        result |= (
+            {"tokens": inputs.tokens, "block_input_bytes": inputs.size} if inputs.tokens else {}
+        )
         print(json.dumps(result, indent=2))
     else:
-        heads = [verdict, *asked.warnings, *_assumed(arguments, gpus[rank], host // asked.ranks)]
-        ends = [asked.words] if arguments.verbose else []
-        if tokens:
-            on_gpu = 0 if is_offloaded else inputs
-            ends.append(_inputs_words(inputs, tokens, samples, on_gpu, section))
-        sized = model_text(section, sizes, decision, advice, is_muon=form.is_muon)
-        text = [*heads, sized, *(["", *ends] if ends else [])]
-        print(fold("\n".join(text)))
+        text = [verdict, *asked.warnings, *_assumed(arguments, gpus[rank], host // ranks)]
+        text.append(model_text(section, sizes, decision, advice, is_muon=form.is_muon))
+        ends = [asked.words(rank)] if arguments.verbose else []
+        ends += [_inputs_words(inputs, section)] if inputs.tokens else []
+        print(fold("\n".join([*text, *(["", *ends] if ends else [])])))
     return 1 if short else 0
 
 
-def _of_ranks(verdict: str, short: list[int], asked: _Asked) -> str:
+def _of_ranks(verdict: str, short: list[int], rank: int, ranks: int) -> str:
     """A rank's verdict, where ranks differ: with whether each fits, and which is explained."""
-    misfit = f"Does not fit: rank {', '.join(map(str, short))} of {asked.ranks}"
-    which = f"What follows is of rank {asked.rank}."
-    if asked.rank in short:
-        own = f"; rank {asked.rank}" * (len(short) > 1)
+    misfit = f"Does not fit: rank {', '.join(map(str, short))} of {ranks}"
+    which = f"What follows is of rank {rank}."
+    if rank in short:
+        own = f"; rank {rank}" * (len(short) > 1)
         return f"{misfit}{own}: {verdict.removeprefix('Does not fit: ')} {which}"
-    fit = f"{misfit} (--rank {short[0]} says why)" if short else f"All {asked.ranks} ranks fit"
+    fit = f"{misfit} (--rank {short[0]} says why)" if short else f"All {ranks} ranks fit"
     return f"{fit}. {which}\n{verdict}"
 
 
-def _block_inputs(
-    arguments: argparse.Namespace, asked: _Asked, rank: int
-) -> tuple[int, int | None, int]:
-    """Tokens of a sample on a rank; samples of a micro-batch, None where a trainer fills them
-    in; bytes of all blocks' inputs, then of one sample. 0 where not asked for."""
+class _Inputs(NamedTuple):
+    """Of all blocks, for a micro-batch; nothing where --seq was not given."""
+
+    tokens: int = 0
+    """Of a sample, on one rank."""
+    samples: int | None = None
+    """None where a trainer fills them in: ``size`` is then of one."""
+    size: int = 0
+    on_gpu: int = 0
+    """Bytes; of ``size`` those that are not offloaded."""
+
+
+def _block_inputs(arguments: argparse.Namespace, asked: _Asked, rank: int) -> _Inputs:
     if arguments.seq is None:
-        return 0, None, 0
-    tokens = -(-arguments.seq // asked.form.sequence_ranks)
-    own, told = asked.section.micro_batch_sizes, asked.form.batch
+        return _Inputs()
+    form, section, ranks = asked.form, asked.sections[rank], len(asked.sections)
+    tokens = -(-arguments.seq // form.sequence_ranks)
+    own, told = section.micro_batch_sizes, form.batch
     samples = own[rank] if own else told.get("train_micro_batch_size_per_gpu")
     if samples is None and "train_batch_size" in told:
-        readers = max(1, asked.ranks // asked.form.sequence_ranks)
-        samples = max(1, told["train_batch_size"] // (readers * asked.form.accumulation))
-    each = block_input_bytes(arguments.model, asked.form, tokens)
-    return tokens, samples, (samples or 1) * each
+        readers = max(1, ranks // form.sequence_ranks)
+        samples = max(1, told["train_batch_size"] // (readers * form.accumulation))
+    size = (samples or 1) * block_input_bytes(arguments.model, form, tokens)
+    is_offloaded = section.solver.host_activation_bytes > 0 or section.activations == "offload"
+    return _Inputs(tokens, samples, size, 0 if is_offloaded else size)
 
 
-def _inputs_words(
-    inputs: int, tokens: int, samples: int | None, on_gpu: int, section: HyTrainConfig
-) -> str:
-    batch = f"for a micro-batch of {samples}"
-    if samples is None:
+def _inputs_words(inputs: _Inputs, section: HyTrainConfig) -> str:
+    batch = f"for a micro-batch of {inputs.samples}"
+    if inputs.samples is None:
         batch = "for 1 sample (the trainer fills the micro-batch in: multiply by its samples)"
     return (
         "Activations: where all blocks are computed again in backward, their inputs take "
-        f"{size_text(inputs)} {batch}, {tokens:,} tokens of each sample on this rank. "
-        f"The tables count {size_text(on_gpu)} of it on the GPU and, by "
+        f"{size_text(inputs.size)} {batch}, {inputs.tokens:,} tokens of each sample on this rank. "
+        f"The tables count {size_text(inputs.on_gpu)} of it on the GPU and, by "
         "hytrain.solver.host_activation_bytes, "
         f"{size_text(section.solver.host_activation_bytes)} on the host. What one block and "
         "the loss take while they are computed comes on top, on the GPU."

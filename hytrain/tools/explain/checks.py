@@ -111,16 +111,15 @@ def _check_deepspeeds_own(given: Mapping[str, Any], config: Mapping[str, Any]) -
 
 
 def with_plan(
-    config: Mapping[str, Any], section: HyTrainConfig, file: Path, ranks: int | None, rank: int
-) -> tuple[HyTrainConfig, Callable[[ModelSizes], None]]:
-    """The section as training has it with its plan, and what refuses another model than planned.
+    config: Mapping[str, Any], section: HyTrainConfig, file: Path, ranks: int | None
+) -> tuple[list[HyTrainConfig], Callable[[ModelSizes], None]]:
+    """Each rank's section as training has it with its plan, and what refuses another model.
 
     Args:
         config: DeepSpeed's.
         section: its own, which names a plan.
         file: of the configuration.
         ranks: that will train; None: as planned.
-        rank: whose part of the plan; clipped to those that it has.
 
     Raises:
         PlanError: the plan cannot be read, or is for another job.
@@ -148,8 +147,8 @@ def with_plan(
         model = replace(job, num_layers=blocks, parameters=parameters, frozen=0)
         refuse_other_job(plan, model, path)
 
-    own = plan.ranks[min(rank, len(plan.ranks) - 1)]
-    return planned_section(config[SECTION], section, plan, own, path), check_model
+    sections = [planned_section(config[SECTION], section, plan, one, path) for one in plan.ranks]
+    return sections, check_model
 
 
 def _switch(config: Mapping[str, Any], name: str) -> Any:
