@@ -16,7 +16,6 @@ from hytrain.tools.trace import step_times
 from hytrain.tools.trace.blockers import Blockers
 from hytrain.tools.trace.fixes import Fix, fixes
 from hytrain.tools.trace.graph import Graph
-from hytrain.tools.trace.load import NO_GPU
 from hytrain.tools.trace.replay import Replay
 from hytrain.tools.trace.spans import NONE, RankTrace
 from hytrain.tools.trace.step_times import StepTimes, times_of
@@ -87,7 +86,7 @@ class Analysis:
     @property
     def has_gpu(self) -> bool:
         """Whether one was recorded; else the CPU's forward and backward stand for it."""
-        return has_gpu(self.ranks)
+        return all(rank.has_gpu for rank in self.ranks)
 
     def named(self, text: str) -> str:
         """A text about the GPU; of the device that stands for it where none was recorded."""
@@ -112,13 +111,6 @@ class Analysis:
         }
 
 
-DRAM: Final = "DRAM, CPU Adam"
-D2H: Final = "copies to host"
-H2D: Final = "copies to GPU"
-CORES: Final = "cores, CPU Adam"
-ADAM: Final = "CPU Adam"
-
-
 @dataclass(frozen=True, slots=True)
 class Rate:
     """While it ran, and its measured peak; None where the trace does not say."""
@@ -141,13 +133,14 @@ def rates(rank: RankTrace) -> tuple[Rate, ...]:
     begin, end = rank.steps[0].begin, rank.steps[-1].end
     peaks = rank.header.peaks if rank.header is not None else Peaks()
     update = rank[kinds.CPU_UPDATE]
+    core_seconds = update.threads * (update.end - update.begin) * 1e-9
     found: list[Rate] = []
     for name, unit, spans, amount, peak in (
-        (DRAM, "B/s", update, update.size, peaks.dram_bytes_per_s),
-        (ADAM, "parameters/s", update, update.parameters, peaks.adam_parameters_per_s),
-        (CORES, "cores", update, update.threads * (update.end - update.begin) * 1e-9, peaks.cores),
-        (D2H, "B/s", rank[kinds.D2H], rank[kinds.D2H].size, peaks.d2h_bytes_per_s),
-        (H2D, "B/s", rank[kinds.H2D], rank[kinds.H2D].size, peaks.h2d_bytes_per_s),
+        ("DRAM, CPU Adam", "B/s", update, update.size, peaks.dram_bytes_per_s),
+        ("CPU Adam", "parameters/s", update, update.parameters, peaks.adam_parameters_per_s),
+        ("cores, CPU Adam", "cores", update, core_seconds, peaks.cores),
+        ("copies to host", "B/s", rank[kinds.D2H], rank[kinds.D2H].size, peaks.d2h_bytes_per_s),
+        ("copies to GPU", "B/s", rank[kinds.H2D], rank[kinds.H2D].size, peaks.h2d_bytes_per_s),
     ):
         chosen = (spans.begin >= begin) & (spans.begin < end)
         busy = spans.select(chosen).covered().length * 1e-9
@@ -185,11 +178,6 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def has_gpu(ranks: Sequence[RankTrace]) -> bool:
-    """Whether all ranks recorded one."""
-    return not any(words.startswith(NO_GPU) for rank in ranks for words in rank.unknown)
-
-
 def analyse(ranks: Sequence[RankTrace]) -> Analysis:
     """Of the traces of one run, a trace a rank."""
     graph = Graph(ranks)
@@ -203,7 +191,7 @@ def analyse(ranks: Sequence[RankTrace]) -> Analysis:
         critical={rank.rank: _critical(rank, walkers[rank.rank]) for rank in ranks},
         causes=_causes(steps),
         slow_layers=_slow_layers(steps),
-        fixes=fixes(graph, replay, steps) if has_gpu(ranks) else (),
+        fixes=fixes(graph, replay, steps) if all(rank.has_gpu for rank in ranks) else (),
         rates={rank.rank: rates(rank) for rank in ranks},
         energy={rank.rank: energy(rank) for rank in ranks},
     )
@@ -244,12 +232,7 @@ def _most(pairs: Iterable[tuple[_Key, int]], nothing: _Key) -> tuple[_Key, int]:
 def _slow_layers(steps: Mapping[int, Sequence[StepTimes]]) -> tuple[SlowLayer, ...]:
     """By comparison with the median of layers, and of ranks."""
     found: list[SlowLayer] = []
-    for activity in (
-        step_times.FORWARD,
-        step_times.BACKWARD,
-        step_times.CPU_UPDATE,
-        step_times.GPU_UPDATE,
-    ):
+    for activity in (kinds.FORWARD, kinds.BACKWARD, kinds.CPU_UPDATE, kinds.GPU_UPDATE):
         means = {rank: _layer_means(of_rank, activity) for rank, of_rank in steps.items()}
         for rank, of_layers in means.items():
             least = _SLOW_LEAST * float(np.mean([one.step.length for one in steps[rank]])) * 1e-9

@@ -22,10 +22,7 @@ from hytrain.tools.trace.spans import NONE
 
 # -- causes ------------------------------------------------------------------------------------
 
-GRADIENT_COPY: Final = "gradients to host"
 CPU_ADAM: Final = "CPU Adam"
-WEIGHT_COPY: Final = "weights to GPU"
-COMMUNICATION: Final = "communication"
 SLOW_RANK: Final = "slow rank"
 CLIPPING: Final = "clipping"
 LATE_GRADIENT_COPY: Final = "late gradients"
@@ -39,24 +36,14 @@ HOST_CODE: Final = "host code"
 HAND_OVER: Final = "hand-over"
 KERNEL_GAPS: Final = "between kernels"
 UNRESOLVED: Final = "unresolved"
-COMPUTE: Final = "compute"
-"""On a critical path only; in the chain of an idle interval it is another rank's."""
 
 HOST_CAUSES: Final = frozenset((LAUNCH, DATA_LOADING, SYNCHRONIZATION, HOST_CODE))
 CAUSES: Final = (
-    *(GRADIENT_COPY, CPU_ADAM, WEIGHT_COPY, COMMUNICATION, SLOW_RANK, CLIPPING),
+    *(kinds.D2H, CPU_ADAM, kinds.H2D, kinds.COMMUNICATION, SLOW_RANK, CLIPPING),
     *(LATE_GRADIENT_COPY, LATE_WEIGHT_COPY, STARVED_CPU, LATE_COLLECTIVE),
     *(LAUNCH, DATA_LOADING, SYNCHRONIZATION, HOST_CODE, HAND_OVER, KERNEL_GAPS, UNRESOLVED),
 )
 
-_BY_RESOURCE: Final = {
-    kinds.COMPUTE: COMPUTE,
-    kinds.GPU_UPDATE: "update on the GPU",
-    kinds.COMMUNICATION: COMMUNICATION,
-    kinds.D2H: GRADIENT_COPY,
-    kinds.H2D: WEIGHT_COPY,
-    kinds.CPU_UPDATE: CPU_ADAM,
-}
 _LATE: Final = {
     kinds.D2H: LATE_GRADIENT_COPY,
     kinds.H2D: LATE_WEIGHT_COPY,
@@ -199,9 +186,9 @@ class Blockers:
     def _step_back(self, walk: _Walk) -> None:
         """From a node's begin to the begin of what it waited for."""
         node, time = walk.node, walk.time
-        edge = self.graph.binding(node)
-        before = None if edge is None else self.graph.nodes[edge.before]
-        finished = walk.limit if edge is None else self.graph.finished(edge, node)
+        edge = node.binding
+        before = None if edge is None else edge.before
+        finished = walk.limit if edge is None else node.finished(edge)
         finished = min(max(finished, walk.limit), time)
         if finished < time:
             if (near := self._ended_near(node, finished, time)) is not None:
@@ -225,7 +212,7 @@ class Blockers:
 
     def _through(self, walk: _Walk, node: Node, time: int, evidence: str = "dependency") -> None:
         """From a time inside of a node, or its end, to its begin, or that on the last rank."""
-        late = self.graph.arrival(node)
+        late = node.arrival
         start = late if late.begin > node.begin else node
         low = min(max(start.begin, walk.limit), time)
         if low < time:
@@ -233,13 +220,13 @@ class Blockers:
         walk.node, walk.time = start, low
 
     def _blame(self, node: Node, begin: int, end: int, evidence: str) -> Blame:
-        cause, detail = _BY_RESOURCE[node.resource], ""
-        if cause == COMPUTE and node.detail in (kinds.FORWARD, kinds.BACKWARD, kinds.RECOMPUTE):
+        cause, detail = node.resource, ""
+        if cause == kinds.COMPUTE and node.detail != kinds.OTHER:
             cause = node.detail
-        elif cause == COMMUNICATION:
+        elif cause == kinds.COMMUNICATION:
             detail = node.detail
-        elif cause == CPU_ADAM and node.is_barred:
-            cause = CLIPPING
+        elif cause == kinds.CPU_UPDATE:
+            cause = CLIPPING if node.is_barred else CPU_ADAM
         return self._of_rank(node, Blame(begin, end, cause, evidence, node.layer, detail=detail))
 
     def _hand_over(self, node: Node, begin: int, end: int, evidence: str) -> Blame:

@@ -10,7 +10,6 @@ import numpy as np
 
 from hytrain.tools.trace import blockers as causes
 from hytrain.tools.trace import spans as kinds
-from hytrain.tools.trace import step_times
 from hytrain.tools.trace.graph import FUSED, Graph
 from hytrain.tools.trace.intervals import united
 from hytrain.tools.trace.nodes import Node
@@ -30,7 +29,7 @@ USER_CODE: Final = "less host code"
 NETWORK: Final = "faster network"
 RANKS: Final = "equal ranks"
 _MOST_COUNTS: Final = 12
-_CHAIN: Final = frozenset((causes.SLOW_RANK, causes.COMMUNICATION, causes.LATE_COLLECTIVE))
+_CHAIN: Final = frozenset((causes.SLOW_RANK, kinds.COMMUNICATION, causes.LATE_COLLECTIVE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +77,7 @@ def fixes(
     return tuple(sorted(made, key=lambda fix: -fix.gain))
 
 
-_CAUSE_OF: Final = {
-    kinds.D2H: (causes.GRADIENT_COPY,),
-    kinds.H2D: (causes.WEIGHT_COPY,),
-    kinds.COMMUNICATION: (causes.COMMUNICATION,),
-    kinds.CPU_UPDATE: (causes.CPU_ADAM, causes.CLIPPING, causes.STARVED_CPU),
-}
+_OF_CPU: Final = (causes.CPU_ADAM, causes.CLIPPING, causes.STARVED_CPU)
 
 
 def _faster(*resources: str, by: float = 0.0) -> Change:
@@ -92,7 +86,7 @@ def _faster(*resources: str, by: float = 0.0) -> Change:
     def duration(node: Node) -> float:
         return by if node.resource in resources else 1.0
 
-    gone = frozenset(cause for resource in resources for cause in _CAUSE_OF[resource])
+    gone = frozenset((*resources, *_OF_CPU * (kinds.CPU_UPDATE in resources)))
     return Change(duration=duration, without=gone, is_of_chain=True)
 
 
@@ -114,7 +108,7 @@ def _cores(graph: Graph, replay: Replay) -> tuple[float, str]:
 
 def _batch(steps: Mapping[int, Sequence[StepTimes]]) -> tuple[float, str]:
     """Per token only forward and backward are left of a step, on the rank that takes longest."""
-    names = (step_times.FORWARD, step_times.BACKWARD, step_times.RECOMPUTE, step_times.OTHER)
+    names = (kinds.FORWARD, kinds.BACKWARD, kinds.RECOMPUTE, kinds.OTHER)
     # Of those that a replay counts: the first one's beginning was not recorded.
     computes = [
         float(np.mean([sum(one.parts[name] for name in names) for one in of_rank[1:] or of_rank]))
@@ -158,7 +152,7 @@ def _gpu_layers(graph: Graph, replay: Replay) -> tuple[float, str]:
     priced = "updates there cost as measured" if cost else "updates there cost nothing"
     found = replay.seconds_per_step(), "none is better"
     for count in sorted({round(n) for n in np.linspace(1, len(on_cpu), _MOST_COUNTS)}):
-        seconds = replay.seconds_per_step(_moved(replay, graph, on_cpu[:count], cost))
+        seconds = replay.seconds_per_step(_moved(replay, on_cpu[:count], cost))
         if seconds < found[0]:
             words = f"{count} of the {len(on_cpu)} CPU layers moved to the GPU, {priced}; "
             words += "memory not checked"
@@ -166,22 +160,18 @@ def _gpu_layers(graph: Graph, replay: Replay) -> tuple[float, str]:
     return found
 
 
-def _moved(replay: Replay, graph: Graph, layers: Sequence[int], cost: int) -> Change:
+def _moved(replay: Replay, layers: Sequence[int], cost: int) -> Change:
     moved = frozenset(layers)
     resources = (kinds.CPU_UPDATE, kinds.D2H, kinds.H2D)
 
     def duration(node: Node) -> float:
         return 0.0 if node.resource in resources and node.layer in moved else 1.0
 
-    later: dict[int, int] = {}
+    later: dict[Node, int] = {}
     for step in replay.steps[1:]:
-        seen: set[int] = set()
-        for number in step:
-            rank = graph.nodes[number].rank
-            if rank not in seen:
-                later[number] = cost * len(moved)
-                seen.add(rank)
-    gone = frozenset(cause for one in resources for cause in _CAUSE_OF[one])
+        first = {node.rank: node for node in reversed(step)}
+        later |= dict.fromkeys(first.values(), cost * len(moved))
+    gone = frozenset((*resources, *_OF_CPU))
     return Change(duration=duration, without=gone, is_of_chain=True, begins_later=later)
 
 

@@ -20,9 +20,9 @@ _MOST_DEPTH: Final = 5
 _ROWS: Final = (
     (kinds.COMPUTE, "GPU compute"),
     (kinds.GPU_UPDATE, "GPU update"),
-    (kinds.COMMUNICATION, "communication"),
-    (kinds.D2H, "gradients to host"),
-    (kinds.H2D, "weights to GPU"),
+    (kinds.COMMUNICATION, kinds.COMMUNICATION),
+    (kinds.D2H, kinds.D2H),
+    (kinds.H2D, kinds.H2D),
     (kinds.CPU_UPDATE, "CPU Adam"),
     (kinds.WAIT, "waits of forward"),
     (kinds.SYNC, "host waits"),
@@ -33,15 +33,15 @@ _ROWS: Final = (
 _HIDES: Final = (kinds.COMMUNICATION, kinds.D2H, kinds.H2D, kinds.CPU_UPDATE)
 
 COLOURS: Final[Mapping[str, str]] = {
-    "forward": "#5aa9e6",
-    "backward": "#2f6db5",
-    "recompute": "#7d6fd0",
-    "other compute": "#8d9bab",
-    "update on the GPU": "#16a394",
-    "communication": "#b768c9",
-    "gradients to host": "#e6a532",
-    "weights to GPU": "#d9772b",
-    "update on the CPU": "#58a945",
+    kinds.FORWARD: "#5aa9e6",
+    kinds.BACKWARD: "#2f6db5",
+    kinds.RECOMPUTE: "#7d6fd0",
+    kinds.OTHER: "#8d9bab",
+    kinds.GPU_UPDATE: "#16a394",
+    kinds.COMMUNICATION: "#b768c9",
+    kinds.D2H: "#e6a532",
+    kinds.H2D: "#d9772b",
+    kinds.CPU_UPDATE: "#58a945",
     "host": "#8695a8",
     "host waits": "#b9a48c",
     causes.SLOW_RANK: "#e5383b",
@@ -61,27 +61,20 @@ COLOURS: Final[Mapping[str, str]] = {
 """Legend -> colour; they can be read on light and dark pages."""
 
 LEGEND: Final = tuple(COLOURS)
-_RESOURCES: Final = {
-    kinds.GPU_UPDATE: "update on the GPU",
-    kinds.COMMUNICATION: "communication",
-    kinds.D2H: "gradients to host",
-    kinds.H2D: "weights to GPU",
-    kinds.CPU_UPDATE: "update on the CPU",
-    kinds.WAIT: "host waits",
-    kinds.SYNC: "host waits",
-}
 
 
 def legend_of(resource: str, detail: str) -> str:
     """A span's entry in the legend."""
     if resource == kinds.COMPUTE:
-        return detail if detail in COLOURS else "other compute"
-    return _RESOURCES.get(resource, "host")
+        return detail if detail in COLOURS else kinds.OTHER
+    if resource in (kinds.WAIT, kinds.SYNC):
+        return "host waits"
+    return resource if resource in COLOURS else "host"
 
 
 def legend_of_cause(cause: str) -> str:
     """That of idle time, which has the colour of what is waited for."""
-    return "update on the CPU" if cause == causes.CPU_ADAM else cause
+    return kinds.CPU_UPDATE if cause == causes.CPU_ADAM else cause
 
 
 @dataclass(frozen=True, slots=True)

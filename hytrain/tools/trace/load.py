@@ -21,8 +21,6 @@ from hytrain.tools.trace.kineto import KinetoEvents
 from hytrain.tools.trace.spans import NONE, RankTrace, Span, Step, table
 
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)")
-NO_GPU = "no GPU was recorded: "
-"""What such a trace's unknown begins with."""
 _VIZTRACER = "fee"
 """Its category of functions, "FEE"."""
 
@@ -125,13 +123,16 @@ def _rank_trace(trace: TraceFile, number: int) -> RankTrace:
     rows = foreign.rows([(s.begin, s.end) for s in marks] or [(0, 2**62)]) | own
     own_compute = own.get(kinds.COMPUTE, [])
     are_kernels = bool(foreign.gpu) or not all(map(hytrain_spans.is_layer_pass, own_compute))
+    stand_in = ""
     if not rows.get(kinds.COMPUTE):
         rows[kinds.COMPUTE] = _host_compute(trace.path, rows)
-        unknown.append(f"{NO_GPU}the host's forward and backward, less their waits, stand for it")
+        stand_in = "the host's forward and backward, less their waits, stand"
     elif header is None and not are_kernels:
-        unknown.append(f"{NO_GPU}operators of the CPU stand for it")
+        stand_in = "operators of the CPU stand"
     elif header is not None and header.device == "cpu":
-        unknown.append(f"{NO_GPU}the CPU's forward and backward by layer stand for it")
+        stand_in = "the CPU's forward and backward by layer stand"
+    if stand_in:
+        unknown.append(f"no GPU was recorded: {stand_in} for it")
     elif not are_kernels:
         unknown.append(
             "the GPU was recorded by layer, not by kernel: gaps inside of a layer count as compute"
@@ -149,6 +150,7 @@ def _rank_trace(trace: TraceFile, number: int) -> RankTrace:
         world_size=world_size,
         unknown=tuple(unknown),
         are_kernels=are_kernels,
+        has_gpu=not stand_in,
     )
 
 

@@ -29,29 +29,42 @@ class Node(Span):
 
     rank: int = NONE
     resource: str = ""
-    number: int = NONE
-    """Of all ranks' nodes, in the order in which they began."""
     is_entry: bool = True
     """The first of its layer and pass on its stream."""
     is_barred: bool = False
     """Work that waits for all of backward because of clipping."""
-    partners: tuple[int, ...] = ()
+    partners: tuple[Node, ...] = ()
     """The same collective on all ranks, this node among them."""
     gaps: int = 0
     """Nanoseconds between its kernels."""
     edges: list[Edge] = field(default_factory=list)
 
+    def finished(self, edge: Edge) -> int:
+        """When what an edge of its leads to had finished for it: at its begin the latest."""
+        return min(edge.before.end, self.begin)
+
+    @property
+    def binding(self) -> Edge | None:
+        """Of what it waited for, the last to finish; data before order."""
+        edges = self.edges
+        return max(edges, key=lambda edge: (self.finished(edge), edge.is_data), default=None)
+
+    @property
+    def arrival(self) -> Node:
+        """Of a collective the node of the rank that came last."""
+        return max(self.partners, key=lambda one: one.begin, default=self)
+
 
 class Edge(NamedTuple):
     """What a node waited for."""
 
-    before: int
+    before: Node
     is_data: bool
     is_barrier: bool = False
 
 
 def nodes_of(rank: RankTrace) -> list[Node]:
-    """A rank's nodes, without numbers and edges, resource by resource."""
+    """A rank's nodes, without edges, resource by resource."""
     nodes: list[Node] = []
     for resource in _ON_GRAPH:
         spans = rank[resource]

@@ -7,6 +7,7 @@ from typing import Final
 
 from hytrain.formats.text_table import align, longer_by
 from hytrain.tools.trace import blockers as causes
+from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace import step_times
 from hytrain.tools.trace.analysis import Analysis, Cause
 from hytrain.tools.trace.spans import NONE, RankTrace
@@ -20,10 +21,10 @@ _MOST_LAYERS: Final = 8
 _MOST_STEPS: Final = 20
 
 _WAITS_FOR: Final = {
-    causes.GRADIENT_COPY: "copies to the host",
+    kinds.D2H: "copies to the host",
     causes.CPU_ADAM: "CPU Adam",
-    causes.WEIGHT_COPY: "copies to the GPU",
-    causes.COMMUNICATION: "communication",
+    kinds.H2D: "copies to the GPU",
+    kinds.COMMUNICATION: "communication",
     causes.CLIPPING: "updates repeated because of clipping",
     causes.LATE_GRADIENT_COPY: "gradient copies that began late",
     causes.LATE_WEIGHT_COPY: "weight copies that began late",
@@ -183,14 +184,14 @@ def _steps(analysis: Analysis) -> str:
     lines = [(rank.rank, one) for rank in analysis.ranks for one in analysis.steps[rank.rank]]
     for rank, one in lines[:_MOST_STEPS]:
         parts = one.parts
-        backward = parts[step_times.BACKWARD] + parts[step_times.RECOMPUTE]
+        backward = parts[kinds.BACKWARD] + parts[kinds.RECOMPUTE]
         idle = {cause: parts[cause] for cause in causes.CAUSES if parts[cause]}
         most = max(idle, key=lambda cause: idle[cause], default="")
         rows.append(
             (
                 *(str(rank), str(one.step.number), _ns(one.step.length)),
                 percent(one.busy / one.step.length if one.step.length else 0.0),
-                *(_ns(parts[step_times.FORWARD]), _ns(backward), _ns(parts[step_times.GPU_UPDATE])),
+                *(_ns(parts[kinds.FORWARD]), _ns(backward), _ns(parts[kinds.GPU_UPDATE])),
                 *(_ns(sum(idle.values())), f"{most} {_ns(idle[most])}" if most else ""),
             )
         )
@@ -246,7 +247,7 @@ def _layers(steps: Sequence[StepTimes]) -> str:
     layers = sorted({layer for one in steps for layer in one.layers})
     if not layers:
         return ""
-    passes = (step_times.FORWARD, step_times.BACKWARD)
+    passes = (kinds.FORWARD, kinds.BACKWARD)
     rows: list[tuple[float, tuple[str, ...]]] = []
     for layer in layers:
         beside = [overlap(steps, name, layer) for name in _SHORT]
@@ -266,10 +267,10 @@ def _layers(steps: Sequence[StepTimes]) -> str:
 
 
 _SHORT: Final = {
-    step_times.CPU_UPDATE: "CPU",
-    step_times.D2H: "to host",
-    step_times.H2D: "to GPU",
-    step_times.COMMUNICATION: "comm.",
+    kinds.CPU_UPDATE: "CPU",
+    kinds.D2H: "to host",
+    kinds.H2D: "to GPU",
+    kinds.COMMUNICATION: "comm.",
 }
 
 

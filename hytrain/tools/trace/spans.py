@@ -17,13 +17,13 @@ from hytrain.tools.trace.intervals import Intervals, union
 
 COMPUTE: Final = "compute"
 """Kernels, or a layer's forward or backward where only CUDA events were recorded."""
-GPU_UPDATE: Final = "gpu_update"
+GPU_UPDATE: Final = "update on the GPU"
 COMMUNICATION: Final = "communication"
 EXCHANGES: Final = frozenset(("all_to_all", "send_recv"))
 """Communication of activations (Ulysses' attention): no gather of weights, no reduction."""
-D2H: Final = "d2h"
-H2D: Final = "h2d"
-CPU_UPDATE: Final = "cpu_update"
+D2H: Final = "gradients to host"
+H2D: Final = "weights to GPU"
+CPU_UPDATE: Final = "update on the CPU"
 WAIT: Final = "wait"
 """The host or the compute stream waits for the new weights of a layer."""
 SYNC: Final = "sync"
@@ -42,14 +42,14 @@ RESOURCES: Final = (
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 RECOMPUTE: Final = "recompute"
-OTHER: Final = "other"
+OTHER: Final = "other compute"
 """Passes of compute; the last where it is unknown which."""
 
 NONE: Final = -1
 """Of a layer, chunk or step that a span does not name."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Span:
     """One span, before it becomes a row; times in nanoseconds."""
 
@@ -151,6 +151,8 @@ class RankTrace:
     """Sentences about what this trace cannot tell."""
     are_kernels: bool = False
     """Compute is kernels, not layers timed by events."""
+    has_gpu: bool = True
+    """Else the CPU's forward and backward stand for its compute."""
 
     def __getitem__(self, resource: str) -> Spans:
         return self.spans[resource]

@@ -18,17 +18,23 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.blockers import Blame, Blockers
 from hytrain.tools.trace.intervals import EMPTY, Intervals, of_pairs, united
-from hytrain.tools.trace.spans import BACKWARD, FORWARD, NONE, RECOMPUTE, RankTrace, Step
-
-GPU_UPDATE: Final = "update on the GPU"
-CPU_UPDATE: Final = "update on the CPU"
-D2H: Final = "gradients to host"
-H2D: Final = "weights to GPU"
-COMMUNICATION: Final = "communication"
-OTHER: Final = "other compute"
+from hytrain.tools.trace.spans import (
+    BACKWARD,
+    COMMUNICATION,
+    COMPUTE,
+    CPU_UPDATE,
+    D2H,
+    FORWARD,
+    GPU_UPDATE,
+    H2D,
+    NONE,
+    OTHER,
+    RECOMPUTE,
+    RankTrace,
+    Step,
+)
 
 COMPUTE_PARTS: Final = (FORWARD, BACKWARD, RECOMPUTE, OTHER, GPU_UPDATE)
 PARTS: Final = (*COMPUTE_PARTS, *causes.CAUSES)
@@ -36,21 +42,16 @@ PARTS: Final = (*COMPUTE_PARTS, *causes.CAUSES)
 
 _BLOCKS: Final[Mapping[str, tuple[str, ...]]] = {
     CPU_UPDATE: (causes.CPU_ADAM, causes.CLIPPING),
-    D2H: (causes.GRADIENT_COPY,),
-    H2D: (causes.WEIGHT_COPY,),
-    COMMUNICATION: (causes.COMMUNICATION, causes.SLOW_RANK),
+    D2H: (D2H,),
+    H2D: (H2D,),
+    COMMUNICATION: (COMMUNICATION, causes.SLOW_RANK),
 }
-_SPANS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    FORWARD: (kinds.COMPUTE, (FORWARD,)),
-    BACKWARD: (kinds.COMPUTE, (BACKWARD, RECOMPUTE)),
-    GPU_UPDATE: (kinds.GPU_UPDATE, ()),
-    CPU_UPDATE: (kinds.CPU_UPDATE, ()),
-    D2H: (kinds.D2H, ()),
-    H2D: (kinds.H2D, ()),
-    COMMUNICATION: (kinds.COMMUNICATION, ()),
+_PASSES: Final[Mapping[str, tuple[str, ...]]] = {
+    FORWARD: (FORWARD,),
+    BACKWARD: (BACKWARD, RECOMPUTE),
 }
-"""Activity -> resource, and of which passes of it: backward has what is computed again for it."""
-ACTIVITIES: Final = tuple(_SPANS)
+"""Of compute: backward has what is computed again for it."""
+ACTIVITIES: Final = (FORWARD, BACKWARD, GPU_UPDATE, CPU_UPDATE, D2H, H2D, COMMUNICATION)
 
 
 class Overlap(NamedTuple):
@@ -92,10 +93,13 @@ def overlap(steps: Sequence[StepTimes], activity: str, layer: int | None = None)
 def times_of(rank: RankTrace, blockers: Blockers) -> tuple[StepTimes, ...]:
     """All steps of a rank."""
     computes = _compute_parts(rank)
-    spans = {activity: rank[resource] for activity, (resource, _) in _SPANS.items()}
-    for activity, (_, passes) in _SPANS.items():
-        if passes:
-            spans[activity] = spans[activity].select(np.isin(spans[activity].detail, passes))
+    compute = rank[COMPUTE]
+    spans = {
+        activity: compute.select(np.isin(compute.detail, _PASSES[activity]))
+        if activity in _PASSES
+        else rank[activity]
+        for activity in ACTIVITIES
+    }
     layers = sorted({n for rows in spans.values() for n in set(rows.layer.tolist())} - {NONE})
     covered = {activity: rows.covered() for activity, rows in spans.items()}
     by_layer = {
@@ -105,9 +109,12 @@ def times_of(rank: RankTrace, blockers: Blockers) -> tuple[StepTimes, ...]:
         for layer in layers
     }
     # What hides an activity: other compute than its own.
-    own = {name: (*passes, name) for name, (_, passes) in _SPANS.items()}
     others = {
-        activity: united(computes[part] for part in COMPUTE_PARTS if part not in own[activity])
+        activity: united(
+            computes[part]
+            for part in COMPUTE_PARTS
+            if part not in _PASSES.get(activity, (activity,))
+        )
         for activity in ACTIVITIES
     }
     found: list[StepTimes] = []
@@ -131,12 +138,12 @@ def times_of(rank: RankTrace, blockers: Blockers) -> tuple[StepTimes, ...]:
 
 def _compute_parts(rank: RankTrace) -> dict[str, Intervals]:
     """Of all compute what belongs to each part, disjoint."""
-    compute = rank[kinds.COMPUTE]
+    compute = rank[COMPUTE]
     parts = {
         part: compute.select(compute.detail == part).covered()
         for part in (FORWARD, BACKWARD, RECOMPUTE)
     }
-    parts |= {OTHER: compute.covered(), GPU_UPDATE: rank[kinds.GPU_UPDATE].covered()}
+    parts |= {OTHER: compute.covered(), GPU_UPDATE: rank[GPU_UPDATE].covered()}
     taken = EMPTY
     for part in COMPUTE_PARTS:
         parts[part], taken = parts[part] - taken, taken | parts[part]

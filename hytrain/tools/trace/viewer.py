@@ -55,16 +55,6 @@ class _Block:
         return base64.b64encode(gzip.compress(b"".join(self._parts), 3)).decode()
 
 
-class _Names:
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {"": 0}
-
-    def of(self, values: NDArray[np.object_]) -> NDArray[np.uint32]:
-        numbers = self.numbers
-        found = [numbers.setdefault(value, len(numbers)) for value in values.tolist()]
-        return np.array(found, np.uint32)
-
-
 def write_page(
     path: Path, runs: Sequence[tuple[str, Analysis]], verdict: Sequence[tuple[str, str, str]]
 ) -> None:
@@ -78,7 +68,7 @@ def write_page(
     Raises:
         ConfigError: the file cannot be written.
     """
-    block, names = _Block(), _Names()
+    block, names = _Block(), {"": 0}
     title = " | ".join(title for title, _ in runs if title) or _files(runs[0][1])
     content: dict[str, Any] = {
         "title": title,
@@ -86,7 +76,7 @@ def write_page(
         "legend": [[runs[-1][1].named(name), COLOURS[name]] for name in LEGEND],
         "runs": [_run(title, run, block, names) for title, run in runs],
     }
-    content["names"] = list(names.numbers)
+    content["names"] = list(names)
     # "</script" would end the script element, and "<!--" hide its end.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     page = _TEMPLATE.read_text(encoding="utf-8")
@@ -99,7 +89,7 @@ def write_page(
         raise ConfigError(f"cannot write {path} ({error.strerror}): give --html another") from error
 
 
-def _run(title: str, run: Analysis, block: _Block, names: _Names) -> dict[str, Any]:
+def _run(title: str, run: Analysis, block: _Block, names: dict[str, int]) -> dict[str, Any]:
     begin = min(rank.steps[0].begin for rank in run.ranks)
     end = max(rank.steps[-1].end for rank in run.ranks)
     steps = next(rank for rank in run.ranks if rank.rank == run.slowest).steps
@@ -159,13 +149,18 @@ def _parts(run: Analysis) -> list[list[Any]]:
     return parts
 
 
-def _columns(row: Row, zero: int, block: _Block, names: _Names) -> dict[str, list[Any]]:
+def _columns(row: Row, zero: int, block: _Block, names: dict[str, int]) -> dict[str, list[Any]]:
+    """``names``: each name's number, to which those of the row are added."""
     bars = row.bars
+
+    def numbers(values: NDArray[np.object_]) -> NDArray[np.uint32]:
+        return np.array([names.setdefault(one, len(names)) for one in values], np.uint32)
+
     values = {
         "begin": bars.begin - zero,
         "end": bars.end - zero,
-        "name": names.of(bars.name),
-        "detail": names.of(bars.detail),
+        "name": numbers(bars.name),
+        "detail": numbers(bars.detail),
         "bytes": bars.size,
         "layer": bars.layer,
         "step": bars.step,

@@ -146,8 +146,8 @@ def test_a_replay_without_changes_repeats_every_span(schedule: Schedule, tmp_pat
     ranks = load(write(tmp_path, schedule, first=2))
     graph = Graph(ranks)
     begins, ends = Replay(graph, {}).run()
-    assert begins == [node.begin for node in graph.nodes]
-    assert ends == [node.end for node in graph.nodes]
+    assert begins == {node: node.begin for node in graph.nodes}
+    assert ends == {node: node.end for node in graph.nodes}
 
 
 def _by_three_threads(path: Path) -> Path:

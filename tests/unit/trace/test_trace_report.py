@@ -20,6 +20,7 @@ from support.trace_schedule import (
 
 from hytrain.tools import cli
 from hytrain.tools.trace import blockers as causes
+from hytrain.tools.trace import spans as kinds
 from hytrain.tools.trace.analysis import Analysis, analyse
 from hytrain.tools.trace.load import load
 from hytrain.tools.trace.report_text import sentences, verdict
@@ -165,7 +166,7 @@ def test_kernels_in_place_of_layers(tmp_path: Path) -> None:
     # 8 passes of 3 gaps.
     assert kernels.parts[causes.KERNEL_GAPS] == 8 * 3 * 5 * US
     assert kernels.busy == layers.busy - 8 * 3 * 5 * US
-    for cause in (causes.CPU_ADAM, causes.GRADIENT_COPY, causes.WEIGHT_COPY):
+    for cause in (causes.CPU_ADAM, kinds.D2H, kinds.H2D):
         assert kernels.parts[cause] == layers.parts[cause] > 0
 
 
