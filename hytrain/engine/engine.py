@@ -891,6 +891,8 @@ class HyTrainEngine(DeepSpeedEngine):
         )
         name = None if tag is None else str(tag)
         loaded = self._checkpoints.load(Path(load_dir), name, request)
+        if self._metrics is not None:
+            self._metrics.decisions.skip_history()
         self._tracing.begin(self.global_steps)
         return loaded
 

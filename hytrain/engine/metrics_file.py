@@ -37,7 +37,7 @@ class DecisionLog:
         self._is_measured = False  # the last one taken
 
     def skip_history(self) -> None:
-        """Leaves out what the resumed run decided; its last one is this run's own first."""
+        """After a checkpoint's decisions have come before this run's: only its last is new."""
         self._num_taken = max(0, len(self._since(0)) - 1)
         self._is_measured = True
 
@@ -108,7 +108,7 @@ class MetricsFile:
         path = Path(name)
         if rank:
             path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-        self._rank, self._decisions, self._device = rank, decisions, device
+        self._rank, self.decisions, self._device = rank, decisions, device
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _cut_half_line(path)
@@ -123,11 +123,11 @@ class MetricsFile:
         """After a step, which may have been skipped; ``step``: how many have been made."""
         record = {"kind": "step", "step": step, "step_s": statistics.step_seconds}
         record |= step_record(statistics)
-        self._write([*self._decisions.take(), record | memory_record(self._device)])
+        self._write([*self.decisions.take(), record | memory_record(self._device)])
 
     def close(self) -> None:
         """Writes the last decisions."""
-        self._write(self._decisions.take())
+        self._write(self.decisions.take())
         self._file.close()
 
     def _write(self, records: Iterable[Record]) -> None:

@@ -231,6 +231,26 @@ def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
     assert cli.main(["explain", str(path)]) == 0
 
 
+def test_decisions_are_written_once_where_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+
+    def move(engine: Any, *fractions: float) -> None:
+        for fraction in fractions:
+            engine.set_gpu_fraction(fraction)
+            _steps(engine, 1)
+
+    with _engine(metrics=str(path)) as engine:
+        move(engine, 1.0)
+        engine.save_checkpoint(tmp_path / "saved")
+        move(engine, 0.0, 0.5, 1.0)
+        before = len(_lines(path))
+        engine.load_checkpoint(tmp_path / "saved")
+        move(engine, 0.0)
+    after = [line["placement"] for line in _lines(path)[before:] if line["kind"] == "decision"]
+    # Where layers are when it is loaded, and the moves; nothing that the checkpoint keeps.
+    assert [each["gpu_layers_target"] for each in after] == [4, 0]
+
+
 @pytest.mark.parametrize("content", ["no newline at all", 'lines\n{"other": 1'])
 def test_another_file_is_refused_and_left_as_it_is(content: str, tmp_path: Path) -> None:
     (tmp_path / "notes").write_text(content)
