@@ -76,6 +76,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         )
         self.gradients = GradientAccess(self.passes)
         self.kept = KeptState(self.passes, hyper)
+        self._state = OptimizerState(self.kept)
         self.before_close: list[Callable[[], None]] = []
         """Called when the state is about to go, while everything is still there; last one first."""
         self._hyper = hyper
@@ -371,7 +372,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     @property
     def state(self) -> OptimizerState:
         """Step and moments by parameter, as this rank has them: see :class:`OptimizerState`."""
-        return OptimizerState(self.kept)
+        return self._state
 
     @property
     def bit16_groups(self) -> list[list[torch.nn.Parameter]]:

@@ -1,10 +1,9 @@
-"""The partition table: which slice of each layer a rank owns. Plain numbers, no torch."""
+"""Which slice of each layer a rank owns. Plain numbers, no torch."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from hytrain.errors import ConfigError
@@ -19,29 +18,6 @@ matrix products on views of the training copy keep their fast paths and kernels 
 def align_up(elements: int, multiple: int = ALIGNMENT) -> int:
     """The smallest multiple of ``multiple`` that is not below ``elements``."""
     return -(-elements // multiple) * multiple
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionTable:
-    """``cuts[layer]`` holds ``num_ranks + 1`` ascending element offsets from 0 to the layer's size.
-
-    Rank r owns ``[cuts[layer][r], cuts[layer][r + 1])`` of every layer, never nothing.
-    """
-
-    cuts: tuple[tuple[int, ...], ...]
-
-    def shard(self, layer: int, rank: int) -> tuple[int, int]:
-        """(begin, end) of a rank's slice of a layer, in elements."""
-        return self.cuts[layer][rank], self.cuts[layer][rank + 1]
-
-    def sizes(self, layer: int) -> list[int]:
-        """Elements that each rank owns of a layer."""
-        cuts = self.cuts[layer]
-        return [end - begin for begin, end in itertools.pairwise(cuts)]
-
-    def is_even(self, layer: int) -> bool:
-        """Whether all ranks own equally much (collectives are faster then)."""
-        return len(set(self.sizes(layer))) == 1
 
 
 def sizes_within(sizes: Sequence[int], low: int, high: int) -> list[int]:
@@ -72,13 +48,17 @@ def padded_size(elements: int, num_ranks: int) -> int:
 
 def partition(
     layer_sizes: Sequence[int], num_ranks: int, fractions: Sequence[float] | None
-) -> PartitionTable:
+) -> list[list[int]]:
     """Cuts every layer by the fractions (equal where None), on multiples of ``ALIGNMENT``.
 
     Args:
         layer_sizes: padded size of each layer in elements (see :func:`padded_size`).
         num_ranks: ranks that share the state.
         fractions: one positive number a rank, summing to 1.
+
+    Returns:
+        For each layer, the elements that each rank owns of it, never none: slices in the ranks'
+        order.
 
     Raises:
         ConfigError: the number of fractions is not the number of ranks.
@@ -89,7 +69,7 @@ def partition(
             "ranks: give one number a rank, or null for equal shards"
         )
     shares = list(fractions) if fractions is not None else [1.0 / num_ranks] * num_ranks
-    return PartitionTable(tuple(_cut(size, shares) for size in layer_sizes))
+    return [_cut(size, shares) for size in layer_sizes]
 
 
 def deal(sizes: Sequence[int], num_ranks: int, fractions: Sequence[float] | None) -> list[int]:
@@ -109,7 +89,7 @@ def deal(sizes: Sequence[int], num_ranks: int, fractions: Sequence[float] | None
     return owners
 
 
-def _cut(size: int, shares: Sequence[float]) -> tuple[int, ...]:
+def _cut(size: int, shares: Sequence[float]) -> list[int]:
     units = size // ALIGNMENT
     if units < len(shares) or size % ALIGNMENT:
         raise ValueError(f"a layer of {size} elements is not padded for {len(shares)} ranks")
@@ -123,4 +103,4 @@ def _cut(size: int, shares: Sequence[float]) -> tuple[int, ...]:
         # Every rank owns something: collectives and the update then have no empty case.
         cuts.append(min(max(cut, cuts[-1] + 1), units - ranks_left))
     cuts.append(units)
-    return tuple(cut * ALIGNMENT for cut in cuts)
+    return [(end - begin) * ALIGNMENT for begin, end in itertools.pairwise(cuts)]

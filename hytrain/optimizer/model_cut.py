@@ -107,7 +107,7 @@ def cut_model(
     frozen_layouts = lay_out(apart, dict.fromkeys(map(id, frozen), 0), num_ranks)
     everything = [*layouts, *frozen_layouts]
     sizes = [layout.size for layout in everything]
-    table = partition(sizes, num_ranks, config.shard_fractions)
+    owned = partition(sizes, num_ranks, config.shard_fractions)
     whole = set(range(len(sizes))) if gathers is None else persistent_layers(sizes, gathers)
     if gathers is not None:
         # Where a layer has pieces, all of them are gathered.
@@ -115,7 +115,7 @@ def cut_model(
     parts = iter(
         CutPart(
             layout,
-            [*layout.dealt] or table.sizes(number),
+            [*layout.dealt] or owned[number],
             number not in whole,
             by_parameter.get(id(layout.slots[0].parameter)),
         )

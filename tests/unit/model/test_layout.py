@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,10 +94,9 @@ def test_chunks_of_all_ranks(
     total = sum(shares)
     shares = [share / total for share in shares]
     layout = make_layout(specs, len(shares))
-    table = partition([layout.size], len(shares), shares)
+    (sizes,) = partition([layout.size], len(shares), shares)
     spans: list[tuple[int, int]] = []
-    for rank in range(len(shares)):
-        begin, end = table.shard(0, rank)
+    for begin, end in pairwise(accumulate(sizes, initial=0)):
         chunks = layout.chunks(begin, end, largest)
         assert covers_once([(c.begin, c.end) for c in chunks], begin, end)
         for chunk in chunks:
@@ -128,26 +129,19 @@ def test_partition(units: list[int], shares: list[float]) -> None:
     total = sum(shares)
     shares = [share / total for share in shares]
     sizes = [padded_size(unit * ALIGNMENT, ranks) for unit in units]
-    table = partition(sizes, ranks, shares)
-    for layer, size in enumerate(sizes):
-        assert covers_once([table.shard(layer, rank) for rank in range(ranks)], 0, size)
-        assert table.sizes(layer) == [
-            end - begin for begin, end in (table.shard(layer, rank) for rank in range(ranks))
-        ]
-        assert all(cut % ALIGNMENT == 0 for cut in table.cuts[layer])
+    for size, owned in zip(sizes, partition(sizes, ranks, shares), strict=True):
+        assert sum(owned) == size
+        assert all(one > 0 and one % ALIGNMENT == 0 for one in owned)
         if size // ALIGNMENT >= 50 * ranks:  # too few units cannot follow the fractions
-            for rank, share in enumerate(shares):
-                off = abs(table.sizes(layer)[rank] - share * size)
-                assert off <= ALIGNMENT * ranks
+            for one, share in zip(owned, shares, strict=True):
+                assert abs(one - share * size) <= ALIGNMENT * ranks
 
 
 @given(st.integers(min_value=1, max_value=10**6), num_ranks)
 def test_equal_shares_are_exactly_equal(elements: int, ranks: int) -> None:
     size = padded_size(elements, ranks)
     assert elements <= size < elements + ALIGNMENT * ranks
-    table = partition([size], ranks, None)
-    assert table.is_even(0)
-    assert table.sizes(0) == [size // ranks] * ranks
+    assert partition([size], ranks, None) == [[size // ranks] * ranks]
 
 
 @given(st.integers(min_value=0, max_value=10**9))
