@@ -131,7 +131,12 @@ class SaveContents:
     @property
     def num_bytes(self) -> int:
         """What all tensors of the checkpoint take."""
-        size = sum(x.numel * (4 * len(x.kinds) + x.dtype.itemsize) for x in self.places)
+        return self.part_bytes(1.0)
+
+    def part_bytes(self, share: float) -> int:
+        """What all tensors take, with this share of the optimizer's state."""
+        size = int(share * sum(4 * x.numel * len(x.kinds) for x in self.places))
+        size += sum(x.numel * x.dtype.itemsize for x in self.places)
         if self.model_states is not None:
             states = self.model_states
             size += sum(constant.tensor.nbytes for constant in states.constants.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from pydantic import Field
 
 from hytrain import _C
 from hytrain.checkpoint.universal import is_plain_path
-from hytrain.errors import CheckpointError, DamagedCheckpointError
+from hytrain.errors import CheckpointError, DamagedCheckpointError, size_text
 from hytrain.formats.record import Record, checked, parse_json
 
 BLOCK_BYTES = 1 << 20
@@ -42,10 +43,12 @@ class FileSums:
 
     Attributes:
         blocks: CRC-32 of each :data:`BLOCK_BYTES`; the last block may be shorter.
+        host: the name of the host that alone has saved it (see parts.py); None: all have.
     """
 
     num_bytes: int
     blocks: tuple[int, ...]
+    host: str | None = None
 
     def bounds(self, block: int) -> tuple[int, int]:
         """``[begin, end)`` of a block in the file."""
@@ -157,6 +160,31 @@ def write_file(path: Path, stored: object) -> None:
         raise
 
 
+def check_room(folder: Path, num_bytes: int, takes: str, remedy: str) -> None:
+    """Raises a CheckpointError where there is less space; ``takes``: what needs it, and a verb."""
+    if (free := free_bytes(folder)) < num_bytes:
+        raise CheckpointError(
+            f"{folder} has {size_text(free)} free, and {takes} {size_text(num_bytes)}: {remedy}"
+        )
+
+
+def room_text(folder: Path, num_bytes: int) -> str:
+    """Of a message about a write that found no space: what the whole takes, and what there is."""
+    try:
+        free = f"{size_text(free_bytes(folder))} are free"
+    except OSError as error:
+        return f"how much is free is not known ({error})"
+    return (
+        f"the checkpoint takes {size_text(num_bytes)} in all, and beside what is written of it "
+        f"{free}"
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """Space that is left in a folder's file system."""
+    return shutil.disk_usage(folder).free
+
+
 def damaged_blocks(path: Path, sums: FileSums, begin: int, end: int) -> list[int]:
     """Those of the blocks ``[begin, end)`` of a file that are not what was written."""
     damaged: list[int] = []
@@ -197,30 +225,6 @@ MANIFEST_VERSION = 2
 """1 where one folder has all files: older versions of hytrain read those."""
 
 
-def pack_manifest(
-    files: Mapping[str, FileSums], *, saved_at: float, hosts: Mapping[str, str] | None = None
-) -> bytes:
-    """The file's contents; see :class:`Manifest`."""
-    hosts = hosts or {}
-    entries = {
-        name: {
-            "bytes": sums.num_bytes,
-            "blocks": " ".join(f"{block:08x}" for block in sums.blocks),
-            **({"host": hosts[name]} if name in hosts else {}),
-        }
-        for name, sums in sorted(files.items())
-    }
-    body = {
-        "version": MANIFEST_VERSION if hosts else 1,
-        "sum": "crc32",
-        "block_bytes": BLOCK_BYTES,
-        "saved_at": saved_at,
-        "files": entries,
-    }
-    text = f'"manifest": {json.dumps(body, indent=1)}}}\n'.encode()
-    return _head(text) + text
-
-
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a save has written: every file's length and sums, in one file that is sure of itself.
@@ -231,15 +235,37 @@ class Manifest:
     Attributes:
         files: path in the tag's folder, with "/" -> sums.
         saved_at: seconds since 1970, when it was written; 0 in those of older versions.
-        hosts: of files that one host alone has saved, its name; see parts.py.
     """
 
     files: Mapping[str, FileSums]
     saved_at: float
-    hosts: Mapping[str, str]
+
+    def hosts(self) -> dict[str, str]:
+        """Of files that one host alone has saved, its name."""
+        return {name: sums.host for name, sums in self.files.items() if sums.host is not None}
+
+    def pack(self) -> bytes:
+        """The file's contents."""
+        entries = {
+            name: {
+                "bytes": sums.num_bytes,
+                "blocks": " ".join(f"{block:08x}" for block in sums.blocks),
+                **({"host": sums.host} if sums.host is not None else {}),
+            }
+            for name, sums in sorted(self.files.items())
+        }
+        body = {
+            "version": MANIFEST_VERSION if self.hosts() else 1,
+            "sum": "crc32",
+            "block_bytes": BLOCK_BYTES,
+            "saved_at": self.saved_at,
+            "files": entries,
+        }
+        text = f'"manifest": {json.dumps(body, indent=1)}}}\n'.encode()
+        return _head(text) + text
 
 
-def unpack_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """Reads a manifest.
 
     Raises:
@@ -272,9 +298,8 @@ def unpack_manifest(path: Path) -> Manifest:
         # Names are joined to the folder, and sums to their files: others would lead elsewhere.
         if not is_plain_path(name) or len(blocks) != -(-entry.bytes // BLOCK_BYTES):
             raise DamagedCheckpointError(f"{path} has sums of {name[:80]!r} that are none")
-        files[name] = FileSums(entry.bytes, blocks)
-    hosts = {name: entry.host for name, entry in stored.files.items() if entry.host is not None}
-    return Manifest(files, stored.saved_at, hosts)
+        files[name] = FileSums(entry.bytes, blocks, entry.host)
+    return Manifest(files, stored.saved_at)
 
 
 class _Entry(Record):

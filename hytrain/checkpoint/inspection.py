@@ -160,7 +160,7 @@ def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFact
         num_ranks=_count(stored, "dp_world_size"),
         parameters=sum(shape.numel() for group in shapes for shape in group.values()),
         tensors=len(trained),
-        saved_at=files.saved_at or None,
+        saved_at=(files.manifest and files.manifest.saved_at) or None,
         dtype=", ".join(sorted(dtypes)) or None,
         versions={name: text for name, text in versions.items() if text},
     )
@@ -206,7 +206,7 @@ def verify(folder: Path) -> Verdict:
         files = StoredFiles.as_found(paths)
     except Exception as error:  # what a file makes of itself is manifold
         problems.append(_told(paths, error))
-        files = StoredFiles.as_found(paths, by_manifest=False)
+        files = StoredFiles.without_manifest(paths)
     try:
         problems += files.all_damage()
         if files.manifest is None or not problems:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hytrain.checkpoint.commit import begin_save, discard_replaced, finish_save, remove_save
 from hytrain.checkpoint.export_script import put_beside
-from hytrain.checkpoint.files import MANIFEST, pack_manifest, sync_names, write_file
+from hytrain.checkpoint.files import MANIFEST, sync_names, write_file
 from hytrain.checkpoint.stored_files import StoredFiles, listed
 from hytrain.checkpoint.universal import LATEST, CheckpointPaths
 from hytrain.checkpoint.writer import write_latest
@@ -29,7 +30,7 @@ def merge_parts(folders: Sequence[Path], out: Path) -> Path:
     parts = [StoredFiles.of(CheckpointPaths(folder)) for folder in folders]
     first = parts[0]
     for part in parts:
-        if not part.hosts or part.manifest is None:
+        if not part.hosts:
             raise CheckpointError(
                 f"{part.paths.folder} is no part of a checkpoint of several hosts"
             )
@@ -40,7 +41,7 @@ def merge_parts(folders: Sequence[Path], out: Path) -> Path:
             )
     assert first.manifest is not None
     sources = {name: part for part in reversed(parts) for name in part.found}
-    if missing := sorted(first.manifest.keys() - sources.keys()):
+    if missing := sorted(first.manifest.files.keys() - sources.keys()):
         hosts = ", ".join(sorted({first.hosts.get(name, "each host") for name in missing}))
         raise DamagedCheckpointError(
             f"{listed(missing)} ({len(missing)} files) are in none of the folders: give those of "
@@ -54,7 +55,8 @@ def merge_parts(folders: Sequence[Path], out: Path) -> Path:
         for name, part in sources.items():
             _bring(part.paths.folder / name, saving / name)
         manifest = CheckpointPaths(saving).zero / MANIFEST
-        write_file(manifest, pack_manifest(first.manifest, saved_at=first.saved_at))
+        whole = {name: replace(sums, host=None) for name, sums in first.manifest.files.items()}
+        write_file(manifest, replace(first.manifest, files=whole).pack())
         sync_names(saving, [manifest, *(saving / name for name in sources)])
         finish_save(saving, out / tag)
     except OSError as error:

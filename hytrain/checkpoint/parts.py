@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -205,13 +205,13 @@ def find_holders(
     _refuse_missing(files, found)
     machines = [at.machine for *_, at in found]
     holders: dict[str, int] = {}
-    for number, name in enumerate(sorted(files.manifest)):
+    for number, name in enumerate(sorted(files.manifest.files)):
         at = machines[collectives.rank]
         if name in files.hosts:
             at = machines[next(rank for rank, (names, *_) in enumerate(found) if name in names)]
         beside = [rank for rank, machine in enumerate(machines) if machine == at]
         holders[name] = beside[number % len(beside)]
-    sizes = {name: sums.num_bytes for name, sums in files.manifest.items()}
+    sizes = {name: sums.num_bytes for name, sums in files.manifest.files.items()}
     return replace(files, found=sizes), holders
 
 
@@ -231,7 +231,6 @@ def _found_here(files: StoredFiles) -> tuple[frozenset[str], str | None]:
 def _refuse_missing(
     files: StoredFiles, found: Sequence[tuple[frozenset[str], str | None, Process]]
 ) -> None:
-    manifest: Mapping[str, object] = files.manifest or {}
     here = sorted({at.host for *_, at in found})
     anywhere = frozenset[str]().union(*(names for names, *_ in found))
     missing = sorted(files.hosts.keys() - anywhere)
@@ -242,7 +241,7 @@ def _refuse_missing(
             f"{listed(missing)} ({len(missing)} files), which {' and '.join(whose)} saved, are on "
             f"none of the hosts {', '.join(here)}"
         )
-    common = manifest.keys() - files.hosts.keys()
+    common = set(files.saved) - files.hosts.keys()
     for host in here:
         of_host = [names for names, _, at in found if at.host == host]
         if lacking := sorted(common - frozenset[str]().union(*of_host)):

@@ -193,7 +193,7 @@ class _Load:
     def _wanted(self) -> list[str]:
         """The files that a load reads, whether they are there or not; the same on all ranks."""
         paths, found, request = self._paths, self._files.found, self._request
-        manifest, known = self._files.manifest, self._files.parameters
+        known = self._files.parameters
         files = [paths.model_states]
         states = [place for place in self._places if place.name in known]
         files += [paths.state(x.name, kind) for x in states for kind in request.kinds_of(x)]
@@ -201,13 +201,13 @@ class _Load:
             files.append(paths.optimizer_state)
             files += [paths.state(place.name, STEP) for place in states]
         names = [paths.name_of(path) for path in files]
-        if manifest is None:
+        if self._files.manifest is None:
             # Another tool's has what its kind has; what is missed is said where it is missed.
             no_state = not any(name.startswith("zero/") for name in found)
             names = [n for n in names if n in found or not (no_state or n.endswith("step.pt"))]
         elif request.with_optimizer:
             # All that was saved is there, though a load that is not strict may not need it.
-            names += sorted(manifest.keys() - set(names))
+            names += sorted(set(self._files.saved) - set(names))
         return names
 
     def _look(self) -> Iterator[str]:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 from hytrain.checkpoint import inert
 from hytrain.checkpoint.files import (
     BLOCK_BYTES,
     MANIFEST,
-    FileSums,
+    Manifest,
     damaged_blocks,
-    unpack_manifest,
+    read_manifest,
 )
 from hytrain.checkpoint.gather import STATES
 from hytrain.checkpoint.progress import Progress
@@ -30,9 +30,6 @@ from hytrain.checkpoint.universal import CheckpointPaths
 from hytrain.errors import DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 _THREADS = 8
 """They wait for the disk, or sum bytes: neither needs Python's lock."""
@@ -42,6 +39,15 @@ _SHOWN = 5
 _ADVICE = f"load another tag (or take {MANIFEST} away, if you have changed the file yourself)"
 
 
+class _Unit(NamedTuple):
+    """What a rank checks at once: a file, or its blocks ``[begin, end)``."""
+
+    name: str
+    num_bytes: int
+    begin: int = 0
+    end: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class StoredFiles:
     """What is in a checkpoint's folder.
@@ -49,15 +55,11 @@ class StoredFiles:
     Attributes:
         found: path in the folder -> bytes, of all that might be a checkpoint's.
         manifest: what was saved; None where nothing says so.
-        saved_at: when, in seconds since 1970; 0 where nothing says so.
-        hosts: of files that one host alone has saved, its name.
     """
 
     paths: CheckpointPaths
     found: Mapping[str, int]
-    manifest: Mapping[str, FileSums] | None
-    saved_at: float = 0.0
-    hosts: Mapping[str, str] = field(default_factory=dict[str, str])
+    manifest: Manifest | None
 
     @classmethod
     def of(cls, paths: CheckpointPaths) -> StoredFiles:
@@ -73,34 +75,37 @@ class StoredFiles:
         return files
 
     @classmethod
-    def as_found(cls, paths: CheckpointPaths, *, by_manifest: bool = True) -> StoredFiles:
+    def as_found(cls, paths: CheckpointPaths) -> StoredFiles:
         """:meth:`of` without a look at which files there are.
-
-        ``by_manifest``: False: as if there were none.
 
         Raises:
             CheckpointError: the manifest is damaged or of a later version.
         """
-        found = dict(_find(paths))
         path = paths.zero / MANIFEST
-        if not by_manifest:
-            return cls(paths, found, None)
-        if not path.is_file():
-            logger.warning(
-                "%s has no %s (plain DeepSpeed and older versions write none): damage is noticed "
-                "only in files with checksums of their own, and files of another save are not "
-                "noticed",
-                paths.folder,
-                MANIFEST,
-            )
-            return cls(paths, found, None)
-        manifest = unpack_manifest(path)
-        return cls(paths, found, manifest.files, manifest.saved_at, manifest.hosts)
+        if path.is_file():
+            return replace(cls.without_manifest(paths), manifest=read_manifest(path))
+        logger.warning(
+            "%s has no %s (plain DeepSpeed and older versions write none): damage is noticed only "
+            "in files with checksums of their own, and files of another save are not noticed",
+            paths.folder,
+            MANIFEST,
+        )
+        return cls.without_manifest(paths)
+
+    @classmethod
+    def without_manifest(cls, paths: CheckpointPaths) -> StoredFiles:
+        """As if there were none."""
+        return cls(paths, dict(_find(paths)), None)
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """See :meth:`Manifest.hosts`."""
+        return {} if self.manifest is None else self.manifest.hosts()
 
     @property
     def saved(self) -> Collection[str]:
         """Paths in the folder of what was saved, or, where nothing says so, of what is there."""
-        return self.found if self.manifest is None else self.manifest
+        return self.found if self.manifest is None else self.manifest.files
 
     @property
     def parameters(self) -> set[str]:
@@ -134,21 +139,48 @@ class StoredFiles:
             if name not in self.found
         ]
 
-    def _damage(self, wanted: Collection[str], rank: int, num_ranks: int) -> list[str]:
+    def _damage(self, wanted: Iterable[str], rank: int, num_ranks: int) -> list[str]:
+        units = [unit for name in wanted for unit in self._units(name)]
+        # What is used first is checked last, and is then still in memory where not all finds room.
+        mine = _share(units, rank, num_ranks)[::-1]
+        total = sum(unit.num_bytes for unit in mine)
+        progress = Progress(f"checking {self.paths.folder}", total, rank)
+
+        def check(unit: _Unit) -> str | None:
+            try:
+                return self._damage_of(unit)
+            except OSError as error:
+                return _unreadable(self.paths.folder / unit.name, error)
+            finally:
+                progress.add(unit.num_bytes)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return [problem for problem in pool.map(check, mine) if problem is not None]
+
+    def _units(self, name: str) -> Iterator[_Unit]:
+        """Ranks share large files, where the sums of their blocks are known."""
         if self.manifest is None:
-            sizes = [self.found[name] for name in wanted]
-            mine = _share(list(wanted), sizes, rank, num_ranks)
-            total = sum(self.found[name] for name in mine)
-            progress = Progress(f"checking {self.paths.folder}", total, rank)
+            yield _Unit(name, self.found[name])
+            return
+        sums = self.manifest.files[name]
+        for begin in range(0, len(sums.blocks), _UNIT_BLOCKS):
+            end = min(begin + _UNIT_BLOCKS, len(sums.blocks))
+            yield _Unit(name, sums.bounds(end - 1)[1] - sums.bounds(begin)[0], begin, end)
 
-            def check(name: str) -> str | None:
-                problem = _damage_by_own_sums(self.paths, name)
-                progress.add(self.found[name])
-                return problem
-
-            results = _in_threads(check, mine)
-            return [problem for problem in results if problem is not None]
-        return _damage_by_manifest(self.paths, self.manifest, wanted, rank, num_ranks)
+    def _damage_of(self, unit: _Unit) -> str | None:
+        path, words = self.paths.folder / unit.name, _named(self.paths, unit.name)
+        if self.manifest is None:
+            return _damage_by_own_sums(path, words)
+        sums = self.manifest.files[unit.name]
+        blocks = damaged_blocks(path, sums, unit.begin, unit.end)
+        if not blocks:
+            return None
+        low, high = sums.bounds(blocks[0])
+        more = f" and {len(blocks) - 1} other places" if len(blocks) > 1 else ""
+        return (
+            f"{words} is damaged, or another save's (the checksum of bytes {low} to {high}{more} "
+            f"is not the one that was saved); {_ADVICE}"
+        )
 
     def _missing(self, name: str) -> str:
         if name not in self.hosts:
@@ -166,9 +198,9 @@ class StoredFiles:
 
     def not_saved(self) -> dict[str, str]:
         """Files that were not saved, or have another length -> that in words."""
-        paths, found, manifest = self.paths, self.found, self.manifest
-        if manifest is None:
+        if self.manifest is None:
             return {}
+        paths, found, manifest = self.paths, self.found, self.manifest.files
         wrong = {
             name: f"{paths.folder / name} was not saved with the checkpoint (its {MANIFEST} does "
             "not have it): take it away, or load another tag"
@@ -202,57 +234,7 @@ def _unreadable(path: object, error: Exception) -> str:
     return str(inert.unreadable(path, error))
 
 
-def _damage_by_manifest(
-    paths: CheckpointPaths,
-    manifest: Mapping[str, FileSums],
-    wanted: Iterable[str],
-    rank: int,
-    num_ranks: int,
-) -> list[str]:
-    """Large files are shared by blocks."""
-    units = [
-        (name, begin, min(begin + _UNIT_BLOCKS, len(manifest[name].blocks)))
-        for name in wanted
-        for begin in range(0, len(manifest[name].blocks), _UNIT_BLOCKS)
-    ]
-    sizes = [(end - begin) * BLOCK_BYTES for _, begin, end in units]
-    # What is used first is checked last, and is then still in memory where not all finds room.
-    mine = _share(units, sizes, rank, num_ranks)[::-1]
-
-    def size(unit: tuple[str, int, int]) -> int:
-        name, begin, end = unit
-        return manifest[name].bounds(end - 1)[1] - begin * BLOCK_BYTES
-
-    progress = Progress(f"checking {paths.folder}", sum(map(size, mine)), rank)
-
-    def check(unit: tuple[str, int, int]) -> list[int] | str:
-        name, begin, end = unit
-        try:
-            return damaged_blocks(paths.folder / name, manifest[name], begin, end)
-        except OSError as error:
-            return _unreadable(paths.folder / name, error)
-        finally:
-            progress.add(size(unit))
-
-    damaged: dict[str, list[int]] = {}
-    problems: list[str] = []
-    for (name, _, _), result in zip(mine, _in_threads(check, mine), strict=True):
-        if isinstance(result, str):
-            problems.append(result)
-        elif result:
-            damaged.setdefault(name, []).extend(result)
-    for name, blocks in damaged.items():
-        low, high = manifest[name].bounds(min(blocks))
-        more = f" and {len(blocks) - 1} other places" if len(blocks) > 1 else ""
-        problems.append(
-            f"{_named(paths, name)} is damaged, or another save's (the checksum of bytes {low} to "
-            f"{high}{more} is not the one that was saved); {_ADVICE}"
-        )
-    return problems
-
-
-def _damage_by_own_sums(paths: CheckpointPaths, name: str) -> str | None:
-    path = paths.folder / name
+def _damage_by_own_sums(path: Path, words: str) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()
@@ -261,8 +243,8 @@ def _damage_by_own_sums(paths: CheckpointPaths, name: str) -> str | None:
             if not has_sums or archive.testzip() is None:
                 return None
     except Exception as error:  # what zipfile makes of a damaged directory is manifold
-        return _unreadable(_named(paths, name), error)
-    return f"{_named(paths, name)} is damaged (by its own checksums); load another tag"
+        return _unreadable(words, error)
+    return f"{words} is damaged (by its own checksums); load another tag"
 
 
 def _named(paths: CheckpointPaths, name: str) -> str:
@@ -283,18 +265,13 @@ def listed(names: Iterable[str]) -> str:
     return shortened([f"'{name}'" for name in names], ", ")
 
 
-def _share(items: Sequence[_T], sizes: Sequence[int], rank: int, num_ranks: int) -> list[_T]:
+def _share(units: Sequence[_Unit], rank: int, num_ranks: int) -> list[_Unit]:
     """A rank's share: each goes, in order, to the rank that has the least so far."""
     loads = [0] * num_ranks
-    mine: list[_T] = []
-    for item, size in zip(items, sizes, strict=True):
+    mine: list[_Unit] = []
+    for unit in units:
         least = loads.index(min(loads))
-        loads[least] += size + BLOCK_BYTES // 16  # opening a file takes time, too
+        loads[least] += unit.num_bytes + BLOCK_BYTES // 16  # opening a file takes time, too
         if least == rank:
-            mine.append(item)
+            mine.append(unit)
     return mine
-
-
-def _in_threads(call: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(call, items))

@@ -13,7 +13,7 @@ from hytrain.checkpoint.commit import (
     too_long,
     unusable_tag,
 )
-from hytrain.checkpoint.files import MANIFEST, unpack_manifest
+from hytrain.checkpoint.files import MANIFEST, read_manifest
 from hytrain.checkpoint.universal import LATEST, CheckpointPaths
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 
@@ -32,7 +32,7 @@ def older_tags(load_dir: Path, damaged: str | None) -> list[str]:
     for tag in saved_tags(load_dir):
         folder = find_replaced(load_dir / tag) or load_dir / tag
         try:
-            manifest = unpack_manifest(CheckpointPaths(folder).zero / MANIFEST)
+            manifest = read_manifest(CheckpointPaths(folder).zero / MANIFEST)
         except (CheckpointError, OSError):
             continue
         name = seen_from(load_dir, folder)

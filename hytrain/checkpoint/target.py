@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from hytrain.checkpoint.commit import TagLock, begin_save, join_save, remove_save, seen_from
 from hytrain.checkpoint.contents import SaveContents
 from hytrain.checkpoint.file_writers import UNCHANGED
+from hytrain.checkpoint.files import check_room
 from hytrain.checkpoint.parts import Parts, find_parts
 from hytrain.checkpoint.stored_files import listed
 from hytrain.checkpoint.universal import is_plain_path
@@ -81,7 +81,13 @@ def writing(
             saving = there
             try:
                 lock = lock or join_save(saving, target.folder)
-                _check_room(saving, contents, parts.share_of(rank))
+                size = contents.part_bytes(parts.share_of(rank))
+                check_room(
+                    saving.parent,
+                    int(_ROOM_FACTOR * size),
+                    "the checkpoint takes",
+                    f"free space and save again; {UNCHANGED}",
+                )
             except (CheckpointError, OSError) as error:
                 failure = str(error)
         raise_together(failure, collectives)
@@ -93,30 +99,3 @@ def writing(
     finally:
         if lock is not None:
             lock.release()
-
-
-def free_bytes(folder: Path) -> int:
-    """Space that is left in a folder's file system."""
-    return shutil.disk_usage(folder).free
-
-
-def room_text(saving: Path, contents: SaveContents) -> str:
-    """Of a message about a write that found no space: what is needed and what there is."""
-    try:
-        free = f"{free_bytes(saving) / 1e9:.3f} GB are free"
-    except OSError as error:
-        return f"how much is free is not known ({error})"
-    return (
-        f"the checkpoint takes {contents.num_bytes / 1e9:.3f} GB in all, and beside what is "
-        f"written of it {free}"
-    )
-
-
-def _check_room(saving: Path, contents: SaveContents, share: float) -> None:
-    states = sum(12 * place.numel for place in contents.places)
-    size, free = int(contents.num_bytes - (1.0 - share) * states), free_bytes(saving)
-    if free < _ROOM_FACTOR * size:
-        raise CheckpointError(
-            f"{saving.parent} has {free / 1e9:.3f} GB free, and the checkpoint takes "
-            f"{size / 1e9:.3f} GB: free space and save again; {UNCHANGED}"
-        )

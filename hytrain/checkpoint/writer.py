@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from hytrain.checkpoint.file_writers import UNCHANGED, WRITERS, FileWriters
 from hytrain.checkpoint.files import (
     MANIFEST,
     FileSums,
+    Manifest,
     SummingFile,
     finish_file,
-    pack_manifest,
+    room_text,
     sync_names,
     write_file,
 )
@@ -38,7 +40,7 @@ from hytrain.checkpoint.gather import (
     whole_on_host,
 )
 from hytrain.checkpoint.parts import Parts, copy_to_parts
-from hytrain.checkpoint.target import SaveTarget, room_text, writing
+from hytrain.checkpoint.target import SaveTarget, writing
 from hytrain.checkpoint.universal import (
     LATEST,
     MODEL_STATES_OF_ZERO3,
@@ -180,7 +182,7 @@ class _Save:
         failure = contents.failure and f"{contents.failure}; {UNCHANGED}"
         # Of copies there may be, at a time, one state tensor of the largest parameter.
         most_bytes = 4 * max((place.numel for place in contents.places), default=0)
-        room = partial(room_text, saving, contents)
+        room = partial(room_text, saving, contents.num_bytes)
         self.files = FileWriters(threads, most_bytes, failure, room)
         self._archive = _ModelStatesFile(
             self._paths.model_states, self.files, contents.model_states
@@ -286,8 +288,13 @@ def _manifest(
     everywhere: list[dict[str, FileSums]] = collectives.objects_on_first(mine, "the files' sums")
     manifest = b""
     if collectives.rank == 0:
-        sums = {name: sums for part in everywhere for name, sums in part.items()}
-        manifest = pack_manifest(sums, saved_at=time.time(), hosts=parts.hosts_of(everywhere))
+        hosts = parts.hosts_of(everywhere)
+        sums = {
+            name: replace(sums, host=hosts.get(name))
+            for part in everywhere
+            for name, sums in part.items()
+        }
+        manifest = Manifest(sums, time.time()).pack()
     if parts.are_several:
         manifest = collectives.object_from_first(manifest, "the manifest")
     return manifest

@@ -27,7 +27,7 @@ import torch
 
 from hytrain.checkpoint import inert
 from hytrain.checkpoint.checks import check_plain
-from hytrain.checkpoint.files import MANIFEST, write_file
+from hytrain.checkpoint.files import MANIFEST, check_room, write_file
 from hytrain.checkpoint.gather import STATES
 from hytrain.checkpoint.universal import (
     LATEST,
@@ -90,7 +90,9 @@ def _make_universal(folder: Path, target: Path, *, trusted: bool) -> None:
     )
     making = folder.parent / f"hytrain-saving-{target.name}-{secrets.token_hex(4)}"
     try:
-        _check_room(folder)
+        # Slices of all shards are written first, then the whole tensors beside them.
+        needed = 2 * sum(path.stat().st_size for path in folder.glob("*.pt"))
+        check_room(folder.parent, needed, "the conversion takes", "free space, and load again")
         making.mkdir()
         # It writes `latest_universal` beside its folder, before that is whole: in here.
         made = making / target.name
@@ -113,14 +115,6 @@ def _make_universal(folder: Path, target: Path, *, trusted: bool) -> None:
         ) from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
-
-
-def _check_room(folder: Path) -> None:
-    # Slices of all shards are written first, then the whole tensors beside them.
-    needed = 2 * sum(path.stat().st_size for path in folder.glob("*.pt"))
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(f"{needed / 1e9:.3f} GB are needed beside it, and {free / 1e9:.3f} are free")
 
 
 def _complete(paths: CheckpointPaths, *, trusted: bool) -> None:

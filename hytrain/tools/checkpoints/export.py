@@ -9,13 +9,15 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hytrain.checkpoint import inert
+from hytrain.checkpoint.files import check_room
 from hytrain.checkpoint.inspection import locate
 from hytrain.checkpoint.progress import Progress
 from hytrain.checkpoint.universal import CheckpointPaths
@@ -29,9 +31,8 @@ from hytrain.checkpoint.weight_files import (
     write_safetensors,
     write_torch_file,
 )
-from hytrain.errors import CheckpointError
+from hytrain.errors import CheckpointError, size_text
 from hytrain.formats.record import parse_json
-from hytrain.tools.checkpoints.report import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -45,31 +46,26 @@ _BESIDE = (
 """What from_pretrained reads beside weights, as transformers' Trainer saves it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExportRequest:
-    """What to export.
+def export_weights(
+    given: Path,
+    tag: str | None,
+    out: Path,
+    *,
+    one_file: bool,
+    dtype: str | None,
+    max_shard_bytes: int,
+    with_frozen: bool,
+) -> list[str]:
+    """Writes the files.
 
-    Attributes:
-        folder: of checkpoints, or a checkpoint's own.
-        out: where the files go; made where missing.
+    Args:
+        given: folder of checkpoints, or a checkpoint's own.
         tag: which checkpoint; None: the latest.
+        out: where the files go; made where missing.
         one_file: one file for torch.load, in place of safetensors.
         dtype: of parameters: "fp32", "bf16", "fp16"; None: the training copy's.
         max_shard_bytes: of a file of safetensors.
         with_frozen: whether parameters that are not trained are exported.
-    """
-
-    folder: Path
-    out: Path
-    tag: str | None
-    one_file: bool
-    dtype: str | None
-    max_shard_bytes: int
-    with_frozen: bool
-
-
-def export_weights(request: ExportRequest) -> list[str]:
-    """Writes the files.
 
     Returns:
         What was done, for people.
@@ -78,47 +74,48 @@ def export_weights(request: ExportRequest) -> list[str]:
         DamagedCheckpointError: a file of the checkpoint is not what was saved; nothing is written.
         CheckpointError: there is no such checkpoint, or the files cannot be written.
     """
-    _refuse_existing(request.out)
-    folder = locate(request.folder, request.tag)
-    out = request.out.resolve()
-    if out == request.folder.resolve() or out.is_relative_to(folder.resolve()):
+    _refuse_existing(out)
+    folder = locate(given, tag)
+    there = out.resolve()
+    if there == given.resolve() or there.is_relative_to(folder.resolve()):
         raise CheckpointError(
-            f"--out {request.out} is the checkpoint's own folder, where files of other programs "
+            f"--out {out} is the checkpoint's own folder, where files of other programs "
             "would be taken for its: give another"
         )
     _refuse_links(folder)
-    model = _read(folder, request)
+    read = stored_model if CheckpointPaths(folder).zero.is_dir() else _read_deepspeeds
+    model = read(folder, None if dtype is None else _DTYPES[dtype], with_frozen=with_frozen)
     size = sum(weight.num_bytes for weight in model.weights)
     try:
-        request.out.mkdir(parents=True, exist_ok=True)
-        _check_room(request.out, size)
-        progress = Progress(f"writing {request.out}", size)
+        out.mkdir(parents=True, exist_ok=True)
+        check_room(out, size, "the weights take", "free space, or give another --out")
+        progress = Progress(f"writing {out}", size)
         told = [_told(weight, progress) for weight in model.weights]
         model = replace(model, weights=told)
-        if request.one_file:
-            files = write_torch_file(model, request.out)
+        if one_file:
+            files = write_torch_file(model, out)
         else:
-            files = write_safetensors(model, request.out, request.max_shard_bytes)
-        copied = _copy_beside(folder, request.out)
-        _say_dtype(request.out, model)
+            files = write_safetensors(model, out, max_shard_bytes)
+        copied = _copy_beside(folder, out)
+        _say_dtype(out, model)
     except OSError as error:
         raise CheckpointError(
-            f"{request.out} cannot be written ({type(error).__name__}: {error}): free space, or "
+            f"{out} cannot be written ({type(error).__name__}: {error}): free space, or "
             "give another --out"
         ) from error
     dtypes = ", ".join(sorted({str(w.dtype).removeprefix("torch.") for w in model.weights}))
     lines = [
         f"{folder}: {len(model.weights)} tensors ({dtypes}), {size_text(size)}, written to "
-        f"{request.out}: {files[0].name}" + (f" and {len(files) - 1} more" * (len(files) > 1))
+        f"{out}: {files[0].name}" + (f" and {len(files) - 1} more" * (len(files) > 1))
     ]
     if model.tied:
         names = ", ".join(f"{name} = {first}" for name, first in list(model.tied.items())[:3])
         lines.append(f"tied, there once: {names}" + ", ..." * (len(model.tied) > 3))
     if copied:
         lines.append(f"copied along: {', '.join(copied)}")
-    if not request.one_file and CONFIG not in copied:
+    if not one_file and CONFIG not in copied:
         lines.append(
-            f"for from_pretrained copy your model's {CONFIG} (and tokenizer) to {request.out}: "
+            f"for from_pretrained copy your model's {CONFIG} (and tokenizer) to {out}: "
             "there is none beside the checkpoint"
         )
     return lines
@@ -152,22 +149,6 @@ def _refuse_links(folder: Path) -> None:
         )
 
 
-def _check_room(out: Path, size: int) -> None:
-    free = shutil.disk_usage(out).free
-    if free < size:
-        raise CheckpointError(
-            f"{out} has {size_text(free)} free and the weights take {size_text(size)}: free space, "
-            "or give another --out"
-        )
-
-
-def _read(folder: Path, request: ExportRequest) -> StoredModel:
-    dtype = None if request.dtype is None else _DTYPES[request.dtype]
-    if CheckpointPaths(folder).zero.is_dir():
-        return stored_model(folder, dtype, with_frozen=request.with_frozen)
-    return _read_deepspeeds(folder, dtype, with_frozen=request.with_frozen)
-
-
 def _read_deepspeeds(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) -> StoredModel:
     """Plain DeepSpeed's, by its own code: below ZeRO-3 that takes memory for all of the weights."""
     # It prints what it does.
@@ -187,7 +168,6 @@ def _read_deepspeeds(folder: Path, dtype: torch.dtype | None, *, with_frozen: bo
                 f"{folder} is no universal checkpoint, and DeepSpeed's zero_to_fp32 cannot read it "
                 f"({type(error).__name__}: {error}): load another tag"
             ) from error
-    made = dtype or torch.float32
     weights: list[StoredWeight] = []
     names: dict[int, str] = {}
     tied: dict[str, str] = {}
@@ -196,16 +176,14 @@ def _read_deepspeeds(folder: Path, dtype: torch.dtype | None, *, with_frozen: bo
         if first != name:
             tied[name] = first
             continue
-        kept = made if value.dtype.is_floating_point else value.dtype
-        weights.append(
-            StoredWeight(
-                name,
-                tuple(value.shape),
-                kept,
-                lambda value=value, kept=kept: value.contiguous().to(kept),
-            )
-        )
+        made = (dtype or torch.float32) if value.dtype.is_floating_point else value.dtype
+        read_one = partial(_read_one, value, made)
+        weights.append(StoredWeight(name, tuple(value.shape), made, read_one))
     return StoredModel(weights, tied)
+
+
+def _read_one(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.contiguous().to(dtype)  # of stage 3 what it has read is put together now
 
 
 def _copy_beside(folder: Path, out: Path) -> list[str]:

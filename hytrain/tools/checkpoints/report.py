@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hytrain.checkpoint.inspection import CheckpointFacts, Kind, Verdict
+from hytrain.errors import size_text
 from hytrain.formats.text_table import align, fold
 
 _KINDS: dict[Kind, str] = {
@@ -16,15 +17,6 @@ _KINDS: dict[Kind, str] = {
     "unfinished": "broken off, never loaded",
     "damaged": "damaged",
 }
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes with a unit, powers of ten as disks have them."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.2f} TB"
 
 
 def folder_text(

@@ -60,23 +60,21 @@ def _size(text: str) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     check_folders(arguments.folder)
     from hytrain.checkpoint.inspection import one_checkpoint
-    from hytrain.tools.checkpoints.export import ExportRequest, export_weights
+    from hytrain.tools.checkpoints.export import export_weights
 
     if arguments.format == "fp32" and arguments.dtype not in (None, "fp32"):
         raise ConfigError(
             f"--dtype {arguments.dtype} is of --format safetensors; --format fp32 writes master "
             "weights as they are: leave one of them out"
         )
-    folder, tag = one_checkpoint(arguments.folder, arguments.tag)
-    request = ExportRequest(
-        folder=folder,
-        out=arguments.out,
-        tag=tag,
+    lines = export_weights(
+        *one_checkpoint(arguments.folder, arguments.tag),
+        arguments.out,
         one_file=arguments.format == "fp32",
         dtype="fp32" if arguments.format == "fp32" else arguments.dtype,
         max_shard_bytes=arguments.max_shard_size,
         with_frozen=not arguments.exclude_frozen,
     )
-    for line in export_weights(request):
+    for line in lines:
         print(fold(line))
     return 0

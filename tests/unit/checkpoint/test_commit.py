@@ -224,7 +224,7 @@ def test_room_is_asked_for_before_anything_is_written(
     size = sum(path.stat().st_size for path in (tmp_path / TAG).rglob("*.pt"))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size // 3))
-    with pytest.raises(CheckpointError, match=r"GB free, and the checkpoint takes.*is unchanged"):
+    with pytest.raises(CheckpointError, match=r"iB free, and the checkpoint takes.*is unchanged"):
         engine.save_checkpoint(tmp_path, tag=TAG)
     assert _entries(tmp_path) == before
     monkeypatch.undo()

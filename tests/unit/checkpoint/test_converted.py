@@ -16,7 +16,6 @@ from support.engines import built, device, make_config
 from support.plain_deepspeed import conversion, plain_engine, plain_state
 from torch import nn
 
-from hytrain.engine import foreign_checkpoints
 from hytrain.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -139,8 +138,8 @@ def test_one_that_cannot_be_converted_is_refused_with_advice(
     with built(_Model(seed=1), make_config(bf16=False)) as engine:
         full = SimpleNamespace(free=1000)
         with monkeypatch.context() as patch:
-            patch.setattr(foreign_checkpoints.shutil, "disk_usage", lambda _: full)
-            with pytest.raises(CheckpointError, match=r"are free.*--inject_missing_state"):
+            patch.setattr(shutil, "disk_usage", lambda _: full)
+            with pytest.raises(CheckpointError, match=r"has 1 KiB free.*--inject_missing_state"):
                 engine.load_checkpoint(tmp_path)
         (shard,) = (tmp_path / "global_step3").glob("*_optim_states.pt")
         shard.write_bytes(shard.read_bytes()[:1000])

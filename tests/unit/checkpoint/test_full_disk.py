@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint import target
+from hytrain.checkpoint import files
 from hytrain.errors import CheckpointError
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(180)]
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(180)
 DISK_BYTES = 24 << 20
 BLOCK = 4096
 WIDTH = 128  # a checkpoint of 3 MB, most of which is large tensors'
-ROOM = r"takes 0\.00[2-5] GB", r"0\.\d{3} GB (are )?free"
+ROOM = r"takes [2-5]\.\d MiB", r"has [\d.]+( [KM]iB)? free|[\d.]+( [KM]iB)? are free"
 """What is needed and what there is, in every message about a disk that is full."""
 
 
@@ -161,7 +161,7 @@ def test_it_vanishes_while_files_are_written(
         with monkeypatch.context() as patch:
             for part in range(9):
                 _fill(disk, part * size // 10)
-                patch.setattr(target, "free_bytes", _first_then_real(1 << 40))
+                patch.setattr(files, "free_bytes", _first_then_real(1 << 40))
                 training.refuse("kept", "No space left on device", *ROOM)
         _make_room(disk)
         training.end(expected)

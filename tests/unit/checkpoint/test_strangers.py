@@ -17,7 +17,7 @@ from support.engines import built, make_config
 from support.plain_deepspeed import plain_engine
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint.files import pack_manifest
+from hytrain.checkpoint.files import Manifest
 from hytrain.checkpoint.inert import Unknown, load_states
 from hytrain.checkpoint.universal import OptimizerRecord
 from hytrain.engine.foreign_checkpoints import offer_conversions
@@ -46,7 +46,7 @@ def _seal(tag: Path, manifest: bool) -> None:
             file.relative_to(tag).as_posix(): sums_of(file.read_bytes())
             for file in tag.rglob("*.pt")
         }
-        path.write_bytes(pack_manifest(sums, saved_at=time.time()))
+        path.write_bytes(Manifest(sums, time.time()).pack())
 
 
 def _plant(path: Path, value: object) -> None:
