@@ -2,7 +2,8 @@
 
 No class is imported and no function called that is not listed here. Whatever else a pickle names
 becomes an :class:`Unknown`: its name and what it was to be made of. Time and memory are bounded by
-the pickle's length, and a tensor's elements by the record of the file that has them.
+the pickle's length, and a tensor's elements by the record of the file that has them. Operations are
+those of pickle's protocol 2, which is torch.save's.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import collections
 import io
 import math
 import pickle
+import pickletools
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,13 +49,13 @@ class Unknown:
         self,
         name: str,
         arguments: tuple[object, ...] | None = None,
-        fields: Mapping[str, object] | None = None,
-        items: Sequence[object] = (),
+        fields: dict[str, object] | None = None,
+        items: list[object] | None = None,
     ) -> None:
         self.name = name
         self.arguments = arguments
-        self.fields = dict(fields or {})
-        self.items = list(items)
+        self.fields = {} if fields is None else fields
+        self.items = [] if items is None else items
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Unknown, (self.name, self.arguments, self.fields, self.items)
@@ -73,6 +75,13 @@ class Unknown:
 _Python: Any = vars(pickle)["_Unpickler"]
 """Python's own reader that is written in Python, whose operations can be replaced."""
 
+_REFUSED = ("PERSID", "INST", "OBJ", "EXT1", "EXT2", "EXT4", "DICT")
+"""Operations up to protocol 2 that call or hash what they are given, and that nobody writes."""
+
+
+def _refuse(_reader: object) -> None:
+    raise pickle.UnpicklingError("an operation that torch.save does not use")
+
 
 class Unpickler(_Python):
     """Python's own, with other operations in place of those that call what they are given.
@@ -83,7 +92,11 @@ class Unpickler(_Python):
     record_bytes: Mapping[str, int]
     """Key of a storage -> bytes that the file has of it; set by a subclass for each file."""
 
-    dispatch: ClassVar[dict[int, Any]] = dict(_Python.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = collections.defaultdict(lambda: _refuse) | {
+        ord(one.code): _Python.dispatch[ord(one.code)]
+        for one in pickletools.opcodes
+        if one.proto <= 2 and one.name not in _REFUSED
+    }
 
     def __init__(self, file: Any, **options: Any) -> None:
         content: bytes = file.read()
@@ -95,6 +108,11 @@ class Unpickler(_Python):
         self._left -= count
         if self._left < 0:
             raise pickle.UnpicklingError("it makes more than it has bytes for")
+
+    def _charge_parts(self, values: tuple[object, ...]) -> None:
+        """All that :data:`_MAKERS` and attributes take of ``values``: each of them, and entries."""
+        dicts = [cast("Sized", value) for value in values if isinstance(value, dict)]
+        self.charge(len(values) + sum(map(len, dicts)))
 
     def charge_all(self, values: Iterable[object]) -> None:
         """All that is in ``values``, each as often as it is in there: so a tuple is hashed."""
@@ -122,35 +140,25 @@ class Unpickler(_Python):
         full = f"{module}.{name}"
         return _VALUES[full] if full in _VALUES else Unknown(full)
 
-    def _call(self, function: object, arguments: object) -> object:
+    def load_reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack[-1]
         if not isinstance(arguments, tuple):
             raise pickle.UnpicklingError(f"arguments are a {type(arguments).__name__}")
         values = cast("tuple[object, ...]", arguments)
-        if not isinstance(function, Unknown):
-            return Unknown(getattr(function, "__name__", repr(type(function))), values)
-        name = function.name if function.arguments is None else None
-        if name in _COPIES:
+        self._charge_parts(values)
+        name = _name_of(function)
+        make = _MAKERS.get(name)
+        if make is None and name in _COPIES:
             self.charge_all(values)
-            return _COPIES[name](*values)
-        return _MAKERS[name](self, *values) if name in _MAKERS else Unknown(function.name, values)
-
-    def load_reduce(self) -> None:
-        arguments = self.stack.pop()
-        self.stack[-1] = self._call(self.stack[-1], arguments)
-
-    def load_newobj_ex(self) -> None:
-        named = self.stack.pop()
-        self.load_reduce()
-        if isinstance(made := self.stack[-1], Unknown):
-            made.fields["named arguments"] = named
-        elif named:
-            raise pickle.UnpicklingError("named arguments where there are none")
+            make = _COPIES[name]
+        self.stack[-1] = Unknown(name, values) if make is None else make(*values)
 
     def load_build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
+        parts = cast("tuple[object, ...]", state) if isinstance(state, tuple) else (state,)
+        self._charge_parts(parts)
         if isinstance(target, Unknown):
-            parts = cast("tuple[object, ...]", state) if isinstance(state, tuple) else (state,)
             for part in parts:
                 if isinstance(part, dict):
                     target.fields |= cast("dict[str, object]", part)
@@ -179,9 +187,6 @@ class Unpickler(_Python):
             )
         self.append(self.persistent_load(pid))
 
-    def _refuse(self) -> None:
-        raise pickle.UnpicklingError("an operation that no checkpoint needs")
-
     def load_append(self) -> None:
         value = self.stack.pop()
         self._extend([value])
@@ -209,49 +214,26 @@ class Unpickler(_Python):
             return
         if not isinstance(target, dict):
             raise pickle.UnpicklingError(f"entries of a {type(target).__name__}")
-        self._hash(values[::2])
+        self.charge_all(key for key in values[::2] if isinstance(key, (tuple, frozenset)))
         target.update(zip(values[::2], values[1::2], strict=True))
 
-    def _hash(self, keys: list[object]) -> None:
-        self.charge_all(key for key in keys if isinstance(key, (tuple, frozenset)))
+    dispatch |= {
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_reduce,
+        pickle.BUILD[0]: load_build,
+        pickle.BINPERSID[0]: load_binpersid,
+        pickle.APPEND[0]: load_append,
+        pickle.APPENDS[0]: load_appends,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+    }
 
-    def load_additems(self) -> None:
-        values, target = self.pop_mark(), self.stack[-1]
-        self._hash(values)
-        target.update(values)
 
-    def load_frozenset(self) -> None:
-        values = self.pop_mark()  # puts another stack in place
-        self._hash(values)
-        self.append(frozenset(values))
-
-    def load_dict(self) -> None:
-        values = self.pop_mark()
-        self.append({})
-        self._update(values)
-
-    def load_bytearray8(self) -> None:
-        num_bytes = int.from_bytes(self.read(8), "little")
-        self.append(bytearray(self.read(num_bytes)))
-
-    for _codes, _operation in (
-        (pickle.REDUCE + pickle.NEWOBJ, load_reduce),
-        (pickle.NEWOBJ_EX, load_newobj_ex),
-        (pickle.BUILD, load_build),
-        (pickle.BINPERSID, load_binpersid),
-        (pickle.APPEND, load_append),
-        (pickle.APPENDS, load_appends),
-        (pickle.SETITEM, load_setitem),
-        (pickle.SETITEMS, load_setitems),
-        (pickle.ADDITEMS, load_additems),
-        (pickle.FROZENSET, load_frozenset),
-        (pickle.DICT, load_dict),
-        (pickle.BYTEARRAY8, load_bytearray8),
-        (pickle.PERSID + pickle.INST + pickle.OBJ + pickle.EXT1 + pickle.EXT2, _refuse),
-        (pickle.EXT4 + pickle.NEXT_BUFFER + pickle.READONLY_BUFFER, _refuse),
-    ):
-        dispatch |= dict.fromkeys(_codes, _operation)
-    del _codes, _operation
+def _name_of(function: object) -> str:
+    """What an :class:`Unknown` of its result is called."""
+    if isinstance(function, Unknown):
+        return function.name if function.arguments is None else f"a {function.name}'s"
+    return str(getattr(function, "__name__", type(function)))
 
 
 def _set_fields(target: Any, state: object) -> None:
@@ -281,7 +263,7 @@ def _stage(number: object) -> int:
     return _sizes((number,))[0]
 
 
-def _member(_reader: Unpickler, owner: object = None, name: object = None, *more: object) -> object:
+def _member(owner: object = None, name: object = None, *more: object) -> object:
     """An enumeration's member by its name, as Python 3.11.0 to 3.11.3 pickles it."""
     if not isinstance(owner, Unknown) or owner.arguments is not None or more:
         return Unknown("builtins.getattr", (owner, name, *more))
@@ -303,14 +285,14 @@ def _sizes(values: object) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _unknown(reader: Unpickler, name: Any, arguments: Any, fields: Any, items: Any) -> Unknown:
+def _unknown(name: object, arguments: Any, fields: Any, items: Any) -> Unknown:
     """One that was written again, as DeepSpeed's converter does."""
-    reader.charge(len(fields) + len(items))
+    if type(fields) is not dict or type(items) is not list:
+        raise pickle.UnpicklingError("parts of an object of an unknown class")
     return Unknown(str(name), arguments, fields, items)
 
 
 def _tensor(
-    reader: Unpickler,
     storage: object,
     offset: object,
     size: object,
@@ -331,9 +313,7 @@ def _tensor(
     return made.requires_grad_(bool(requires_grad))
 
 
-def _parameter(
-    reader: Unpickler, data: object, requires_grad: object, hooks: object, state: object = None
-) -> object:
+def _parameter(data: object, requires_grad: object, hooks: object, state: object = None) -> object:
     if not isinstance(data, torch.Tensor) or hooks:
         raise pickle.UnpicklingError("a parameter of something else than a tensor")
     made = nn.Parameter(data, bool(requires_grad))
@@ -342,14 +322,15 @@ def _parameter(
     return made
 
 
-def _typed(
-    reader: Unpickler, make: object, kind: object, arguments: object, state: object
-) -> object:
+def _typed(make: object, kind: object, arguments: Any, state: object) -> object:
     """A tensor with attributes; of other classes than torch's own nothing is made."""
-    made = reader._call(make, arguments)  # pyright: ignore[reportPrivateUsage]
+    maker = _MAKERS.get(_name_of(make))
     is_own = kind is torch.Tensor or kind is nn.Parameter
-    if not is_own or not isinstance(made, torch.Tensor):
-        return Unknown(kind.name if isinstance(kind, Unknown) else "a tensor", (made, state))
+    if maker is None or not is_own or not isinstance(arguments, tuple):
+        return Unknown(_name_of(kind), (arguments, state))
+    made = maker(*arguments)
+    if not isinstance(made, torch.Tensor):
+        raise pickle.UnpicklingError("a tensor of something else than elements")
     if state:
         _set_fields(made, state)
     return made
@@ -395,7 +376,7 @@ _STAGES: dict[object, int] = {
 }  # fmt: skip
 """What DeepSpeed's checkpoints name their ZeRO stage by."""
 
-_COPIES: dict[str | None, Callable[..., object]] = {
+_COPIES: dict[str, Callable[..., object]] = {
     "_codecs.encode": _bytes,
     "builtins.bytearray": lambda *given: bytearray(_bytes(*given)),
     "builtins.bytes": _bytes,
@@ -413,7 +394,7 @@ _COPIES: dict[str | None, Callable[..., object]] = {
 }
 """What takes time and memory as its arguments are large, and calls nothing."""
 
-_MAKERS: dict[str | None, Callable[..., object]] = {
+_MAKERS: dict[str, Callable[..., object]] = {
     f"{__name__}.Unknown": _unknown,
     "builtins.getattr": _member,
     "torch._tensor._rebuild_from_type_v2": _typed,
