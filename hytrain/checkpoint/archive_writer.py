@@ -99,7 +99,7 @@ class ArchiveWriter:
 
     def __init__(self, file: SummingFile, content: bytes) -> None:
         """``file`` is at its beginning; ``content``: the objects, see :class:`PickledObjects`."""
-        self._file = file
+        self.file = file
         # The one that torch.save uses.
         writer: Any = torch._C  # pyright: ignore[reportPrivateUsage]
         self._writer: Any = writer.PyTorchFileWriter(file)
@@ -118,12 +118,12 @@ class ArchiveWriter:
             self._writer.write_record(f"data/{key}", storage, content.nbytes)
         else:
             self._writer.write_record(f"data/{key}", b"", 0)
-        self._file.check()
+        self.file.check()
 
     def close(self) -> None:
         """Writes the directory of the records."""
         self._writer.write_end_of_file()
-        self._file.check()
+        self.file.check()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

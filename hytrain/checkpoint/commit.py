@@ -26,8 +26,8 @@ import time
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from hytrain.checkpoint import export_script
-from hytrain.checkpoint.files import sync_folder
+from hytrain.checkpoint.export_script import NAMES, put_beside
+from hytrain.checkpoint.files import sync_folder, write_file
 from hytrain.checkpoint.universal import LATEST
 from hytrain.errors import CheckpointError
 from hytrain.testing import faults
@@ -112,7 +112,7 @@ def unusable_tag(tag: str) -> str | None:
             f"the tag {tag!r} begins or ends with a space, or has characters that cannot be "
             "printed: it could not be read back from 'latest'; pass another"
         )
-    if path.name in (*LATEST, *export_script.NAMES):
+    if path.name in (*LATEST, *NAMES):
         return f"the tag '{tag}' is the name of a file in save_dir: pass another"
     if not path.name or path.is_absolute() or ".." in path.parts:
         return f"the tag '{tag}' names no folder in save_dir: pass a name such as global_step100"
@@ -127,11 +127,13 @@ def too_long(tag: str) -> bool:
     return any(len(part.encode(errors="surrogatepass")) > _MOST_BYTES for part in parts)
 
 
-def begin_save(folder: Path) -> tuple[Path, TagLock]:
+def begin_save(folder: Path, saving: Path | None = None) -> tuple[Path, TagLock]:
     """Makes the folder to write into, beside the tag's; what earlier saves have left is tidied up.
 
     Its name was never there: no host has seen another folder under it, as it might with a file
     system that remembers names. No other job saves under the tag until the lock is released.
+
+    ``saving``: that folder, where it is there already, under a name that another host has found.
 
     Raises:
         CheckpointError: it cannot be made, or another job saves under the tag, which is as it was.
@@ -143,9 +145,10 @@ def begin_save(folder: Path) -> tuple[Path, TagLock]:
         lock = TagLock(folder)
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(f"{folder} is a file")
-        _tidy(folder)  # first, as it may be what fills the disk
-        saving = _unused_name(folder)
-        saving.mkdir()
+        _tidy(folder, but=saving)  # first, as it may be what fills the disk
+        if saving is None:
+            saving = _unused_name(folder)
+            saving.mkdir()
     except OSError as error:
         if lock is not None:
             lock.release()
@@ -154,22 +157,6 @@ def begin_save(folder: Path) -> tuple[Path, TagLock]:
             "space or mend the folder and save again; what was saved before is unchanged"
         ) from error
     return saving, lock
-
-
-def join_save(saving: Path, folder: Path) -> TagLock:
-    """As :func:`begin_save` where a folder was made under a name that another host has found.
-
-    Raises:
-        CheckpointError, OSError: as there.
-    """
-    folder = _target(folder)
-    lock = TagLock(folder)
-    try:
-        _tidy(folder, but=saving)
-    except OSError:
-        lock.release()
-        raise
-    return lock
 
 
 def finish_save(saving: Path, folder: Path) -> None:
@@ -209,6 +196,20 @@ def discard_replaced(folder: Path) -> None:
         _discard(replaced, folder)
 
 
+def name_latest(save_dir: Path, tag: str) -> None:
+    """Has a tag be the latest; it is there for good, or after a loss of power it would not be.
+
+    Raises:
+        OSError: it cannot be written; it is the latest for neither, or only for plain DeepSpeed.
+    """
+    put_beside(save_dir)
+    # The first of them is the one that is read first: it changes last.
+    for path in (save_dir / name for name in reversed(LATEST)):
+        faults.point(f"save.{path.name}")
+        write_file(path, tag.encode())
+        sync_folder(save_dir)
+
+
 def find_replaced(folder: Path) -> Path | None:
     """The checkpoint that a tag without a folder had when its replacement was broken off."""
     if folder.is_dir():
@@ -246,7 +247,7 @@ def _unused_name(folder: Path) -> Path:
     return folder.with_name(f"{_SAVING}{folder.name}-{secrets.token_hex(4)}")
 
 
-def _tidy(folder: Path, but: Path | None = None) -> None:
+def _tidy(folder: Path, but: Path | None) -> None:
     """What broken-off saves have left. A folder of another tag may be another run's, at work."""
     for path in list(folder.parent.iterdir()):
         if path == but:

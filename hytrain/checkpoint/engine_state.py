@@ -61,15 +61,10 @@ def pack_model_states(
     return {**common, RECORD: record, **client_state, UNIVERSAL_INFO: universal}
 
 
-def stored_record(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+def own_record(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     """What hytrain keeps in the model states; nothing in DeepSpeed's own, less in older ones."""
     record = stored.get(RECORD)
     return record if isinstance(record, Mapping) else {}
-
-
-def stored_decisions(stored: Mapping[str, Any]) -> list[Decision]:
-    """The decisions about k that a checkpoint keeps."""
-    return [Decision.from_json(entry) for entry in stored_record(stored).get(PLACEMENT, [])]
 
 
 def restore_engine(engine: Any, stored: Mapping[str, Any], *, with_scheduler: bool) -> None:

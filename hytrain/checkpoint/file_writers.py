@@ -55,7 +55,7 @@ class FileWriters:
         self._archive = ThreadPoolExecutor(1, "hytrain-archive")
         self._syncs = ThreadPoolExecutor(_SYNCS, "hytrain-sync")
         self._may_sync = threading.Semaphore(_UNSYNCED)
-        self._most, self.held, self._pending = most_bytes, 0, 0
+        self._most, self.held = most_bytes, 0
         self._changed = threading.Condition()
         self._written: list[Future[None]] = []
 
@@ -80,36 +80,24 @@ class FileWriters:
             held: bytes, of :meth:`hold`, that are free when all of it is written.
             then: called at that time, in any thread.
         """
-        futures = [self._files.submit(self.put, path, stored) for path, stored in files]
-        if archive is not None:
-            futures.append(self._archive.submit(archive))
-        left = len(futures)
+        part = None if archive is None else self._archive.submit(archive)
 
-        def done(_: Future[None]) -> None:
-            nonlocal left
-            with self._changed:
-                left -= 1
-                if left:
-                    return
+        def write() -> None:
             try:
-                then()
+                for path, stored in files:
+                    self.put(path, stored)
+                if part is not None:
+                    part.result()
             finally:
                 with self._changed:
-                    self._pending -= 1
                     self.held -= held
                     self._changed.notify_all()
+                then()
 
-        with self._changed:
-            self._pending += 1
-        for future in futures:
-            future.add_done_callback(done)
-        self._written += futures
+        self._written.append(self._files.submit(write))
 
     def wait(self) -> None:
         """Until all so far is written; raises what no rank can answer for (a test's kill)."""
-        with self._changed:
-            # A future has its result before what waits for that is called.
-            self._changed.wait_for(lambda: not self._pending)
         for future in self._written:
             future.result()
         self._written.clear()

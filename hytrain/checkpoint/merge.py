@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hytrain.checkpoint.commit import begin_save, discard_replaced, finish_save, remove_save
-from hytrain.checkpoint.export_script import put_beside
+from hytrain.checkpoint.commit import (
+    begin_save,
+    discard_replaced,
+    finish_save,
+    name_latest,
+    remove_save,
+)
 from hytrain.checkpoint.files import MANIFEST, sync_names, write_file
 from hytrain.checkpoint.stored_files import StoredFiles, listed
-from hytrain.checkpoint.universal import LATEST, CheckpointPaths
-from hytrain.checkpoint.writer import write_latest
+from hytrain.checkpoint.universal import CheckpointPaths
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -65,9 +69,7 @@ def merge_parts(folders: Sequence[Path], out: Path) -> Path:
     finally:
         lock.release()
     discard_replaced(out / tag)
-    put_beside(out)
-    for name in reversed(LATEST):
-        write_latest(out / name, tag.encode())
+    name_latest(out, tag)
     return out / tag
 
 

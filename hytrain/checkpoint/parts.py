@@ -72,9 +72,7 @@ class Parts:
 
     def tell(self, folder: Path) -> None:
         """Says that there are several, and what that means."""
-        ranks_of = {self.hosts[maker]: 0 for maker in self.makers}
-        for maker in self.makers:
-            ranks_of[self.hosts[maker]] += 1
+        ranks_of = Counter(self.hosts[maker] for maker in self.makers)
         each = ", ".join(f"{host} ({number} ranks)" for host, number in ranks_of.items())
         logger.warning(
             "%s is not one folder for all hosts: each has saved a part of the checkpoint into its "

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hytrain.checkpoint.commit import TagLock, begin_save, join_save, remove_save, seen_from
+from hytrain.checkpoint.commit import TagLock, begin_save, remove_save, seen_from
 from hytrain.checkpoint.contents import SaveContents
 from hytrain.checkpoint.file_writers import UNCHANGED
 from hytrain.checkpoint.files import check_room
@@ -80,7 +80,7 @@ def writing(
         if parts.has_made(rank):
             saving = there
             try:
-                lock = lock or join_save(saving, target.folder)
+                lock = lock or begin_save(target.folder, saving)[1]
                 size = contents.part_bytes(parts.share_of(rank))
                 check_room(
                     saving.parent,

@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 
 from hytrain.checkpoint.archive_writer import ArchiveWriter
-from hytrain.checkpoint.commit import discard_replaced, finish_save, undo_save
+from hytrain.checkpoint.commit import discard_replaced, finish_save, name_latest, undo_save
 from hytrain.checkpoint.contents import ModelStates, SaveContents, key_of
-from hytrain.checkpoint.export_script import put_beside
 from hytrain.checkpoint.file_writers import UNCHANGED, WRITERS, FileWriters
 from hytrain.checkpoint.files import (
     MANIFEST,
@@ -115,15 +114,13 @@ class _ModelStatesFile:
 
     def __init__(self, path: Path, files: FileWriters, states: ModelStates | None) -> None:
         self._path, self._files = path, files
-        self._file: SummingFile | None = None
         self._archive: ArchiveWriter | None = None
         self._constants = dict(states.constants) if states is not None else {}
         if states is not None:
             self._try_to(partial(self._open, states))
 
     def _open(self, states: ModelStates) -> None:
-        self._file = SummingFile(self._path)
-        self._archive = ArchiveWriter(self._file, states.objects.content)
+        self._archive = ArchiveWriter(SummingFile(self._path), states.objects.content)
         for key, tensor in states.objects.storages.items():
             self._archive.write_elements(key, tensor)
 
@@ -132,8 +129,7 @@ class _ModelStatesFile:
 
     def write(self, key: str, make: Callable[[], torch.Tensor]) -> None:
         """Writes a tensor's elements; does not raise."""
-        if self._archive is not None:
-            archive = self._archive
+        if (archive := self._archive) is not None:
             self._try_to(lambda: archive.write_elements(key, make()))
 
     def write_constants(self, copies: Mapping[int, torch.Tensor]) -> None:
@@ -148,16 +144,13 @@ class _ModelStatesFile:
         """Writes the other constants, where they are; the file then is whole, or never will be."""
         for key, constant in self._constants.items():
             self.write(key, constant.read)
-        if self._archive is not None:
-            self._try_to(self._close)
-        if self._file is not None:
-            self._file.close()  # unless it has ended, nobody will read it
+        if (archive := self._archive) is not None:
+            self._try_to(partial(self._close, archive))
+            archive.file.close()  # unless it has ended, nobody will read it
 
-    def _close(self) -> None:
-        assert self._archive is not None
-        assert self._file is not None
-        self._archive.close()
-        self._files.sums[self._path] = finish_file(self._file)
+    def _close(self, archive: ArchiveWriter) -> None:
+        archive.close()
+        self._files.sums[self._path] = finish_file(archive.file)
 
 
 class _Save:
@@ -323,22 +316,9 @@ def _commit(files: FileWriters, target: SaveTarget) -> None:
     problem = f"the checkpoint that {target.folder} has replaced could not be removed"
     files.try_to(lambda: discard_replaced(target.folder), problem)
     faults.point("save.renamed")
-    if not target.is_latest or files.failure is not None:
-        return
-    put_beside(target.save_dir)
-    tag = target.tag
-    # The first of them is the one that is read first: it changes last.
-    for path in (target.save_dir / name for name in reversed(LATEST)):
-        faults.point(f"save.{path.name}")
+    if target.is_latest:
         files.try_to(
-            lambda path=path: write_latest(path, tag.encode()),
-            f"{path} could not be written",
-            f"the checkpoint is whole all the same: pass the tag '{tag}' to load it",
+            lambda: name_latest(target.save_dir, target.tag),
+            f"{target.save_dir / LATEST[0]} could not be written",
+            f"the checkpoint is whole all the same: pass the tag '{target.tag}' to load it",
         )
-
-
-def write_latest(path: Path, content: bytes) -> None:
-    """Writes a file that names the latest tag."""
-    # Only when the tag is there for good: after a loss of power it must not name what is gone.
-    write_file(path, content)
-    sync_names(path.parent, [path])

@@ -24,13 +24,13 @@ from hytrain.checkpoint.contents import (
 )
 from hytrain.checkpoint.engine_state import (
     DATA,
+    PLACEMENT,
     RANDOMNESS,
     begin_window,
     client_state_of,
+    own_record,
     pack_model_states,
     restore_engine,
-    stored_decisions,
-    stored_record,
     taken_keys,
 )
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
@@ -45,6 +45,7 @@ from hytrain.engine.foreign_checkpoints import universal_tag
 from hytrain.engine.saved_structure import SavedStructure
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import CheckpointError, DamagedCheckpointError, HyTrainError
+from hytrain.placement.records import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,9 @@ class EngineCheckpoints:
         """Before an asynchronous save: what takes its first call longer than the others'."""
         if self._optimizer.collectives.rank == 0:
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-                self._structure.prepare(self._places)
+                self._structure.module_tensors(self._places, no_frozen=False)
+                with self._structure.answering():
+                    pass
 
     @cached_property
     def _places(self) -> list[ParameterPlace]:
@@ -139,16 +142,18 @@ class EngineCheckpoints:
 
     def _restore_rest(self, stored: Mapping[str, Any], request: LoadRequest) -> None:
         engine, optimizer = self._engine, self._optimizer
+        record = own_record(stored)
         if not request.module_only:
             restore_engine(engine, stored, with_scheduler=request.scheduler_states)
-            optimizer.placement.resume(engine.global_steps, stored_decisions(stored))
-            position = stored_record(stored).get(DATA)
+            decisions = [Decision.from_json(entry) for entry in record.get(PLACEMENT, [])]
+            optimizer.placement.resume(engine.global_steps, decisions)
+            position = record.get(DATA)
             loader = engine.training_dataloader
             if position is not None and isinstance(loader, PositionedDataLoader):
                 loader.go_on_from(position)
         if request.with_optimizer:
             # Last: what is loaded, and the user's custom_load_fn, may draw numbers.
-            randomness = stored_record(stored).get(RANDOMNESS)
+            randomness = record.get(RANDOMNESS)
             restore_random_states(randomness, optimizer.kept.device, optimizer.collectives)
 
     def _read(
@@ -232,7 +237,7 @@ class EngineCheckpoints:
                 module.state, True, save_frozen_param=False
             )
         if not no_frozen:
-            frozen = self._structure.frozen_shapes()
+            frozen = {one.name: one.tensor.shape for one in module.constants.values()}
             common["frozen_param_shapes"] = frozen
             common["frozen_param_fragments"] = {name: module.state[name] for name in frozen}
         return common, module

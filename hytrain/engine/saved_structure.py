@@ -10,14 +10,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from hytrain import _C
-from hytrain.checkpoint.contents import Constant, ModuleTensors
+from hytrain.checkpoint.contents import ModuleTensors
 from hytrain.checkpoint.gather import ParameterPlace
 
 _NAMES = ("_get_buffer_names", "_get_zero_param_shapes", "_get_shared_params")
@@ -37,17 +36,19 @@ class SavedStructure:
         self._read = read
         self._seen: _Seen | None = None
         self._answers: dict[str, Any] = {}
-        self._states: dict[bool, _State] = {}
+        self._made: dict[bool, tuple[ModuleTensors, _Buffers]] = {}
 
     def module_tensors(self, places: list[ParameterPlace], *, no_frozen: bool) -> ModuleTensors:
         """The module's tensors, buffers as they are now; ``no_frozen``: the trained ones only."""
         if self._seen is None or not self._seen.is_same():
-            self._states.clear()
+            self._made.clear()
             self._answers.clear()
             self._seen = _see(self._engine.module)
-        state = self._states.get(no_frozen)
-        if state is not None:
-            return state.now()
+        if no_frozen in self._made:
+            made, buffers = self._made[no_frozen]
+            now = {name: owner[leaf].detach() for name, (owner, leaf) in buffers.items()}
+            constants = {key: old.again() for key, old in made.constants.items()}
+            return ModuleTensors({**made.state, **now}, constants)
         tensors = self._read()
         if no_frozen:
             tensors = {
@@ -56,17 +57,12 @@ class SavedStructure:
                 if not isinstance(value, nn.Parameter) or value.requires_grad
             }
         made = ModuleTensors.of(tensors, places)
-        if self._seen is not None:
-            found = _State.of(self._engine.module, tensors, made)
-            if found is not None:
-                self._states[no_frozen] = found
+        buffers = None if self._seen is None else _find_buffers(self._engine.module, tensors)
+        if buffers is not None:
+            # In the state dict's order, and with no tensor of the first save kept alive.
+            state = {name: None if name in buffers else v for name, v in made.state.items()}
+            self._made[no_frozen] = ModuleTensors(state, made.constants), buffers
         return made
-
-    def prepare(self, places: list[ParameterPlace]) -> None:
-        """Looks at the module before the first save, whose call is then as short as the others'."""
-        self.module_tensors(places, no_frozen=False)
-        with self.answering():
-            self.frozen_shapes()
 
     @contextmanager
     def answering(self) -> Generator[None]:
@@ -83,50 +79,25 @@ class SavedStructure:
             for name in _NAMES:
                 del own[name]
 
-    def frozen_shapes(self) -> Mapping[str, Any]:
-        """Names and shapes of what is not trained."""
-        if "frozen" not in self._answers:
-            engine = self._engine
-            shapes = engine._get_zero_frozen_param_attributes(engine._get_param_shape_func)
-            self._answers["frozen"] = shapes
-        return dict(self._answers["frozen"])
+
+_Buffers = dict[str, tuple[dict[str, torch.Tensor], str]]
+"""Name in the state dict -> its module's buffers and its name among them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """A module's state dict, of which the buffers are looked up each time."""
-
-    state: dict[str, Any]
-    buffers: dict[str, tuple[dict[str, torch.Tensor], str]]
-    constants: Mapping[str, Constant]
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, tensors: Mapping[str, Any], made: ModuleTensors
-    ) -> _State | None:
-        """None where an entry is neither a parameter nor a buffer under its own name."""
-        buffers: dict[str, tuple[dict[str, torch.Tensor], str]] = {}
-        modules = dict(module.named_modules(remove_duplicate=False))
-        for name, value in tensors.items():
-            path, _, leaf = name.rpartition(".")
-            owner = modules.get(path)
-            if owner is None:
-                return None
-            own = vars(owner)
-            if own["_buffers"].get(leaf) is value:
-                buffers[name] = own["_buffers"], leaf
-            elif own["_parameters"].get(leaf) is not value:
-                return None
-        # In the state dict's order, and with no tensor of the first save kept alive.
-        state = {name: None if name in buffers else entry for name, entry in made.state.items()}
-        return cls(state, buffers, made.constants)
-
-    def now(self) -> ModuleTensors:
-        """With the buffers, and the versions of what is not trained, as they are."""
-        buffers = {name: owner[leaf].detach() for name, (owner, leaf) in self.buffers.items()}
-        state = {**self.state, **buffers}
-        constants = {key: old.again() for key, old in self.constants.items()}
-        return ModuleTensors(state, constants)
+def _find_buffers(module: nn.Module, tensors: Mapping[str, Any]) -> _Buffers | None:
+    """None where an entry is neither a parameter nor a buffer under its own name."""
+    buffers: _Buffers = {}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for name, value in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        if path not in modules:
+            return None
+        own = vars(modules[path])
+        if own["_buffers"].get(leaf) is value:
+            buffers[name] = own["_buffers"], leaf
+        elif own["_parameters"].get(leaf) is not value:
+            return None
+    return buffers
 
 
 class _Seen:
