@@ -138,8 +138,10 @@ class GradientNorm:
         """Reduces over ranks and computes the outcome on the device; does not wait."""
         total = self.sums.sum(dim=0, keepdim=True)
         self._all_reduce(total)
-        # A new one: updates of the last step may still read the old one, on their own stream.
+        # New ones: updates of the last step may still read the old outcome, on their own stream,
+        # and the user may keep each step's norm.
         self.outcome = torch.empty(2, dtype=torch.float32, device=self._device)
+        self._result = torch.empty(4, dtype=torch.float64, device=self._device)
         if self._event is None:
             reference_decision(total, unscale, self.settings, self._result, self.outcome)
         else:
@@ -173,8 +175,8 @@ class GradientNorm:
         )  # fmt: skip
 
     def norm_tensor(self) -> torch.Tensor:
-        """The norm as the decision found it, without waiting: valid once the device is there."""
-        return self._host[2]
+        """The last step's norm, on the device: reading it waits for the decision."""
+        return self._result[2]
 
     def read_decision(self) -> Outcome:
         """Waits for the decision (the end of backward on the device) and returns it."""

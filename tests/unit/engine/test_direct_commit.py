@@ -48,6 +48,19 @@ def test_exact(gpu_fraction: float, accumulation: int, delays: str) -> None:
         assert float(engine.get_global_grad_norm()) == pytest.approx(float(norm))
 
 
+def test_each_step_has_a_norm_of_its_own() -> None:
+    with built(make_model("mlp"), make_config(gpu_fraction=0.5, direct=True)) as engine:
+        kept: list[Any] = []
+        read: list[float] = []
+        for number in range(3):
+            backward(engine, number)
+            engine.step()
+            kept.append(engine.get_global_grad_norm())
+            read.append(float(kept[-1]))
+    assert [float(norm) for norm in kept] == read
+    assert len(set(read)) == 3
+
+
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
 def test_a_first_backward_whose_gradients_do_not_fit_sends_them(gpu_fraction: float) -> None:
     """...and the numbers are the same."""
