@@ -70,7 +70,7 @@ class StreamedUpdate:
         self._buffers: list[_Buffer] = []
         self._queue: list[tuple[LayerState, list[_Unit]]] = []
         """Pieces of this step whose state is on the host, in order."""
-        self._fit_buffers()
+        self.fit_buffers()
 
     @property
     def waiting_bytes(self) -> int:
@@ -83,8 +83,11 @@ class StreamedUpdate:
         """Of device memory for pieces."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def _fit_buffers(self) -> None:
-        """Has them while any state is on the host, and only then."""
+    def fit_buffers(self) -> None:
+        """Has them while any state is on the host, and only then.
+
+        To be called before a step: without memory for them in its update it could not be ended.
+        """
         is_needed = any(layer.placement == "streamed" for layer in self.layers)
         if is_needed == bool(self._buffers):
             return
@@ -114,7 +117,6 @@ class StreamedUpdate:
 
         Whether :meth:`run` follows or not, nothing of the state changes by that.
         """
-        self._fit_buffers()
         self._queue = [
             (layer, piece)
             for layer in self.layers

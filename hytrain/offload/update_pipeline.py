@@ -99,6 +99,7 @@ class UpdatePipeline:
             hyper: hyper-parameters as they are now, one a parameter group.
             hold: gradients leave the device but overwrite no weights before the step is final.
         """
+        self.streamed.fit_buffers()
         self._unscale = unscale
         self._hyper = hyper
         self._record = native_record(unscale, hyper)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from support.engines import built, device, make_config
 from support.models import loss_of, make_batch, make_model
 
 from hytrain.errors import CheckpointError, ConfigError, UnsupportedError
+from hytrain.offload import streamed_update
 from hytrain.placement.memory import buffer_bytes, waiting_bytes
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -199,6 +201,31 @@ def test_a_checkpoint_of_adam_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="momentum_buffer"):
             engine.load_checkpoint(str(tmp_path), "adam")
         engine.load_checkpoint(str(tmp_path), "adam", load_optimizer_states=False)
+
+
+def test_a_device_without_memory_for_pieces_of_state_tears_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their buffers have been given back, and are asked for before anything is updated."""
+
+    def refuse(*_rest: Any, **_more: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("Tried to allocate 1.00 GiB")
+
+    ends: list[dict[str, Any]] = []
+    for is_short in (False, True):
+        with built(make_model("mlp"), muon_config(gpu_fraction=0.0, clipping=1.0)) as engine:
+            steps(engine, 0, 2)
+            engine.offload_states()
+            engine.reload_states()
+            if is_short:
+                short = SimpleNamespace(**vars(torch) | {"empty": refuse})
+                with monkeypatch.context() as patch:
+                    patch.setattr(streamed_update, "torch", short)
+                    with pytest.raises(torch.OutOfMemoryError, match="1.00 GiB"):
+                        steps(engine, 2, 3)
+            steps(engine, 2, 4)
+            ends.append(engine.fp32_state_dict())
+    assert_same_states(*ends)
 
 
 def test_all_that_fits_is_on_the_gpu() -> None:
