@@ -87,19 +87,21 @@ class LaunchBoundPlacement:
         if here == self._most and allowed.allow(here) and not _is_more(here, allowed):
             most = here  # free memory wavers
         self._most = most
-        if self._other is None:
-            self._other = solved
-        if self._other >= most and not self.is_settled:
+        # Memory may have changed since: what does not fit any more is not gone to.
+        other = allowed.clamp(solved if self._other is None else self._other)
+        if other != self._other:
+            self._other, self._trial = other, PairedTrial()
+        if other >= most and not self.is_settled:
             self._fewer_are_faster = False
         at_other = self._trial.is_at_other
-        is_there = here == (self._other if at_other else most) == self._here
+        is_there = here == (other if at_other else most) == self._here
         if not self.is_settled and is_there and len(self._steps) == VISIT_STEPS:
             self._fewer_are_faster = self._trial.add_visit(statistics.median(self._steps))
             self._steps.clear()
             at_other = self._trial.is_at_other
         if self.is_settled:
             return None if self._fewer_are_faster else most
-        return self._other if at_other else most
+        return other if at_other else most
 
 
 def _is_more(here: int, allowed: Bounds) -> bool:

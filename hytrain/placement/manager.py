@@ -66,6 +66,8 @@ class PlacementManager:
         self._limits: MemoryLimits | None = None
         self._limits_at = 0  # steps made when they were asked for
         self._considered_at = 0
+        self._has_new_steps = False
+        """Steps were measured since then."""
         self._steps = 0
         self._measured_since = 0
         self._firings = 0
@@ -139,11 +141,12 @@ class PlacementManager:
         if estimator.num_samples:
             self._pipeline.updates_leave_room = estimator.launch_bound
         if controller.is_due(self._steps):
-            self._consider(has_new_steps=bool(samples))
+            self._consider()
 
     def _add_samples(self, samples: Sequence[StepSample]) -> None:
         """Steps that were measured; the next ones are, too, where these are others than before."""
         estimator, controller = self._estimator, self.controller
+        self._has_new_steps = True
         ratio = estimator.add_samples(samples)
         if estimator.is_changing:
             # A step that something held up is no change: the next ones tell.
@@ -159,11 +162,8 @@ class PlacementManager:
         if estimator.step_seconds is not None:
             controller.measured(estimator.step_seconds)
 
-    def _consider(self, *, has_new_steps: bool) -> None:
-        """Has the controller decide where there are new measurements, or memory may have changed.
-
-        ``has_new_steps``: steps were measured since the last time.
-        """
+    def _consider(self) -> None:
+        """Has the controller decide where steps were measured since, or memory may have changed."""
         estimator, controller = self._estimator, self.controller
         if self._idle_steps > CONFIRMING or controller.streams:
             # There are no times to solve from, and no need.
@@ -172,11 +172,11 @@ class PlacementManager:
                 reason = "matrices are updated on the GPU in any case: of state all that fits stays"
             controller.consider_idle(self._steps, self._current_limits(), reason)
             return
-        if not has_new_steps and self._steps - self._considered_at < LOOK_EVERY:
+        if not self._has_new_steps and self._steps - self._considered_at < LOOK_EVERY:
             return
         if estimator.num_samples < CONFIRMING:
             return
-        self._considered_at = self._steps
+        self._considered_at, self._has_new_steps = self._steps, False
         controller.consider(
             self._steps,
             estimator.costs,
@@ -284,7 +284,7 @@ class PlacementManager:
         )
         if not controller.solves:
             return text + 'A smaller "hytrain.gpu_fraction" or micro-batch frees memory'
-        if not may_move or not controller.retreat(self._steps):
+        if not may_move or not controller.retreat(self._steps, self._current_limits()):
             return text + (
                 "A larger reserve, a smaller micro-batch or checkpointing frees memory, and where "
                 "much memory is reserved but unallocated, "

@@ -67,6 +67,9 @@ class PlacementController:
         self.streams = any(layer.is_streamed for layer in first.layer_bytes)
         """Whether state of layers on the host is streamed to updates on the GPU."""
         self._staging_bytes = first.staging_bytes
+        self._least_here = first.bounds.min_gpu_layers
+        """The fewest layers on the GPU with which the host held the others when memory was last
+        looked at."""
         self._mover = mover
         self._solver = solver
         self.solves = solves
@@ -247,15 +250,21 @@ class PlacementController:
             closed_form_k=None,
         )
 
-    def _allowed(self, step: int, limits: MemoryLimits) -> Bounds:
+    def _fitting(self, step: int, limits: MemoryLimits) -> Bounds:
         """What fits, as far as is known, and has not turned out not to."""
-        allowed = bounds(self._bytes, limits, self._staging_bytes)
+        fitting = bounds(self._bytes, limits, self._staging_bytes)
         if not self._no_gpu_memory.is_over(step):
-            most = min(allowed.max_gpu_layers, self._most)
-            allowed = replace(allowed, max_gpu_layers=most)
+            most = min(fitting.max_gpu_layers, self._most)
+            fitting = replace(fitting, max_gpu_layers=most)
         if not self._no_host_memory.is_over(step):
-            fewest = max(allowed.min_gpu_layers, self._fewest)
-            allowed = replace(allowed, min_gpu_layers=fewest)
+            fewest = max(fitting.min_gpu_layers, self._fewest)
+            fitting = replace(fitting, min_gpu_layers=fewest)
+        self._least_here = fitting.min_gpu_layers
+        return fitting
+
+    def _allowed(self, step: int, limits: MemoryLimits) -> Bounds:
+        """The same, or the placement at hand alone where nothing fits."""
+        allowed = self._fitting(step, limits)
         if allowed.fits:
             return allowed
         # Both sides are full. The placement at hand works as it is; the host would not hold more.
@@ -365,13 +374,14 @@ class PlacementController:
             f"({self._bytes[layer.index].state_bytes} bytes): stepping back",
         )
 
-    def retreat(self, step: int) -> bool:
+    def retreat(self, step: int, limits: MemoryLimits) -> bool:
         """The user's own allocation found no memory on the GPU: some layers leave it, at once.
 
         Returns:
             Whether any could: the host must have memory for them.
         """
         here = self.num_gpu_layers
+        self._fitting(step, limits)  # what the host holds now
         if self._fewer(self._moves_a_step) == here:
             return False
         reason = "the GPU had no memory for an allocation of the model's"
@@ -382,7 +392,7 @@ class PlacementController:
     def _fewer(self, layers: int) -> int:
         """So many GPU layers less than now, as far as the host holds them."""
         here = self.num_gpu_layers
-        return max(here - layers, min(here, self.decisions[-1].bounds.min_gpu_layers), 0)
+        return max(here - layers, min(here, self._least_here), 0)
 
     def _refuse_more(self, step: int, layers: int, reason: str) -> None:
         """So many layers leave the GPU, which has no memory for them."""

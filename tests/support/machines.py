@@ -179,6 +179,7 @@ class Training:
             ),
             _idle_steps=0,
             _considered_at=0,
+            _has_new_steps=False,
             _current_limits=lambda: self.limits,
             _steps=0,
             _measured_since=0,
@@ -213,12 +214,13 @@ class Training:
     def _observe(self) -> None:
         manager, controller = self.manager, self.controller
         samples = [self._last] if self._last is not None else []
-        PlacementManager._add_samples(manager, samples)
+        if samples:
+            PlacementManager._add_samples(manager, samples)
         self._last = self._sample() if self._measures else None
         # The worker tells of every step, with the machine as it is now: medians follow sooner.
         self._passes.append(1 + self.random.gauss(0.0, self.machine.noise))
         if controller.is_due(self.step):
-            PlacementManager._consider(manager, has_new_steps=bool(samples))
+            PlacementManager._consider(manager)
         manager._steps = self.step + 1
         if not controller.is_settled:
             manager._estimator.forget_earlier()

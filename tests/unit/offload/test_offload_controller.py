@@ -377,6 +377,19 @@ def test_no_step_back_below_what_the_host_can_hold() -> None:
     assert "had no memory" in bench.controller.decisions[-1].reason
 
 
+def test_layers_leave_the_gpu_as_far_as_the_host_holds_them_now() -> None:
+    """However much it held when k was decided last."""
+    bench = Bench()
+    bench.run(SLOW, 20, limits_for(fewest=best(SLOW)))  # short
+    here = bench.here
+    assert here == best(SLOW)
+    assert bench.controller.retreat(bench.step, limits_for(fewest=here - 1))
+    assert bench.here == here - 1
+    assert not bench.controller.retreat(bench.step, limits_for(fewest=here))
+    assert bench.controller.retreat(bench.step, limits_for())
+    assert bench.here == here - 1 - STEP_MOVES
+
+
 def test_both_sides_full(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(begin=6)
     full = limits_for(most=5, fewest=8)

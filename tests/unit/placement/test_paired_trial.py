@@ -59,3 +59,10 @@ def test_free_memory_that_wavers_is_not_followed_but_much_more_is() -> None:
     assert placement.choose(12, Bounds(LAYERS, 0, 11), 12) == 11
     assert placement.choose(11, Bounds(LAYERS, 0, 14), 12) == 14
     assert placement.choose(25, Bounds(LAYERS, 0, LAYERS), 12) == LAYERS
+
+
+def test_what_the_host_does_not_hold_any_more_is_not_gone_to() -> None:
+    placement = LaunchBoundPlacement()
+    assert placement.choose(20, Bounds(38, 8, 30), 10) == 10
+    assert placement.choose(20, Bounds(38, 12, 30), 12) == 12
+    assert placement.choose(20, Bounds(38, 30, 30), 30) == 30

@@ -7,12 +7,16 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hytrain.cost.prediction import predict
 from hytrain.formats.moment_kinds import state_bytes
 from hytrain.placement.costs import MemoryLimits
+from hytrain.placement.manager import PlacementManager
+from hytrain.placement.measure import MANY_STEPS
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows
 from tests.support.covering import everyday
@@ -205,3 +209,35 @@ def test_a_real_change_is_followed(seed: int) -> None:
     training.machine = replace(training.machine, compute=4 * GPU_BOUND.compute)
     training.run(80)
     assert training.regret < 0.05
+
+
+def test_steps_measured_between_two_solves_count_at_the_next() -> None:
+    """Every fourth step is measured, an odd one; with an even interval no solve is at one."""
+    considered: list[int] = []
+    manager: Any = SimpleNamespace(
+        controller=SimpleNamespace(
+            is_settled=True,
+            streams=False,
+            add_step=lambda _seconds: None,
+            consider=lambda step, *_rest, **_more: considered.append(step),
+        ),
+        _estimator=SimpleNamespace(
+            add_samples=lambda _samples: 1.0,
+            is_changing=False,
+            step_seconds=None,
+            num_samples=MANY_STEPS,
+            costs=None,
+            launch_bound=False,
+        ),
+        _idle_steps=0,
+        _considered_at=0,
+        _has_new_steps=False,
+        _current_limits=lambda: None,
+    )
+    for step in range(40):
+        manager._steps = step
+        if step % 4 == 1:
+            PlacementManager._add_samples(manager, [SimpleNamespace(seconds=1.0)])
+        if step % 2 == 0:
+            PlacementManager._consider(manager)
+    assert considered == list(range(2, 40, 4))
