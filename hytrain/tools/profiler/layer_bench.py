@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hytrain.errors import ConfigError
 from hytrain.placement.step_timer import Clock
 from hytrain.tools.profiler.block_hooks import (
     BEGIN,
@@ -30,8 +31,8 @@ from hytrain.tools.profiler.layer_samples import (
     Allocated,
     Pass,
     SizeMeasurements,
+    Value,
     complete,
-    set_once,
     usual,
 )
 from hytrain.tools.profiler.measured_model import Copy, MeasuredModel
@@ -54,10 +55,11 @@ _SIZE_SECONDS = 3.0
 """Of passes of one size, at most."""
 
 
-class CudaMeter:
-    """The caching allocator's own books."""
+class CudaMeter(contextlib.nullcontext[None]):
+    """The caching allocator's own books, which it always keeps."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
 
     def allocated(self) -> int:
@@ -70,13 +72,10 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
 
-    def watching(self) -> contextlib.AbstractContextManager[object]:
-        """Nothing is to be done: the allocator always counts."""
-        return contextlib.nullcontext()
-
 
 class CpuMeter(TorchDispatchMode):
-    """Results of torch's operations on a CPU, which has no such books; for trying without a GPU.
+    """Results of torch's operations within it, on a CPU, which has no such books; for trying
+    without a GPU.
 
     What an operation allocates for itself is not seen.
     """
@@ -96,10 +95,6 @@ class CpuMeter(TorchDispatchMode):
         """Most bytes in use since the last call."""
         peak, self._peak = self._peak, self._bytes
         return peak
-
-    def watching(self) -> contextlib.AbstractContextManager[object]:
-        """A mode in which each operation's results are counted."""
-        return self
 
     def __torch_dispatch__(
         self,
@@ -130,7 +125,7 @@ class CpuMeter(TorchDispatchMode):
 
 
 MemoryMeter = CudaMeter | CpuMeter
-"""Reads a device's allocator."""
+"""Reads a device's allocator; it counts while it is entered."""
 
 
 class LayerBench:
@@ -252,7 +247,10 @@ class LayerBench:
         for number in range(most):
             if number >= fewest and time.perf_counter() > end:
                 break
-            passes += [(turn, self._launch_pass(batch, turn)) for turn in TURNS]
+            for turn in TURNS:
+                self._wait()
+                points = self._points(batch, turn, lambda _: 1e3 * time.perf_counter())
+                passes.append((turn, points))
         self._wait()
         return passes
 
@@ -275,10 +273,20 @@ class LayerBench:
             passes.append((turn, self._milliseconds(marks)))
         return passes
 
-    def _launch_pass(self, batch: Mapping[str, Any], turn: int) -> Pass[float]:
-        points: dict[Point, float] = {}
-        self._wait()
-        self._pass(batch, turn, lambda point: set_once(points, point, 1e3 * time.perf_counter()))
+    def _points(
+        self, batch: Mapping[str, Any], turn: int, read: Callable[[Point], Value]
+    ) -> Pass[Value]:
+        """What is read at each point of a pass."""
+        points: dict[Point, Value] = {}
+
+        def tell(point: Point) -> None:
+            if point in points:
+                raise ConfigError(
+                    f"--model: block {point[1]} is called more than once in a forward"
+                )
+            points[point] = read(point)
+
+        self._pass(batch, turn, tell)
         return complete(points, self._subject.name)
 
     def _pass(self, batch: Mapping[str, Any], turn: int, tell: Callable[[Point], None]) -> None:
@@ -294,37 +302,29 @@ class LayerBench:
 
     def _time_pass(self, batch: Mapping[str, Any], turn: int, asleep: int = 0) -> Pass[Any]:
         """``asleep``: clock cycles of the device in the first block, whose times count for none."""
-        marks: dict[Point, Any] = {}
 
-        def tell(point: Point) -> None:
-            set_once(marks, point, self._clock.mark())
+        def mark(point: Point) -> Any:
+            made = self._clock.mark()
             if asleep and point == ("enter", 0):
                 torch.cuda._sleep(asleep)  # pyright: ignore[reportPrivateUsage]
+            return made
 
-        self._pass(batch, turn, tell)
-        return complete(marks, self._subject.name)
+        return self._points(batch, turn, mark)
 
     def _milliseconds(self, marks: Pass[Any]) -> Pass[float]:
         begin = marks[BEGIN]
         return {point: 1e3 * self._clock.seconds(begin, mark) for point, mark in marks.items()}
 
     def _memory_of_pass(self, batch: Mapping[str, Any], turn: int) -> Pass[Allocated]:
-        meter = self._meter()
-        points: dict[Point, Allocated] = {}
-
-        def tell(point: Point) -> None:
-            set_once(points, point, Allocated(meter.allocated(), meter.take_peak()))
-
-        meter.take_peak()
-        with meter.watching():
-            self._pass(batch, turn, tell)
-        return complete(points, self._subject.name)
-
-    def _meter(self) -> MemoryMeter:
-        if self._is_cuda:
-            return CudaMeter(self._device)
         model = self._model.model
-        return CpuMeter([*model.parameters(), *model.buffers()])
+        meter: MemoryMeter = CpuMeter([*model.parameters(), *model.buffers()])
+        if self._is_cuda:
+            meter = CudaMeter(self._device)
+        meter.take_peak()
+        with meter:
+            return self._points(
+                batch, turn, lambda _: Allocated(meter.allocated(), meter.take_peak())
+            )
 
     def _wait(self) -> None:
         if self._is_cuda:

@@ -77,12 +77,6 @@ class SizeMeasurements:
         return layer, outside
 
 
-def set_once(points: dict[Point, Value], point: Point, value: Value) -> None:
-    if point in points:
-        raise ConfigError(f"--model: block {point[1]} is called more than once in a forward")
-    points[point] = value
-
-
 def complete(points: dict[Point, Value], name: str) -> Pass[Value]:
     wanted = [(kind, i) for kind in ("enter", "leave", "gradient") for i in range(DEPTH)]
     missing = sorted({number for kind, number in wanted if (kind, number) not in points})

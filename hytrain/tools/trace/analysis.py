@@ -10,9 +10,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from hytrain.formats.trace_file import Peaks
-from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace import spans as kinds
-from hytrain.tools.trace import step_times
+from hytrain.tools.trace import causes, kinds, step_times
 from hytrain.tools.trace.blockers import Blockers
 from hytrain.tools.trace.fixes import Fix, fixes
 from hytrain.tools.trace.graph import Graph

@@ -13,51 +13,26 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import causes, kinds
 from hytrain.tools.trace.graph import Graph
 from hytrain.tools.trace.host import HostState, HostView
 from hytrain.tools.trace.intervals import Intervals
 from hytrain.tools.trace.nodes import CLOSE, Node
 from hytrain.tools.trace.spans import NONE
 
-# -- causes ------------------------------------------------------------------------------------
-
-CPU_ADAM: Final = "CPU Adam"
-SLOW_RANK: Final = "slow rank"
-CLIPPING: Final = "clipping"
-LATE_GRADIENT_COPY: Final = "late gradients"
-LATE_WEIGHT_COPY: Final = "late weights"
-STARVED_CPU: Final = "starved CPU Adam"
-LATE_COLLECTIVE: Final = "late collective"
-LAUNCH: Final = "launch-bound"
-DATA_LOADING: Final = "data loading"
-SYNCHRONIZATION: Final = "synchronization"
-HOST_CODE: Final = "host code"
-HAND_OVER: Final = "hand-over"
-KERNEL_GAPS: Final = "between kernels"
-UNRESOLVED: Final = "unresolved"
-
-HOST_CAUSES: Final = frozenset((LAUNCH, DATA_LOADING, SYNCHRONIZATION, HOST_CODE))
-CAUSES: Final = (
-    *(kinds.D2H, CPU_ADAM, kinds.H2D, kinds.COMMUNICATION, SLOW_RANK, CLIPPING),
-    *(LATE_GRADIENT_COPY, LATE_WEIGHT_COPY, STARVED_CPU, LATE_COLLECTIVE),
-    *(LAUNCH, DATA_LOADING, SYNCHRONIZATION, HOST_CODE, HAND_OVER, KERNEL_GAPS, UNRESOLVED),
-)
-
 _LATE: Final = {
-    kinds.D2H: LATE_GRADIENT_COPY,
-    kinds.H2D: LATE_WEIGHT_COPY,
-    kinds.CPU_UPDATE: STARVED_CPU,
-    kinds.COMMUNICATION: LATE_COLLECTIVE,
+    kinds.D2H: causes.LATE_GRADIENT_COPY,
+    kinds.H2D: causes.LATE_WEIGHT_COPY,
+    kinds.CPU_UPDATE: causes.STARVED_CPU,
+    kinds.COMMUNICATION: causes.LATE_COLLECTIVE,
 }
 _HOST_CAUSE: Final = {
-    kinds.DATA: DATA_LOADING,
-    kinds.SYNC: SYNCHRONIZATION,
-    kinds.CPU_UPDATE: CPU_ADAM,
-    kinds.PHASE: LAUNCH,
-    kinds.PYTHON: HOST_CODE,
+    kinds.DATA: causes.DATA_LOADING,
+    kinds.SYNC: causes.SYNCHRONIZATION,
+    kinds.CPU_UPDATE: causes.CPU_ADAM,
+    kinds.PHASE: causes.LAUNCH,
+    kinds.PYTHON: causes.HOST_CODE,
 }
-_COMPUTES: Final = frozenset((kinds.COMPUTE, kinds.GPU_UPDATE))
 HAND_OVER_MOST: Final = 50_000
 """Nanoseconds between a dependency and what waited for it that need no cause of their own."""
 _TIMING: Final = 20_000
@@ -142,12 +117,17 @@ class Blockers:
         """Between kernels of a node: launched after the GPU fell idle, or before."""
         spans = self._trace[kinds.COMPUTE]
         if not len(gaps) or not len(spans):
-            return [Blame(*gap, KERNEL_GAPS, "") for gap in gaps.pairs()]
+            return [Blame(*gap, causes.KERNEL_GAPS, "") for gap in gaps.pairs()]
         following = np.minimum(np.searchsorted(spans.begin, gaps.end), len(spans) - 1)
         is_late = spans.launched[following] >= gaps.begin
         layers = spans.layer[following].tolist()
         return [
-            Blame(*gap, LAUNCH if late else KERNEL_GAPS, "launch" if late else "", layer=layer)
+            Blame(
+                *gap,
+                causes.LAUNCH if late else causes.KERNEL_GAPS,
+                "launch" if late else "",
+                layer=layer,
+            )
             for gap, late, layer in zip(gaps.pairs(), is_late.tolist(), layers, strict=True)
         ]
 
@@ -201,7 +181,7 @@ class Blockers:
             if beside is not None and (before is None or beside.end > finished):
                 end = max(min(beside.end, time), walk.limit)
                 if end < time:
-                    walk.found.append(Blame(end, time, UNRESOLVED, "", node.layer))
+                    walk.found.append(Blame(end, time, causes.UNRESOLVED, "", node.layer))
                 self._through(walk, beside, end, "timing")
                 return
             walk.found += self._slack(node, before, finished, time)
@@ -226,11 +206,11 @@ class Blockers:
         elif cause == kinds.COMMUNICATION:
             detail = node.detail
         elif cause == kinds.CPU_UPDATE:
-            cause = CLIPPING if node.is_barred else CPU_ADAM
+            cause = causes.CLIPPING if node.is_barred else causes.CPU_ADAM
         return self._of_rank(node, Blame(begin, end, cause, evidence, node.layer, detail=detail))
 
     def _hand_over(self, node: Node, begin: int, end: int, evidence: str) -> Blame:
-        return self._of_rank(node, Blame(begin, end, HAND_OVER, evidence, node.layer))
+        return self._of_rank(node, Blame(begin, end, causes.HAND_OVER, evidence, node.layer))
 
     def _of_rank(self, node: Node, blame: Blame) -> Blame:
         """What another rank did is a slow rank to this one."""
@@ -238,22 +218,24 @@ class Blockers:
             return blame
         words = blame.cause if blame.layer == NONE else f"{blame.cause} layer {blame.layer}"
         detail = f"{words}, {blame.detail}" if blame.detail else words
-        return blame._replace(cause=SLOW_RANK, rank=node.rank, detail=detail)
+        return blame._replace(cause=causes.SLOW_RANK, rank=node.rank, detail=detail)
 
     # -- time between a dependency's end and the begin of what waited for it ---------------------
 
     def _slack(self, node: Node, before: Node | None, begin: int, end: int) -> list[Blame]:
         """Causes of [begin, end), latest first."""
         resources = {node.resource, before.resource} if before is not None else set[str]()
-        if end - begin <= HAND_OVER_MOST and resources - _COMPUTES and before is not None:
+        if end - begin <= HAND_OVER_MOST and resources - {*kinds.COMPUTES} and before is not None:
             return [self._hand_over(node, begin, end, "dependency")]
-        if node.resource not in _COMPUTES:
+        if node.resource not in kinds.COMPUTES:
             # Began late, although all that it needs was there.
             has_data = any(edge.is_data for edge in node.edges)
-            cause, evidence = (_LATE[node.resource], "dependency") if has_data else (UNRESOLVED, "")
+            cause, evidence = (
+                (_LATE[node.resource], "dependency") if has_data else (causes.UNRESOLVED, "")
+            )
             return [self._of_rank(node, Blame(begin, end, cause, evidence, node.layer))]
         if node.launched != NONE and node.launched <= begin:
-            cause = KERNEL_GAPS if end - begin <= CLOSE else UNRESOLVED
+            cause = causes.KERNEL_GAPS if end - begin <= CLOSE else causes.UNRESOLVED
             return [self._of_rank(node, Blame(begin, end, cause, "", node.layer))]
         blames = self._host_blames(node, node.rank, begin, end)
         return [self._of_rank(node, blame) for blame in reversed(blames)]
@@ -261,7 +243,7 @@ class Blockers:
     def _ended_near(self, node: Node, begin: int, end: int) -> Node | None:
         """What a kernel that was launched in time waited for, by timing: the copy or collective
         that ended just before it, on another stream, while the GPU was idle."""
-        is_computing = node.resource in _COMPUTES and node.rank == self.rank
+        is_computing = node.resource in kinds.COMPUTES and node.rank == self.rank
         if end - begin <= CLOSE:
             return None  # between two kernels, where some copy often ends as well
         if not is_computing or node.launched == NONE or node.launched > begin:
@@ -275,7 +257,7 @@ class Blockers:
 
     def _computed_beside(self, node: Node, time: int) -> Node | None:
         """What the GPU computed when a copy began of which nothing says what it waited for."""
-        is_known = node.resource in _COMPUTES or any(edge.is_data for edge in node.edges)
+        is_known = node.resource in kinds.COMPUTES or any(edge.is_data for edge in node.edges)
         index = int(np.searchsorted(self._begins, time)) - 1
         if is_known or node.rank != self.rank or index < 0:
             return None
@@ -302,19 +284,19 @@ class Blockers:
             if state.resource == kinds.SYNC:
                 detail = host.line_of_sync(state.row)
             elif state.resource == kinds.PYTHON and not host.has_phases:
-                cause, detail = LAUNCH, host.function_in(state.begin, state.end) or ""
+                cause, detail = causes.LAUNCH, host.function_in(state.begin, state.end) or ""
             elif state.resource in (kinds.PYTHON, kinds.DATA):
                 detail = host.function_in(state.begin, state.end) or ""
                 if sync is not None and (detail or state.resource == kinds.DATA):
                     after = f"after the synchronization of {host.line_of_sync(sync)}"
                     detail = f"{detail}, {after}" if detail else after
-            is_unnamed = cause == LAUNCH or (cause == HOST_CODE and not detail)
+            is_unnamed = cause == causes.LAUNCH or (cause == causes.HOST_CODE and not detail)
             if is_unnamed and sync is not None:
-                cause, detail = SYNCHRONIZATION, host.line_of_sync(sync)
-            elif cause == LAUNCH and launched != NONE:
+                cause, detail = causes.SYNCHRONIZATION, host.line_of_sync(sync)
+            elif cause == causes.LAUNCH and launched != NONE:
                 evidence = "launch"
-            if cause in (LAUNCH, HOST_CODE) and not (proved or detail):
-                cause, evidence, detail = UNRESOLVED, "", unresolved
+            if cause in (causes.LAUNCH, causes.HOST_CODE) and not (proved or detail):
+                cause, evidence, detail = causes.UNRESOLVED, "", unresolved
             found.append(Blame(state.begin, state.end, cause, evidence, layer, detail=detail))
         return found
 
@@ -326,7 +308,7 @@ class Blockers:
         if last is None or last.end < state.begin:
             what = waits.detail[state.row] or "weights of which no copy was recorded"
             words = f"forward waited for {what}"
-            return [Blame(state.begin, state.end, UNRESOLVED, "", layer, detail=words)]
+            return [Blame(state.begin, state.end, causes.UNRESOLVED, "", layer, detail=words)]
         walk = _Walk(last, state.end, state.begin)
         if last.begin < state.end:
             # Else the wait ended when the copy was issued, by its update.

@@ -8,8 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import causes, kinds
 from hytrain.tools.trace.graph import FUSED, Graph
 from hytrain.tools.trace.intervals import united
 from hytrain.tools.trace.nodes import Node

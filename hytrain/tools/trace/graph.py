@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import kinds
 from hytrain.tools.trace.nodes import Edge, Node, nodes_of
 from hytrain.tools.trace.spans import NONE, RankTrace
 
@@ -98,8 +98,8 @@ class Graph:
 
     def computes(self, rank: int) -> list[Node]:
         """What keeps a rank's GPU computing, in order."""
-        busy = (kinds.COMPUTE, kinds.GPU_UPDATE)
-        return [node for node in self.nodes if node.rank == rank and node.resource in busy]
+        own = (node for node in self.nodes if node.rank == rank)
+        return [node for node in own if node.resource in kinds.COMPUTES]
 
     def last_copy(self, rank: int, layer: int, time: int) -> Node | None:
         """The last copy of a layer's weights to begin at a time or before; None where none does."""

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import kinds
 from hytrain.tools.trace.intervals import Intervals
 from hytrain.tools.trace.spans import NONE, RankTrace, Spans
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hytrain.formats import trace_file as names
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import kinds
 from hytrain.tools.trace.spans import NONE, Span, Step
 
 _RESOURCE: Final[Mapping[str, str]] = {

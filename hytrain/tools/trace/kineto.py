@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import kinds
 from hytrain.tools.trace.hytrain_spans import nanoseconds, number_of, whole_of
 from hytrain.tools.trace.intervals import Intervals, of_pairs
 from hytrain.tools.trace.spans import NONE, Span, Step

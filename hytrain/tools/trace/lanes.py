@@ -9,8 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import causes, kinds
 from hytrain.tools.trace.intervals import Intervals
 from hytrain.tools.trace.spans import RankTrace, Span, Spans, table
 from hytrain.tools.trace.step_times import StepTimes

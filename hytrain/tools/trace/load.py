@@ -14,11 +14,10 @@ import numpy as np
 from hytrain.errors import TraceError
 from hytrain.formats import trace_file as names
 from hytrain.formats.trace_file import TraceFile, read_trace
-from hytrain.tools.trace import hytrain_spans, kineto
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import hytrain_spans, kinds, kineto
 from hytrain.tools.trace.intervals import of_pairs, union
 from hytrain.tools.trace.kineto import KinetoEvents
-from hytrain.tools.trace.spans import NONE, RankTrace, Span, Step, table
+from hytrain.tools.trace.spans import NONE, RankTrace, Span, Spans, Step, table
 
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)")
 _VIZTRACER = "fee"
@@ -190,7 +189,7 @@ def _host_compute(path: Path, rows: Mapping[str, list[Span]]) -> list[Span]:
     return made
 
 
-def _foreign_unknown(spans: Mapping[str, kinds.Spans], events: KinetoEvents) -> list[str]:
+def _foreign_unknown(spans: Mapping[str, Spans], events: KinetoEvents) -> list[str]:
     unknown = ["it is not hytrain's: the chain gradient -> CPU Adam -> weights was not recorded"]
     compute = spans[kinds.COMPUTE]
     if not (compute.layer != NONE).any():
@@ -208,7 +207,7 @@ def _foreign_unknown(spans: Mapping[str, kinds.Spans], events: KinetoEvents) -> 
 
 
 def _steps(
-    path: Path, marks: Sequence[Step], spans: Mapping[str, kinds.Spans], unknown: list[str]
+    path: Path, marks: Sequence[Step], spans: Mapping[str, Spans], unknown: list[str]
 ) -> tuple[Step, ...]:
     if not marks:
         busy = [rows for key, rows in spans.items() if len(rows) and key != kinds.PYTHON]

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import kinds
 from hytrain.tools.trace.spans import NONE, RankTrace, Span, Spans
 
 CLOSE: Final = 10_000
@@ -72,7 +72,7 @@ def nodes_of(rank: RankTrace) -> list[Node]:
         found = [
             Node(*row, rank=rank.rank, resource=resource) for row in zip(*columns, strict=True)
         ]
-        if rank.are_kernels and resource in (kinds.COMPUTE, kinds.GPU_UPDATE):
+        if rank.are_kernels and resource in kinds.COMPUTES:
             gaps = np.zeros(len(spans), np.int64)
             gaps[1:] = np.maximum(spans.begin[1:] - spans.end[:-1], 0)
             groups = _groups(spans)

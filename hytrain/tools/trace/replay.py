@@ -15,14 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import causes, kinds
 from hytrain.tools.trace.blockers import Blame
 from hytrain.tools.trace.graph import Graph
 from hytrain.tools.trace.nodes import Edge, Node
 from hytrain.tools.trace.spans import NONE
 
-_COMPUTES: Final = (kinds.COMPUTE, kinds.GPU_UPDATE)
 _WEIGHTS: Final = (kinds.H2D, kinds.COMMUNICATION)
 _CHAIN_CAUSES: Final = frozenset(causes.CAUSES) - causes.HOST_CAUSES - {causes.UNRESOLVED}
 
@@ -75,7 +73,7 @@ class Replay:
         ends = [blame.end for blame in blames]
         for node in self._graph.nodes:
             anchor = self._anchor.get(node)
-            if node.rank != rank or (node.resource not in _COMPUTES and anchor is None):
+            if node.rank != rank or (node.resource not in kinds.COMPUTES and anchor is None):
                 continue
             low = node.begin - self._slack[node] if anchor is None else anchor.end
             place = bisect_right(ends, low)
@@ -174,7 +172,7 @@ class Replay:
     def _slack_with(self, node: Node, change: Change) -> int:
         is_anchored = node in self._anchor
         slack = 0 if is_anchored else self._slack[node]
-        if change.duration(node) == 0.0 and node.resource not in _COMPUTES and not is_anchored:
+        if change.duration(node) == 0.0 and node.resource not in kinds.COMPUTES and not is_anchored:
             return 0
         found, gone = self._causes[node], set(change.without)
         has_waited = node in self._behind or found.keys() & _CHAIN_CAUSES
@@ -194,7 +192,7 @@ def _anchors(graph: Graph) -> dict[Node, Node]:
     last: dict[int, Node] = {}
     anchors: dict[Node, Node] = {}
     for node in graph.nodes:
-        if node.resource in _COMPUTES:
+        if node.resource in kinds.COMPUTES:
             last[node.rank] = node
         elif node.rank in last and not any(edge.is_data for edge in node.edges):
             anchors[node] = last[node.rank]

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hytrain.formats.text_table import align, longer_by
-from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace import spans as kinds
-from hytrain.tools.trace import step_times
+from hytrain.tools.trace import causes, kinds, step_times
 from hytrain.tools.trace.analysis import Analysis, Cause
 from hytrain.tools.trace.spans import NONE, RankTrace
 from hytrain.tools.trace.step_times import StepTimes, overlap

@@ -12,38 +12,7 @@ from numpy.typing import NDArray
 
 from hytrain.formats.trace_file import TraceHeader
 from hytrain.tools.trace.intervals import Intervals, union
-
-# -- what a span occupies ----------------------------------------------------------------------
-
-COMPUTE: Final = "compute"
-"""Kernels, or a layer's forward or backward where only CUDA events were recorded."""
-GPU_UPDATE: Final = "update on the GPU"
-COMMUNICATION: Final = "communication"
-EXCHANGES: Final = frozenset(("all_to_all", "send_recv"))
-"""Communication of activations (Ulysses' attention): no gather of weights, no reduction."""
-D2H: Final = "gradients to host"
-H2D: Final = "weights to GPU"
-CPU_UPDATE: Final = "update on the CPU"
-WAIT: Final = "wait"
-"""The host or the compute stream waits for the new weights of a layer."""
-SYNC: Final = "sync"
-"""The host waits for the GPU, in user code."""
-DATA: Final = "data_loading"
-PHASE: Final = "phase"
-"""Forward, backward and step(), on the host."""
-PYTHON: Final = "python"
-"""Functions, for names."""
-
-RESOURCES: Final = (
-    *(COMPUTE, GPU_UPDATE, COMMUNICATION, D2H, H2D, CPU_UPDATE),
-    *(WAIT, SYNC, DATA, PHASE, PYTHON),
-)
-
-FORWARD: Final = "forward"
-BACKWARD: Final = "backward"
-RECOMPUTE: Final = "recompute"
-OTHER: Final = "other compute"
-"""Passes of compute; the last where it is unknown which."""
+from hytrain.tools.trace.kinds import COMPUTE, GPU_UPDATE
 
 NONE: Final = -1
 """Of a layer, chunk or step that a span does not name."""
@@ -142,7 +111,7 @@ class RankTrace:
     path: Path
     steps: tuple[Step, ...]
     spans: Mapping[str, Spans]
-    """Of every one of RESOURCES."""
+    """Of every one of :data:`~hytrain.tools.trace.kinds.RESOURCES`."""
     header: TraceHeader | None = None
     """None for a foreign trace."""
     world_size: int = 1

@@ -17,10 +17,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hytrain.tools.trace import blockers as causes
+from hytrain.tools.trace import causes
 from hytrain.tools.trace.blockers import Blame, Blockers
 from hytrain.tools.trace.intervals import EMPTY, Intervals, of_pairs, united
-from hytrain.tools.trace.spans import (
+from hytrain.tools.trace.kinds import (
     BACKWARD,
     COMMUNICATION,
     COMPUTE,
@@ -29,12 +29,10 @@ from hytrain.tools.trace.spans import (
     FORWARD,
     GPU_UPDATE,
     H2D,
-    NONE,
     OTHER,
     RECOMPUTE,
-    RankTrace,
-    Step,
 )
+from hytrain.tools.trace.spans import NONE, RankTrace, Step
 
 COMPUTE_PARTS: Final = (FORWARD, BACKWARD, RECOMPUTE, OTHER, GPU_UPDATE)
 PARTS: Final = (*COMPUTE_PARTS, *causes.CAUSES)

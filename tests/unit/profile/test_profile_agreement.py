@@ -92,7 +92,7 @@ class Whole:
         batch = self._batch(size)
         before = meter.allocated()
         meter.take_peak()
-        with meter.watching():
+        with meter:
             self._pass(batch)
         return meter.take_peak() - before
 

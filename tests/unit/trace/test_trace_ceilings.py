@@ -29,9 +29,9 @@ from hytrain.formats import trace_file as names
 from hytrain.tools.trace import fixes
 from hytrain.tools.trace.analysis import Analysis, analyse
 from hytrain.tools.trace.graph import Graph
+from hytrain.tools.trace.kinds import COMPUTE, GPU_UPDATE
 from hytrain.tools.trace.load import load
 from hytrain.tools.trace.replay import Replay
-from hytrain.tools.trace.spans import COMPUTE, GPU_UPDATE
 
 BOUND_BY_CPU = Schedule(layers=8, steps=6).taking(**{CPU: 2600, D2H: 300, H2D: 300})
 FEW_SLOTS = replace(BOUND_BY_CPU, slots=9)

@@ -27,7 +27,7 @@ from support.trace_schedule import (
     write,
 )
 
-from hytrain.tools.trace import blockers as causes
+from hytrain.tools.trace import causes
 from hytrain.tools.trace.analysis import Analysis, analyse
 from hytrain.tools.trace.load import load
 

@@ -10,9 +10,7 @@ import pytest
 
 from hytrain.errors import TraceError
 from hytrain.tools import cli
-from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace import fixes
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import causes, fixes, kinds
 from hytrain.tools.trace.analysis import Analysis, analyse
 from hytrain.tools.trace.graph import Graph
 from hytrain.tools.trace.load import load

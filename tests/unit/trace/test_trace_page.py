@@ -15,10 +15,11 @@ from support.trace_schedule import CPU, Schedule, write
 
 from hytrain.tools import cli
 from hytrain.tools.trace.analysis import Analysis, analyse
-from hytrain.tools.trace.blockers import CAUSES
+from hytrain.tools.trace.causes import CAUSES
+from hytrain.tools.trace.kinds import COMPUTE
 from hytrain.tools.trace.lanes import COLOURS, legend_of_cause, rows_of
 from hytrain.tools.trace.load import load
-from hytrain.tools.trace.spans import COMPUTE, Span, table
+from hytrain.tools.trace.spans import Span, table
 from hytrain.tools.trace.viewer import write_page
 
 SCHEDULE = Schedule(layers=6, steps=5).taking(**{CPU: 900})

@@ -19,8 +19,7 @@ from support.trace_schedule import (
 )
 
 from hytrain.tools import cli
-from hytrain.tools.trace import blockers as causes
-from hytrain.tools.trace import spans as kinds
+from hytrain.tools.trace import causes, kinds
 from hytrain.tools.trace.analysis import Analysis, analyse
 from hytrain.tools.trace.load import load
 from hytrain.tools.trace.report_text import sentences, verdict
