@@ -602,7 +602,7 @@ def test_memory_in_another_unit_is_refused(config: Path, capsys: Capture) -> Non
     with pytest.raises(SystemExit):
         cli.main(["explain", str(config), "--gpu-memory", "80GB"])
     words = "write a plain number (a GPU of 80 GB has about 78 to use)"
-    assert f"'80GB' is not a number of GiB: {words}" in capsys.readouterr().err
+    assert f"'80GB' is not a number above 0 of GiB: {words}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["explain", str(config), "--host-memory", "-5"])
     assert "'-5' is not a number above 0 of GiB (`hyt" in capsys.readouterr().err

@@ -174,10 +174,10 @@ def test_plans_hold_where_every_step_is_clipped_by_default(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("--clipped-share", "often", "'often' is not a number"),
+        ("--clipped-share", "often", "'often' is not a share: it must be from 0 to 1"),
         ("--clipped-share", "2", "'2' is not a share: it must be from 0 to 1"),
         ("--clipped-share", "-0.5", "'-0.5' is not a share"),
-        ("--clipped-share", "nan", "'nan' is not a number"),
+        ("--clipped-share", "nan", "'nan' is not a share"),
         ("--batch", "1.5", "'1.5' is not a whole number of at least 1"),
         ("--batch", "0", "'0' is not a whole number of at least 1"),
         ("--host-memory", "-1", "'-1' is not a number above 0"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hytrain.errors import ConfigError
 from hytrain.formats.dtypes import Dtype
@@ -18,42 +19,27 @@ DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 _MOST_WORDS = 4000
 
 
-def _whole(text: str, least: int, what: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value
+_Number = TypeVar("_Number", int, float)
 
 
-def _finite(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return value
+def _number(
+    kind: Callable[[str], _Number], accepts: Callable[[_Number], bool], words: str
+) -> Callable[[str], _Number]:
+    """A type of arguments: what is not of the kind, or not accepted, is refused in these words."""
+
+    def read(text: str) -> _Number:
+        with suppress(ValueError):
+            if accepts(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
+
+    return read
 
 
-def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
-    return _whole(text, 1, "a whole number of at least 1")
-
-
-def rank_number(text: str) -> int:
-    """A whole number of at least 0."""
-    return _whole(text, 0, "a rank: ranks are whole numbers and count from 0")
-
-
-def positive_float(text: str) -> float:
-    """A finite number above 0."""
-    value = _finite(text)
-    if value <= 0.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
+positive_int = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+rank_number = _number(int, lambda n: n >= 0, "a rank: ranks are whole numbers and count from 0")
+positive_float = _number(float, lambda x: 0.0 < x < math.inf, "a number above 0")
+share = _number(float, lambda x: 0.0 <= x <= 1.0, "a share: it must be from 0 to 1")
 
 
 def gibibytes(text: str) -> float:
@@ -64,14 +50,6 @@ def gibibytes(text: str) -> float:
         has_unit = text.upper().endswith("B")
         of_unit = ": write a plain number (a GPU of 80 GB has about 78 to use)" if has_unit else ""
         raise argparse.ArgumentTypeError(f"{error} of GiB{of_unit}") from None
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    value = _finite(text)
-    if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share: it must be from 0 to 1")
-    return value
 
 
 def positive_ints(text: str) -> tuple[int, ...]:

@@ -167,6 +167,11 @@ def _and(parts: Sequence[str]) -> str:
 # -- tables ------------------------------------------------------------------------------------
 
 
+def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Rows under a heading; nothing where there are none."""
+    return "\n".join(align(rows, left=left)) if len(rows) > 1 else ""
+
+
 def report(analysis: Analysis) -> str:
     """All of it; to be folded to a terminal's width."""
     blocks = ["\n".join(sentences(analysis)), _steps(analysis)]
@@ -219,10 +224,9 @@ def _activities(analysis: Analysis, steps: Sequence[StepTimes]) -> str:
     for activity in step_times.ACTIVITIES:
         found = overlap(steps, activity)
         if found.total:
+            times = [_ns(value / len(steps)) for value in found]
             share = percent(found.hidden / found.total)
-            rows.append(
-                (analysis.named(activity), *(_ns(value / len(steps)) for value in found), share)
-            )
+            rows.append((analysis.named(activity), *times, share))
     return "\n".join(align(rows))
 
 
@@ -234,11 +238,7 @@ def _idle(analysis: Analysis, rank: int) -> str:
             late = f"rank {cause.late_rank}: " if cause.late_rank != NONE else ""
             share = percent(cause.seconds / analysis.step_seconds(rank))
             rows.append((cause.cause, _ms(cause.seconds), share, layer, late + cause.detail))
-    return (
-        "\n".join(align(rows, left=(0, 4)))
-        if len(rows) > 1
-        else analysis.named("The GPU is never idle.")
-    )
+    return _table(rows, (0, 4)) or analysis.named("The GPU is never idle.")
 
 
 def _layers(steps: Sequence[StepTimes]) -> str:
@@ -287,7 +287,7 @@ def _rates(analysis: Analysis, rank: int) -> str:
         peak = (_quantity(rate.peak, rate.unit), share) if of_peak else ()
         achieved = _quantity(rate.achieved, rate.unit)
         rows.append((rate.name, achieved, *peak, percent(rate.busy_share)))
-    return "\n".join(align(rows)) if len(rows) > 1 else ""
+    return _table(rows)
 
 
 def _quantity(value: float | None, unit: str) -> str:
@@ -326,17 +326,13 @@ def _slow_layers(analysis: Analysis) -> str:
     rows = [("slow layers, ms a step", "rank", "layer", "takes", "usual", "beside")]
     for one in analysis.slow_layers[:_MOST_LAYERS]:
         beside = "other ranks" if one.is_beside_ranks else "other layers"
-        rows.append(
-            (
-                *(one.activity, str(one.rank), str(one.layer), _ms(one.seconds), _ms(one.usual)),
-                beside,
-            )
-        )
-    return "\n".join(align(rows, left=(0, 5))) if len(rows) > 1 else ""
+        times = _ms(one.seconds), _ms(one.usual)
+        rows.append((one.activity, str(one.rank), str(one.layer), *times, beside))
+    return _table(rows, (0, 5))
 
 
 def _fixes(analysis: Analysis) -> str:
     rows = [("fix, each alone", "saves at most", "step, ms", "what is assumed")]
     for fix in analysis.fixes:
         rows.append((fix.name, percent(fix.gain), _ms(fix.step_seconds), fix.words))
-    return "\n".join(align(rows, left=(0, 3))) if len(rows) > 1 else ""
+    return _table(rows, (0, 3))
