@@ -24,10 +24,11 @@ from hytrain.kernels.host_limits import available_host_bytes
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.advice import Begins, remedies
 from hytrain.tools.explain.checks import NO_BATCH, read_as_training, with_plan
-from hytrain.tools.explain.config import (
+from hytrain.tools.explain.config_words import config_words
+from hytrain.tools.explain.model_report import (
     ModelSizes,
-    config_words,
     first_decision,
+    has_room,
     model_text,
     verdict_of,
 )
@@ -144,18 +145,12 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
 
         return begins
 
-    is_fixed = section.gpu_fraction != "solve"
-
-    def has_room(decision: Decision) -> bool:
-        number, found = decision.gpu_layers_target, decision.bounds
-        return found.allow(number) if is_fixed else found.fits
-
     samples = (arguments.seq and section.micro_batch_sizes) or ()
     differ = gpus, section.shard_fractions or (), samples, [s.activations for s in asked.sections]
     is_alike = all(len({*each}) <= 1 for each in differ)
     numbers = [arguments.rank or 0] if is_alike else range(ranks)
     begun = {each: begins_on(each)(asked.sections[each], form, ranks, True) for each in numbers}
-    short = [each for each, found in begun.items() if not has_room(found)]
+    short = [each for each, found in begun.items() if not has_room(section, found)]
     rank = arguments.rank
     if rank is None:
         rank = short[0] if short else 0  # whose reason is what is asked for
@@ -164,7 +159,8 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
     if asked.check_model is not None:
         asked.check_model(sizes)
     advice = [] if decision.bounds.fits else remedies(begins_on(rank), section, form, ranks)
-    verdict = verdict_of(sizes, decision, advice, is_fixed=is_fixed, is_muon=form.is_muon)
+    told = section, sizes, decision, advice
+    verdict = verdict_of(*told, is_muon=form.is_muon)
     if not is_alike:
         verdict = _of_ranks(verdict, short, rank, ranks)
     inputs = _block_inputs(arguments, asked, rank)
@@ -178,7 +174,7 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
         print(json.dumps(result, indent=2))
     else:
         text = [verdict, *asked.warnings, *_assumed(arguments, gpus[rank], host // ranks)]
-        text.append(model_text(section, sizes, decision, advice, is_muon=form.is_muon))
+        text.append(model_text(*told, is_muon=form.is_muon))
         ends = [asked.words(rank)] if arguments.verbose else []
         ends += [_inputs_words(inputs, section)] if inputs.tokens else []
         print(fold("\n".join([*text, *(["", *ends] if ends else [])])))

@@ -31,7 +31,7 @@ from hytrain.engine.unsupported import refuse_unsupported
 from hytrain.errors import ConfigError, UnsupportedError, refuse_all
 from hytrain.formats.plan_file import Actual, ActualRank, read_plan
 from hytrain.placement.costs import num_blocks
-from hytrain.tools.explain.config import ModelSizes
+from hytrain.tools.explain.model_report import ModelSizes
 
 NO_BATCH = (
     f'Warning: no batch size: Lightning\'s strategy adds one, else set "{BATCH_KEYS[1]}", without '

@@ -35,7 +35,7 @@ from hytrain.tools.profiler.layer_samples import (
     complete,
     usual,
 )
-from hytrain.tools.profiler.measured_model import Copy, MeasuredModel
+from hytrain.tools.profiler.measured_model import MeasuredModel, SmallModel
 
 _FEWEST_PASSES = 4
 _MOST_PASSES = 40
@@ -131,7 +131,7 @@ MemoryMeter = CudaMeter | CpuMeter
 class LayerBench:
     """A copy of the model with hooks, on a device; within ``with``, its blocks may recompute."""
 
-    def __init__(self, subject: MeasuredModel, model: Copy, device: torch.device) -> None:
+    def __init__(self, subject: MeasuredModel, model: SmallModel, device: torch.device) -> None:
         self._subject = subject
         self._model = model
         self._device = device

@@ -52,7 +52,7 @@ returns its loss, or an object with a ``loss``, or a tuple that begins with it.
 """
 
 
-class Copy:
+class SmallModel:
     """The model with few layers, where it is measured."""
 
     def __init__(self, model: nn.Module, make_batch: MakeBatch, block_class: str | None) -> None:
@@ -172,14 +172,14 @@ class MeasuredModel:
                 self.name, sum(p.nbytes for p in unknown) / 2**30,
             )  # fmt: skip
 
-    def copy(self, num_layers: int, device: torch.device) -> Copy:
+    def copy(self, num_layers: int, device: torch.device) -> SmallModel:
         """The model with so many layers, in training mode.
 
         Raises:
             ConfigError: it has not as many.
         """
         model, make_batch = self._build(num_layers, device)
-        made = Copy(model.to(device, self.dtype), make_batch, self.block_class)
+        made = SmallModel(model.to(device, self.dtype), make_batch, self.block_class)
         if len(made.blocks) != num_layers:
             raise ConfigError(
                 f"--model {self.name} with {num_layers} layers has {len(made.blocks)} blocks: the "

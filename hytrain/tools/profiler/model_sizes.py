@@ -24,7 +24,7 @@ from hytrain.model.state_format import StateFormat
 from hytrain.offload.cpu_updater import CpuSettings, slot_plan
 from hytrain.optimizer.model_cut import CutLayer, CutPart, cut_model, live_bytes
 from hytrain.placement.build import layer_bytes_of
-from hytrain.tools.explain.config import ModelSizes
+from hytrain.tools.explain.model_report import ModelSizes
 from hytrain.tools.explain.training_form import TrainingForm
 from hytrain.tools.profiler.language_model import build_language_model, hidden_size, read_config
 from hytrain.zero3.plan import GatherSettings, gather_settings

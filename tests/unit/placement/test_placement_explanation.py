@@ -22,14 +22,14 @@ from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import Bounds
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows, closed_form_layers
-from hytrain.tools.explain.config import (
+from hytrain.tools.explain.config_words import config_words
+from hytrain.tools.explain.history import read_history
+from hytrain.tools.explain.model_report import (
     ModelSizes,
-    config_words,
     first_decision,
     model_text,
     verdict_of,
 )
-from hytrain.tools.explain.history import read_history
 from hytrain.tools.explain.report import costs_text, explained, layer_groups, run_json, run_text
 from hytrain.tools.explain.training_form import read_form
 
@@ -368,7 +368,7 @@ def _sizes(num_ranks: int = 1) -> ModelSizes:
 def _text(config: HyTrainConfig, gpu_gib: int, host_gib: int) -> str:
     found = first_decision(config, _sizes(), gpu_gib * GIB, host_gib * GIB)
     advice = [] if found.bounds.fits else ["16 GiB of host memory"]
-    verdict = verdict_of(_sizes(), found, advice, is_fixed=config.gpu_fraction != "solve")
+    verdict = verdict_of(config, _sizes(), found, advice)
     return f"{verdict}\n{model_text(config, _sizes(), found, advice)}"
 
 

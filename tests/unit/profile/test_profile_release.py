@@ -22,7 +22,7 @@ from hytrain.errors import ConfigError
 from hytrain.formats.profile_file import CollectiveSample
 from hytrain.tools.profiler import collective_profile
 from hytrain.tools.profiler.layer_profile import LayerProfiling
-from hytrain.tools.profiler.measured_model import Copy, MeasuredModel, read_subject
+from hytrain.tools.profiler.measured_model import MeasuredModel, SmallModel, read_subject
 from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.ranks import Ranks
 from hytrain.tools.profiler.run import profile_ranks
@@ -54,13 +54,13 @@ class Copies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._made: list[weakref.ref[Any]] = []
-        make = Copy.__init__
+        make = SmallModel.__init__
 
-        def made(copy: Copy, *args: Any) -> None:
+        def made(copy: SmallModel, *args: Any) -> None:
             make(copy, *args)
             self._made += map(weakref.ref, [*copy.model.parameters(), copy.model, copy])
 
-        monkeypatch.setattr(Copy, "__init__", made)
+        monkeypatch.setattr(SmallModel, "__init__", made)
 
     def alive(self) -> int:
         """Of those that have been made, which must be some."""
