@@ -168,14 +168,16 @@ class LayerMajor:
         """Runs the step; returns why it cannot be run so, with everything as before it."""
         self._engine.set_gradient_accumulation_boundary(True)
         try:
-            run()
+            self._passes.begin_forward()
+            with self._passes.open_step.layer_by_layer():
+                run()
             if validation is not None:
                 self._layers.agree(validation.check)
             return None
         except BaseException as error:
             is_refusal = isinstance(error, NotLayerMajor)
             if not is_refusal and (validation is None or _is_final(error)):
-                self._give_up()
+                self._engine.give_up_forward()
                 if isinstance(error, torch.OutOfMemoryError):
                     done = self._free_gpu_memory()
                     raise torch.OutOfMemoryError(f"{error}\n{done}") from error
@@ -184,7 +186,7 @@ class LayerMajor:
             reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
         if validation is not None:
             self._layers.fail()
-        self._give_up()
+        self._engine.give_up_forward()
         if validation is None:
             self._refuse_late(reason)
         else:
@@ -210,10 +212,6 @@ class LayerMajor:
             f"this model could be computed layer by layer until now, but {reason}. {why}: set "
             '"hytrain.accumulation" to "micro_batch_major"'
         )
-
-    def _give_up(self) -> None:
-        self._layers.leave()
-        self._engine.give_up_forward()
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason

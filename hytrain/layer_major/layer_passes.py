@@ -25,8 +25,6 @@ class LayerPasses:
 
     def begin_layers(self) -> None:
         """Several forwards begin, which go through the layers together."""
-        self._passes.begin_forward()
-        self._passes.open_step.enter_layers()
         self._passes.weights.begin("layer_major")
 
     def turn_back(self, micro_batches: int) -> None:
@@ -52,7 +50,6 @@ class LayerPasses:
 
     def end_layers(self) -> None:
         """The last micro-batch is back at the first layer."""
-        self.leave()
         self._passes.end_backward()
 
     # -- for who runs it -------------------------------------------------------------------------
@@ -75,11 +72,7 @@ class LayerPasses:
         """
         schedule = self._passes.weights.active
         assert schedule is not None
-        self._passes.begin_forward()
-        self._passes.open_step.enter_layers()
-        done = schedule.follow("layer_major", lambda: self._turn(0))
-        self.leave()
-        if not done:
+        if not schedule.follow("layer_major", lambda: self._turn(1)):
             raise NotLayerMajor("other ranks cannot compute it so")
         self._passes.end_backward()
 
@@ -105,7 +98,3 @@ class LayerPasses:
         """A model's first step cannot be computed so: ranks that only join in are told (ZeRO-3)."""
         if self._passes.weights.active is not None:
             self._passes.weights.active.fail()
-
-    def leave(self) -> None:
-        """What follows is one forward or backward at a time; what is open counts as aborted."""
-        self._passes.open_step.leave_layers()

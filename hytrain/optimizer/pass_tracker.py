@@ -204,10 +204,10 @@ class PassTracker:
         if torch.is_grad_enabled() and not self.open_step.layer_major:
             self.begin_unannounced()
 
-    def begin_backward(self, *, micro_batches: int | None = None, follows: bool = False) -> None:
+    def begin_backward(self, *, micro_batches: int = 1, follows: bool = False) -> None:
         """A backward begins; nothing where one has begun already.
 
-        ``micro_batches``: that go back layer-major, as one; None: it is one's own backward.
+        ``micro_batches``: that go back as one, layer-major.
         ``follows``: this rank only takes part in the gathers of the other ranks' backward.
         """
         self.check_open()
@@ -227,7 +227,7 @@ class PassTracker:
                 or (self.settings.reduce_every_backward and self.collectives.world_size > 1)
             )
             if reduces and is_boundary:
-                self.begin_update(layer_major=micro_batches is not None)
+                self.begin_update()
                 self._placement.begin_backward()
             if reduces:
                 self.meet_in_backward()
@@ -235,7 +235,7 @@ class PassTracker:
             self.collector.begin()
             if self.trace is not None:
                 self.trace.begin_backward(self.open_step.backward.micro_batches)
-            if not follows and micro_batches is None:
+            if not follows and not self.open_step.layer_major:
                 self.weights.begin("backward")
                 self.collector.take_kept()
 
@@ -246,7 +246,7 @@ class PassTracker:
             what = "the reduction of a backward pass's gradients"
             self.collectives.meet(what, self._hyper.words)
 
-    def begin_update(self, *, layer_major: bool = False) -> None:
+    def begin_update(self) -> None:
         """Reads the hyper-parameters that this step's updates begin with."""
         if self.pipeline.norm.settings.direct:
             self._hyper.check()  # in step() it would be too late
@@ -254,7 +254,7 @@ class PassTracker:
         self.pipeline.begin_step(
             self.reducer.unscale,
             self._hyper.read(),
-            hold=self.collector.may_be_early(layer_major=layer_major),
+            hold=self.collector.may_be_early(layer_major=self.open_step.layer_major),
         )
         self.open_step.begin_update()
 

@@ -119,10 +119,10 @@ class StepState:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def begin_backward(self, *, reduces: bool, micro_batches: int | None = None) -> None:
+    def begin_backward(self, *, reduces: bool, micro_batches: int = 1) -> None:
         """A backward of the step begins: one micro-batch's, or of so many layer by layer."""
         self._enter(StepPhase.BACKWARD)
-        self.backward = Backward(reduces, micro_batches is not None, max(1, micro_batches or 1))
+        self.backward = Backward(reduces, self.layer_major, micro_batches)
 
     def announce(self) -> None:
         """The backward that has begun is engine.backward()'s."""
@@ -215,10 +215,12 @@ class StepState:
         finally:
             self.sums_over_ranks = False
 
-    def enter_layers(self) -> None:
-        """Several forwards, or the backward passes of several micro-batches, count as one."""
+    @contextmanager
+    def layer_by_layer(self) -> Generator[None]:
+        """While it lasts, several forwards, or backward passes of several micro-batches, count as
+        one; a backward that is still open behind it counts as aborted."""
         self.layer_major = True
-
-    def leave_layers(self) -> None:
-        """What follows is one forward or backward at a time."""
-        self.layer_major = False
+        try:
+            yield
+        finally:
+            self.layer_major = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -137,19 +137,19 @@ def test_zero_3_gathers_a_layer_once_a_pass(sizes: tuple[int, int]) -> None:
         weights = engine.optimizer.weights
         gather = weights.gatherer.gather
         open_step = engine.optimizer.passes.open_step
-        enter_layers = open_step.enter_layers
+        layer_by_layer = open_step.layer_by_layer
 
         def count(layer: Any, **keywords: Any) -> None:
             if counts:
                 counts[-1][layer.index] = counts[-1].get(layer.index, 0) + 1
             gather(layer, **keywords)
 
-        def begin_counting() -> None:
+        def begin_counting() -> AbstractContextManager[None]:
             counts.append({})
-            enter_layers()
+            return layer_by_layer()
 
         weights.gatherer.gather = count
-        open_step.enter_layers = begin_counting
+        open_step.layer_by_layer = begin_counting
 
     keys = {
         "stage3_max_reuse_distance": 0,

@@ -197,7 +197,9 @@ def test_another_accumulation_dtype_keeps_a_hook_on_each() -> None:
 def test_layer_by_layer_keeps_a_hook_on_each() -> None:
     with built(Shifting(), make_config()) as engine:
         make_steps(engine, range(WARM))
-        engine.optimizer.passes.open_step.begin_backward(reduces=False, micro_batches=2)
+        step = engine.optimizer.passes.open_step
+        with step.layer_by_layer():
+            step.begin_backward(reduces=False, micro_batches=2)
         engine.optimizer.collector.begin()
         assert not any(hooks.has_single_hook for hooks in hooks_of(engine))
         engine.optimizer.passes.discard_gradients()

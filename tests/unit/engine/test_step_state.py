@@ -79,6 +79,20 @@ def test_what_was_dropped_or_aborted_is_over_with_the_next_backward() -> None:
     assert not step.skip_dropped()
 
 
+def test_a_backward_is_of_the_mode_in_which_it_begins() -> None:
+    step = StepState()
+    with pytest.raises(ValueError, match="x"), step.layer_by_layer():
+        step.begin_backward(reduces=True, micro_batches=int("x"))
+    assert not step.layer_major
+    with step.layer_by_layer():
+        step.begin_backward(reduces=True, micro_batches=3)
+    assert step.backward.layer_major
+    step.end()
+    step.begin_backward(reduces=True)
+    assert not step.backward.layer_major
+    assert step.backward.micro_batches == 1
+
+
 def test_nothing_follows_the_end() -> None:
     step = StepState()
     step.begin_backward(reduces=True)
