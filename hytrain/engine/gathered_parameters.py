@@ -136,7 +136,7 @@ class GatheringParameters:
             written = {id(parameter) for parameter in parameters}
             for trained in layer.trained:
                 slots = [x for x in trained.layout.slots if id(x.parameter) in written]
-                self._kept.adopt_written(trained, slots)
+                self._kept.written.adopt_slots(trained, slots)
                 trained.before_write = None
                 if layer.resident:
                     _remember_copy(trained)  # for a context around this one

@@ -206,7 +206,7 @@ class StateAccess:
                     copy = place.weights(weights)
                     place.layer.form.round(flat[weights.begin : weights.end], copy)
             torch.autograd.graph.increment_version([place.slot.parameter])
-            self._kept.ignore_writes()  # without this the copy would become the master weight
+            self._kept.written.ignore()  # without this the copy would become the master weight
         self._kept.pipeline.streams.synchronize()
 
     def _set_full_hp_param(

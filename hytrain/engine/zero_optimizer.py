@@ -183,7 +183,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             return
         self._run_hooks("pre")
         self._hyper.check()
-        passes.adopt_writes()  # since the last forward
+        passes.written.adopt()  # since the last forward
         if not passes.open_step.begun:
             passes.begin_update()
         step = passes.open_step

@@ -420,7 +420,8 @@ class UpdatePipeline:
 
     def flush(self) -> None:
         """Commits what is pending, so that every layer's state is that of the last step."""
-        self.wait_all()
+        # A new copy that is still on its way would overwrite what the caller writes to weights.
+        self.cpu.wait_copies()
         self.cpu.commit_pending()
         # State on the device is written on the update and copy streams: without this wait the
         # caller, on the host or on compute, could read it half written.

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 
 import torch
 
 from hytrain.errors import HyTrainError
 from hytrain.model.layer_state import LayerState
-from hytrain.model.layout import ParameterSlot
 from hytrain.model.state_format import StateFormat
 from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.pass_tracker import PassTracker
@@ -27,6 +25,7 @@ class KeptState:
         self.hyper = hyper
         self.pipeline = passes.pipeline
         self.weights = passes.weights
+        self.written = passes.written
         self.scaling = passes.scaling
         self.collectives = passes.collectives
 
@@ -82,7 +81,7 @@ class KeptState:
     def flush(self) -> None:
         """As :meth:`synchronize`, and every master weight and moment is that of the last step."""
         self.synchronize()
-        self._passes.adopt_writes()
+        self.written.adopt()
         self.pipeline.flush()
 
     def begin_reading(self) -> None:
@@ -90,15 +89,7 @@ class KeptState:
         self._passes.check_open()
         if any(state.update.sent for state in self.layers):
             self.synchronize()
-        self._passes.adopt_writes()
-
-    def adopt_written(self, layer: LayerState, slots: Sequence[ParameterSlot]) -> None:
-        """See :meth:`PassTracker.adopt_written`."""
-        self._passes.adopt_written(layer, slots)
-
-    def ignore_writes(self) -> None:
-        """Weights have been written whose master weights are right."""
-        self._passes.ignore_writes()
+        self.written.adopt()
 
     def forget_gradients(self) -> None:
         """Before state is replaced: nothing of the step so far stays, and nothing is pending."""
@@ -133,7 +124,7 @@ class KeptState:
                 weights.frozen.storage.mark_overwritten()
         pipeline.wait_all()
         pipeline.streams.synchronize()
-        self.ignore_writes()  # of the weights that were loaded before their master weights
+        self.written.ignore()  # of the weights that were loaded before their master weights
 
     def settle(self, what: str) -> None:
         """Master weights and moments of this rank become those of the last step.
@@ -144,10 +135,7 @@ class KeptState:
             ConfigError: see :meth:`PassTracker.withdraw_updates`.
         """
         self._passes.withdraw_updates(what)
-        self._passes.adopt_writes()
+        self.written.adopt()
         for layer in self.layers:
             layer.before_change()
-        # A new copy that is still on its way would overwrite what is written now.
-        self.pipeline.cpu.wait_copies()
-        self.pipeline.cpu.commit_pending()
-        self.pipeline.streams.synchronize()
+        self.pipeline.flush()

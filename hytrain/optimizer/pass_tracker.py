@@ -9,7 +9,7 @@ become final. All micro-batches of a step layer by layer are in
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -24,9 +24,6 @@ from hytrain.errors import (
     StatesOffloadedError,
 )
 from hytrain.model.layer_state import LayerState
-from hytrain.model.layout import ParameterSlot
-from hytrain.model.storage import ResidentStorage
-from hytrain.model.weight_writes import WeightWrites
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.autograd_task import call_at_end, graph_task
 from hytrain.optimizer.engine_view import EngineView, StepSettings
@@ -36,6 +33,7 @@ from hytrain.optimizer.layer_gradient import LayerGradient
 from hytrain.optimizer.loss_scaling import LossScaling
 from hytrain.optimizer.reduction import GradientReducer
 from hytrain.optimizer.step_state import StepPhase, StepState
+from hytrain.optimizer.written_weights import WrittenWeights
 from hytrain.placement.manager import PlacementManager
 from hytrain.trace.profiler_spans import span
 from hytrain.trace.recorder import Recorder
@@ -80,14 +78,11 @@ class PassTracker:
         self._marks = marks
         self.forward_task: int | None = None
         """The graph task in which the model's forward runs, -1 for none; None outside of it."""
-        self._has_warned_of_moves = False
-        self._has_warned_of_writes = False
         self.away: frozenset[str] = frozenset()
         """Kinds of states that are off the device (offload_states): every pass is refused."""
         self.trace: Recorder | None = None
         """Is told of the passes; None while no step is recorded."""
         layers = pipeline.layers
-        self._writes = WeightWrites(layers)
         gradients = [LayerGradient(layer.layout, layer.gradient_dtype) for layer in layers]
         self.reducer = GradientReducer(
             gradients, pipeline, collectives, settings, placement, scaling, self.open_step
@@ -101,6 +96,7 @@ class PassTracker:
             collectives=collectives,
             direct=pipeline.norm.settings.direct,
         )
+        self.written = WrittenWeights(pipeline, self.reducer, self.collector)
         if collectives.world_size > 1 and weights.schedule is not None:
             # Reductions take their places among the gathers.
             self.collector.reduce_schedule = weights.schedule
@@ -328,7 +324,7 @@ class PassTracker:
             return  # one of several, which count as one
         self.clean_up_aborted()
         if enters_model and torch.is_grad_enabled() and not self.is_in_graph:
-            self._restore_views()
+            self.written.restore_views()
         self.timer.begin_forward()
         if self.trace is not None and not self.is_in_graph:
             self.trace.begin_forward()
@@ -340,64 +336,6 @@ class PassTracker:
             # brought comes again.
             self._drop_aborted()
         self.forward_task = graph_task()
-
-    def _restore_views(self) -> None:
-        """Parameters that were put elsewhere since the last step are the training copy again.
-
-        Without gradients they may be: averaged weights are evaluated so.
-        """
-        moved: list[str] = []
-        for state in self.pipeline.layers:
-            if isinstance(state.storage, ResidentStorage):
-                moved += state.storage.restore_views()
-        if moved:
-            self.collector.renew_hooks()
-        self.adopt_writes()
-        if moved and not self._has_warned_of_moves:
-            self._has_warned_of_moves = True
-            logger.warning(
-                "%d parameters (%s, ...) were given other memory (parameter.data = ..., "
-                "module.to(...)): they are the engine's training copy again, whatever was written "
-                "there. Write values with parameter.copy_(...) after engine.synchronize()",
-                len(moved),
-                moved[0],
-            )
-
-    def adopt_writes(self) -> None:
-        """Weights that somebody has written to become the master weights; see docs/weights.md."""
-        found = self._writes.take(self.pipeline.overwrites)
-        if not found:
-            return
-        self.reducer.withdraw_all()
-        # A new copy that is still on its way would overwrite what was written; and the worker
-        # commits what is pending to the master weights that are read here.
-        self.pipeline.cpu.wait_copies()
-        self.pipeline.cpu.commit_pending()
-        self.pipeline.streams.synchronize()
-        with torch.no_grad():
-            for index, written in found.items():
-                self.pipeline.layers[index].before_change()
-                self.adopt_written(self.pipeline.layers[index], written)
-        # State on the device is read on the update stream.
-        self.pipeline.streams.synchronize()
-
-    def adopt_written(self, layer: LayerState, slots: Sequence[ParameterSlot]) -> None:
-        """:meth:`LayerState.adopt_written`; warns once where unchanged elements are rounded."""
-        layer.adopt_written(slots)
-        is_whole = layer.form.rounds_away and layer.before_write is None
-        if is_whole and slots and not self._has_warned_of_writes:
-            self._has_warned_of_writes = True
-            logger.warning(
-                'weights were written (%s, ...): with "hytrain.master": "split" the master weights '
-                "of these whole parameters are what is there now, so that elements that were not "
-                "changed lose what bf16 does not hold. deepspeed.utils.safe_set_full_fp32_param "
-                "writes fp32 values",
-                slots[0].name,
-            )
-
-    def ignore_writes(self) -> None:
-        """What has been written to weights so far is in their master weights already."""
-        self._writes.take(self.pipeline.overwrites)
 
     def end_forward(self) -> None:
         """The model's forward is over."""
