@@ -221,7 +221,7 @@ def test_a_device_without_memory_for_pieces_of_state_tears_no_step(
                 short = SimpleNamespace(**vars(torch) | {"empty": refuse})
                 with monkeypatch.context() as patch:
                     patch.setattr(streamed_update, "torch", short)
-                    with pytest.raises(torch.OutOfMemoryError, match="1.00 GiB"):
+                    with pytest.raises(torch.OutOfMemoryError, match=r"1\.00 GiB"):
                         steps(engine, 2, 3)
             steps(engine, 2, 4)
             ends.append(engine.fp32_state_dict())
