@@ -16,8 +16,8 @@ is taken as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 from weakref import WeakSet
 
@@ -61,6 +61,8 @@ class _Record:
     places: Sequence[int] = ()
     """For each use that was recorded, how many ``uses`` there are before the next one; (): no
     others have been added."""
+    reduces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """The layers that are reduced behind so many ``uses``, once that is known."""
 
     def place(self, recorded: int) -> int:
         """How many of ``uses`` there are before the next one behind a number of recorded ones."""
@@ -87,7 +89,6 @@ class GatherSchedule:
         self._settings = settings
         self._collectives = collectives
         self._records: dict[_Key, _Record] = {}
-        self._reduces: dict[_Key, dict[int, tuple[int, ...]]] = {}
         self._key: _Key = ("train", 1)
         self._taught: _Key | None = None  # recorded, but its reductions are not known yet
         self._most_forwards = 0  # that a backward may go back through, the same on all ranks
@@ -129,8 +130,9 @@ class GatherSchedule:
                 latest = max(latest, positions[index])
                 place = latest if record is None else record.place(latest)
                 found[place] = (*found.get(place, ()), index)
-        if self._taught is not None:
-            self._reduces[self._taught], self._taught = found, None
+        if record is not None:
+            record.reduces = found
+        self._taught = None
 
     @property
     def wants_reduces(self) -> bool:
@@ -200,12 +202,11 @@ class GatherSchedule:
         """Of a pass that goes ``repeats`` times through what the record of ``key`` does."""
         record = self._records[key]
         later = (repeats - 1) * len(record.uses)  # gradients come of all of them
-        reduces = self._reduces.get(key, {})
         following = self._records.get(("backward", 1)) if key[0] == "train" else None
         trace = PassTrace(
             record.uses * repeats,
             () if following is None else following.uses,
-            {later + place: layers for place, layers in reduces.items()},
+            {later + place: layers for place, layers in record.reduces.items()},
         )
         context = self._context
         held = set(context.held)
@@ -346,7 +347,6 @@ class GatherSchedule:
         for key, record in list(self._records.items()):
             if key[0] == "backward" and which(record.uses):
                 del self._records[key]
-                self._reduces.pop(key, None)
 
     def follow(self, kind: PassKind, turned: Callable[[], None] | None = None) -> bool:
         """A pass that other ranks make and this one has no batch for, from begin to end.
@@ -387,7 +387,6 @@ class GatherSchedule:
         if current.has_more:
             # All ranks have seen it: passes like this one, and its backward, are recorded anew.
             self._records.clear()
-            self._reduces.clear()
         elif current.agreed and self._key[0] == "backward":
             # Or the next one would have to use them at one place on all ranks again.
             self._forget_partial(current.agreed)
