@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hytrain.formats.text_table import fold
 from hytrain.tools.cli.arguments import check_outputs
@@ -40,6 +41,15 @@ def _check_page(arguments: argparse.Namespace, read: list[tuple[str, Path]]) -> 
     check_outputs({"--html": arguments.html}, read, kind="page of `hytrain trace`")
 
 
+def _write_page(arguments: argparse.Namespace, runs: list[Any], verdict: list[Any]) -> None:
+    """The page, if it was asked for; see :func:`~hytrain.tools.trace.viewer.write_page`."""
+    if arguments.html is not None:
+        from hytrain.tools.trace.viewer import write_page
+
+        write_page(arguments.html, runs, verdict)
+        print(f"page: {arguments.html}", file=sys.stderr)
+
+
 def _report(arguments: argparse.Namespace) -> int:
     # Imported where they are used: `hytrain --help` should not wait for numpy.
     from hytrain.tools.trace.analysis import analyse, as_json
@@ -48,11 +58,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
     _check_page(arguments, [("FILE", path) for path in arguments.files])
     analysis = analyse(load(arguments.files))
-    if arguments.html is not None:
-        from hytrain.tools.trace.viewer import write_page
-
-        write_page(arguments.html, [("", analysis)], verdict(analysis))
-        print(f"page: {arguments.html}", file=sys.stderr)
+    _write_page(arguments, [("", analysis)], verdict(analysis))
     if arguments.json:
         words = dict(zip(("overlap", "waits", "change"), sentences(analysis), strict=True))
         print(json.dumps({"sentences": words} | as_json(analysis), indent=1))
@@ -70,15 +76,11 @@ def _compare(arguments: argparse.Namespace) -> int:
     _check_page(arguments, [("A", paths[0]), ("B", paths[1])])
     before, after = (analyse(load([path])) for path in paths)
     comparison = compare(before, after)
-    if arguments.html is not None:
-        from hytrain.tools.trace.viewer import write_page
-
-        # Files of two runs are mostly called the same: their folders tell them apart.
-        is_same = paths[0].name == paths[1].name
-        shown = [path.absolute().parent.name if is_same else path.name for path in paths]
-        titled = [(f"A: {shown[0]}", before), (f"B: {shown[1]}", after)]
-        write_page(arguments.html, titled, compare_verdict(before, after))
-        print(f"page: {arguments.html}", file=sys.stderr)
+    # Files of two runs are mostly called the same: their folders tell them apart.
+    is_same = paths[0].name == paths[1].name
+    shown = [path.absolute().parent.name if is_same else path.name for path in paths]
+    titled = [(f"A: {shown[0]}", before), (f"B: {shown[1]}", after)]
+    _write_page(arguments, titled, compare_verdict(comparison, after))
     if arguments.json:
         print(json.dumps(asdict(comparison), indent=1))
     else:

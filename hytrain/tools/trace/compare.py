@@ -84,9 +84,8 @@ def _part_words(step: Row, parts: tuple[Row, ...]) -> str:
     return f"What differs: {', '.join(named)}."
 
 
-def compare_verdict(before: Analysis, after: Analysis) -> list[tuple[str, str, str]]:
+def compare_verdict(found: Comparison, after: Analysis) -> list[tuple[str, str, str]]:
     """The sentences with a name and a number each, for a page, and what to try next."""
-    found = compare(before, after)
     change = f"{found.step.difference / found.step.before * 100:+.1f} %"
     step, parts = found.sentences
     return [

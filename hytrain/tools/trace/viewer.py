@@ -35,24 +35,12 @@ _COLUMNS: Final = (
 )
 
 
-class _Block:
-    """Bytes that a page reads as columns."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._length = 0
-
-    def add(self, column: NDArray[Any], kind: str) -> list[Any]:
-        """Where it is: [offset, number, kind]."""
-        content = np.ascontiguousarray(column, np.dtype(kind)).tobytes()
-        place = [self._length, len(column), kind.lstrip("<")]
-        content += b"\0" * (-len(content) % 8)  # typed arrays of the page begin at whole elements
-        self._parts.append(content)
-        self._length += len(content)
-        return place
-
-    def encoded(self) -> str:
-        return base64.b64encode(gzip.compress(b"".join(self._parts), 3)).decode()
+def _add(block: bytearray, column: NDArray[Any], kind: str) -> list[Any]:
+    """Puts a column behind the others; where it is: [offset, number, kind]."""
+    place = [len(block), len(column), kind.lstrip("<")]
+    block += np.ascontiguousarray(column, np.dtype(kind)).tobytes()
+    block += b"\0" * (-len(block) % 8)  # typed arrays of the page begin at whole elements
+    return place
 
 
 def write_page(
@@ -68,7 +56,7 @@ def write_page(
     Raises:
         ConfigError: the file cannot be written.
     """
-    block, names = _Block(), {"": 0}
+    block, names = bytearray(), {"": 0}
     title = " | ".join(title for title, _ in runs if title) or _files(runs[0][1])
     content: dict[str, Any] = {
         "title": title,
@@ -79,8 +67,9 @@ def write_page(
     content["names"] = list(names)
     # "</script" would end the script element, and "<!--" hide its end.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+    packed = base64.b64encode(gzip.compress(block, 3)).decode()
     page = _TEMPLATE.read_text(encoding="utf-8")
-    parts = {"title": html.escape(title), "content": text, "block": block.encoded()}
+    parts = {"title": html.escape(title), "content": text, "block": packed}
     # In one pass: what is filled in may look like a place to be filled in.
     page = re.sub(r"\{\{(title|content|block)\}\}", lambda found: parts[found[1]], page)
     try:
@@ -89,7 +78,7 @@ def write_page(
         raise ConfigError(f"cannot write {path} ({error.strerror}): give --html another") from error
 
 
-def _run(title: str, run: Analysis, block: _Block, names: dict[str, int]) -> dict[str, Any]:
+def _run(title: str, run: Analysis, block: bytearray, names: dict[str, int]) -> dict[str, Any]:
     begin = min(rank.steps[0].begin for rank in run.ranks)
     end = max(rank.steps[-1].end for rank in run.ranks)
     steps = next(rank for rank in run.ranks if rank.rank == run.slowest).steps
@@ -149,7 +138,7 @@ def _parts(run: Analysis) -> list[list[Any]]:
     return parts
 
 
-def _columns(row: Row, zero: int, block: _Block, names: dict[str, int]) -> dict[str, list[Any]]:
+def _columns(row: Row, zero: int, block: bytearray, names: dict[str, int]) -> dict[str, list[Any]]:
     """``names``: each name's number, to which those of the row are added."""
     bars = row.bars
 
@@ -167,4 +156,4 @@ def _columns(row: Row, zero: int, block: _Block, names: dict[str, int]) -> dict[
         "colour": row.colour,
         "hidden": row.hidden,
     }
-    return {name: block.add(values[name], kind) for name, kind in _COLUMNS}
+    return {name: _add(block, values[name], kind) for name, kind in _COLUMNS}
