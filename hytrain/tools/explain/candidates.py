@@ -99,9 +99,10 @@ def candidate_rows(
 
 
 def _target_mark(decision: Decision) -> str:
-    if decision.reason.startswith("gpu_fraction is"):
+    if decision.reason.startswith("gpu_fraction"):  # of the configuration, or set since
         return "fixed"
-    return "first step" if decision.costs is None else "chosen"
+    is_first = decision.gpu_layers_before == decision.gpu_layers_target
+    return "first step" if is_first and decision.costs is None else "chosen"
 
 
 def worst_misfit(rows: Sequence[CandidateRow]) -> CandidateRow | None:

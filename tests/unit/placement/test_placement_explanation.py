@@ -163,6 +163,19 @@ def test_what_fits_is_worked_out_where_the_decision_did_not_ask() -> None:
     assert rows[20].marks == ("first step",)
 
 
+@pytest.mark.parametrize(
+    ("reason", "before", "mark"),
+    [
+        ("gpu_fraction is 0.5", 20, "fixed"),
+        ("gpu_fraction 0.5 was set", 3, "fixed"),
+        ("this rank computes no samples", 3, "chosen"),
+    ],
+)
+def test_who_decided_without_measured_times(reason: str, before: int, mark: str) -> None:
+    made = replace(decision(0, 20, 20), reason=reason, gpu_layers_before=before)
+    assert candidate_rows(made, lambda _: None)[20].marks == (mark,)
+
+
 def test_equal_neighbours_are_one_group() -> None:
     groups = layer_groups(costs())
     assert [(count, mean.parameters) for count, mean in groups] == [
