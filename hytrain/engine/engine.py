@@ -117,7 +117,7 @@ class HyTrainEngine(DeepSpeedEngine):
         optimizer = self.open_optimizer()
         self._guards = LayerGuards(self._model, PassGuide(optimizer.passes, optimizer.kept))
         optimizer.weights.when_closed(self._guards.close)
-        access = StateAccess(optimizer.kept, optimizer.gradients, self._model.parameters())
+        access = StateAccess(optimizer.kept, optimizer.passes, self._model.parameters())
         optimizer.weights.when_closed(access.detach)
         if int(self.zero_optimization_stage()) == 3:
             self._offer_zero3(optimizer)

@@ -23,8 +23,8 @@ from hytrain.checkpoint.gather import (
     list_parameters,
 )
 from hytrain.errors import ConfigError, EngineClosedError
-from hytrain.optimizer.gradient_access import GradientAccess
 from hytrain.optimizer.kept_state import KeptState
+from hytrain.optimizer.pass_tracker import PassTracker
 
 _NAMES = (
     "_z3_optimizer", "_hp_mapping", "get_full_hp_param", "set_full_hp_param", "get_full_hp_grad",
@@ -101,10 +101,10 @@ class StateAccess:
     """
 
     def __init__(
-        self, kept: KeptState, gradients: GradientAccess, parameters: Iterable[nn.Parameter]
+        self, kept: KeptState, passes: PassTracker, parameters: Iterable[nn.Parameter]
     ) -> None:
         self._kept = kept
-        self._gradients = gradients
+        self._passes = passes
         self._places: dict[int, ParameterPlace] = {}
         self._parameters = list(parameters)
         for parameter in self._parameters:
@@ -262,8 +262,8 @@ class StateAccess:
         self.set_fp32_grad_for_param(value, param)
 
     def _take_gradients_back(self, what: str) -> None:
-        self._gradients.passes.withdraw_updates(what)
-        if not self._gradients.passes.open_step.has_gradients:
+        self._passes.withdraw_updates(what)
+        if not self._passes.open_step.has_gradients:
             raise ConfigError(
                 f"{what}, but there is none: gradients are there between a backward and step() "
                 "only; call it before step(), or register a hook on the parameter"
@@ -273,19 +273,21 @@ class StateAccess:
     def _read_gradient(self, place: ParameterPlace) -> torch.Tensor:
         """This rank's piece, on the device."""
         self._take_gradients_back("reading a gradient")
-        shard = self._gradients.read_gradient(place.layer)
+        shard = self._passes.reducer.read_gradient(place.layer)
         piece = self._piece(place)
         if piece is None:
             return torch.empty(0, device=self._kept.device)
-        return self._part(place, piece, shard).float().mul_(self._gradients.passes.reducer.unscale)
+        return self._part(place, piece, shard).float() * self._passes.reducer.unscale
 
     def _write_gradient(self, place: ParameterPlace, flat: torch.Tensor) -> None:
         self._take_gradients_back("writing a gradient")
-        shard = self._gradients.own_gradient(place.layer)
+        shard = self._passes.collector.own_gradient(place.layer.index)
+        # Without this wait it could be written to before the reduction does.
+        self._kept.pipeline.streams.compute_waits_for_communication()
         piece = self._piece(place)
         if piece is not None:
             mine = flat[piece.begin : piece.end].to(shard.device, torch.float32)
-            self._part(place, piece, shard).copy_(mine / self._gradients.passes.reducer.unscale)
+            self._part(place, piece, shard).copy_(mine / self._passes.reducer.unscale)
 
     @staticmethod
     def _part(place: ParameterPlace, piece: Piece, shard: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,8 @@
 """The optimizer that DeepSpeed's engine talks to: the order of a step, and names that others read.
 
 It holds no algorithm of its own. :class:`PassTracker` follows the passes, its
-:class:`GradientCollector` takes gradients over, and updates run in the pipeline;
-:class:`GradientAccess` is for what happens to gradients before step(), :class:`KeptState` for what
-outlives a step.
+:class:`GradientCollector` takes gradients over, and updates run in the pipeline; :class:`KeptState`
+is for what outlives a step.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from hytrain.kernels.clipping import Outcome
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.engine_view import EngineView, StepSettings
-from hytrain.optimizer.gradient_access import GradientAccess
 from hytrain.optimizer.gradients import GradientCollector
 from hytrain.optimizer.hyper import HyperParameters
 from hytrain.optimizer.kept_state import KeptState
@@ -74,7 +72,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.passes = PassTracker(
             pipeline, collectives, hyper, settings, engine, placement, weights, self, scaling
         )
-        self.gradients = GradientAccess(self.passes)
         self.kept = KeptState(self.passes, hyper)
         self._state = OptimizerState(self.kept)
         self.before_close: list[Callable[[], None]] = []
@@ -261,9 +258,9 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.placement.end_step(outcome, worker)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See :meth:`GradientAccess.drop`."""
+        """See :meth:`PassTracker.drop_gradients`."""
         del set_to_none
-        self.gradients.drop()
+        self.passes.drop_gradients()
 
     # -- the loss scale, as DeepSpeed names it ---------------------------------------------------
 

@@ -512,6 +512,19 @@ class GradientCollector:
         layer.fill(self.zeros)
         self._reducer.consume_part(layer)
 
+    def own_gradient(self, index: int) -> torch.Tensor:
+        """This rank's shard of a layer's gradient so far, to be written into before step().
+
+        A collective, between two backward passes. What comes later is added.
+        """
+        layer = self.layers[index]
+        if layer.progress is not Progress.REDUCED:
+            layer.fill(self.zeros)
+            self._reducer.consume_part(layer)
+            self.zeros.forget()  # or they would stay through the next backward
+        assert layer.reduced_shard is not None
+        return layer.reduced_shard
+
     def _close(self, layer: LayerGradient) -> None:
         layer.fill(self.zeros)
         layer.progress = Progress.REDUCED

@@ -78,6 +78,7 @@ class PassTracker:
         self._marks = marks
         self.forward_task: int | None = None
         """The graph task in which the model's forward runs, -1 for none; None outside of it."""
+        self._has_warned_of_drop = False
         self.away: frozenset[str] = frozenset()
         """Kinds of states that are off the device (offload_states): every pass is refused."""
         self.trace: Recorder | None = None
@@ -426,6 +427,42 @@ class PassTracker:
         self.open_step.end()  # what is given up below belongs to no backward
         self.weights.forget()
         self._marks.clear_backward_marks()
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients of this step so far: those of all micro-batches since the last step.
+
+        A collective, where there are any. Where step() follows without another backward, it is
+        skipped: nothing is updated. (DeepSpeed's stages drop some of them or none.)
+
+        Raises:
+            ConfigError: a backward is running, or updates are committed directly and have begun.
+        """
+        # Called at the end of every step, when reads of weights are reported. No weight is read
+        # here, and the report would cost microseconds a parameter.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            for layer in self.collector.layers:
+                for slot in layer.layout.slots:
+                    slot.parameter.grad = None
+        if self.open_step.has_gradients:  # not after every step
+            self._drop_open()
+
+    def _drop_open(self) -> None:
+        self.withdraw_updates("zero_grad()")
+        if not self.open_step.has_gradients:
+            return  # they were an aborted backward's
+        self.collectives.meet("zero_grad() with gradients of a step")
+        # Where updates are committed directly the rest of a step's last backward would be, too.
+        if not (self.open_step.begun and self.pipeline.norm.settings.direct):
+            self.end_micro_batch()
+        self.timer.invalidate()
+        self.discard_gradients()
+        self.open_step.drop()
+        if not self._has_warned_of_drop and self.collectives.rank == 0:
+            logger.warning(
+                "zero_grad() between backward and step has dropped the gradients of this step's "
+                "micro-batches so far (said once); DeepSpeed's ZeRO keeps them in most stages"
+            )
+        self._has_warned_of_drop = True
 
     def withdraw_updates(self, what: str) -> None:
         """Withdraws updates that have begun: weights and state are those of the last step.

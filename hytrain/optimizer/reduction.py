@@ -10,7 +10,7 @@ from hytrain.comm.collectives import ShardCollectives
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.optimizer.engine_view import StepSettings
-from hytrain.optimizer.layer_gradient import LayerGradient
+from hytrain.optimizer.layer_gradient import LayerGradient, Progress
 from hytrain.optimizer.loss_scaling import LossScaling
 from hytrain.optimizer.step_state import StepState
 from hytrain.placement.manager import PlacementManager
@@ -118,6 +118,25 @@ class GradientReducer:
             state.sizes[self._collectives.rank], unreduced_grad.dtype
         )
         return shard.copy_(self._pipeline.reduce(state, sent))
+
+    def read_gradient(self, state: LayerState) -> torch.Tensor:
+        """This rank's shard of a layer's gradient, as step() would apply it, to be read only.
+
+        A collective, after :meth:`PassTracker.withdraw_updates`. Summed over micro-batches, and
+        over ranks as :meth:`reduce` has it; not clipped. What there is stays where it is.
+        """
+        gradient = self._gradients[state.index]
+        shard = gradient.reduced_shard
+        if gradient.progress is not Progress.REDUCED:
+            unreduced_grad = gradient.whole(self._pipeline.streams.device)
+            with self._pipeline.reducing():
+                shard = self.reduce(state, unreduced_grad)
+                if gradient.reduced_shard is not None:
+                    self._pipeline.add(shard, gradient.reduced_shard)
+        assert shard is not None
+        # Made on the communication stream: without this wait the caller could read half a sum.
+        self._pipeline.streams.compute_waits_for_communication()
+        return shard
 
     # -- to the updates, and back ----------------------------------------------------------------
 
