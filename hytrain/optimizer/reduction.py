@@ -66,12 +66,8 @@ class GradientReducer:
         with span(f"reduce {gradient.layout.name}"), self._pipeline.reducing():
             if gradient.unreduced_grad is not None:
                 self._reduce_part(gradient, state)
-            shard, gradient.reduced_shard = gradient.reduced_shard, None
-            assert shard is not None
             if begun:
-                self.send(state, shard, squares)
-            else:
-                gradient.reduced_shard = shard
+                self._send(gradient, state, squares)
         if begun:
             self._placement.gradient(state.index)
 
@@ -140,10 +136,12 @@ class GradientReducer:
 
     # -- to the updates, and back ----------------------------------------------------------------
 
-    def send(
-        self, state: LayerState, shard: torch.Tensor, squares: torch.Tensor | None = None
+    def _send(
+        self, gradient: LayerGradient, state: LayerState, squares: torch.Tensor | None = None
     ) -> None:
         """Passes a layer's final reduced gradient to the pipeline; its update may begin."""
+        shard, gradient.reduced_shard = gradient.reduced_shard, None
+        assert shard is not None
         if self.on_reduced_gradient is not None:
             self.on_reduced_gradient(state, shard)
         self._pipeline.send(state, shard, squares)
@@ -153,10 +151,8 @@ class GradientReducer:
         for gradient in self._gradients:
             state = self._pipeline.layers[gradient.layout.index]
             if not state.update.sent:
-                reduced_shard, gradient.reduced_shard = gradient.reduced_shard, None
-                assert reduced_shard is not None
                 with self._pipeline.reducing():
-                    self.send(state, reduced_shard)
+                    self._send(gradient, state)
 
     def withdraw(self, state: LayerState) -> None:
         """Takes a layer's update back; its gradient is kept for the step."""
