@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,54 +20,38 @@ class BatchTraining:
     """Steps over a global batch: this rank's micro-batches, and how they are run."""
 
     def __init__(
-        self,
-        engine: DeepSpeedEngine,
-        config: HyTrainConfig,
-        optimizer: Callable[[], HyTrainZeroOptimizer],
+        self, engine: DeepSpeedEngine, config: HyTrainConfig, optimizer: HyTrainZeroOptimizer
     ) -> None:
-        """The engine may still be under construction; ``optimizer`` gives its own, once built."""
         self._engine = engine
         self._optimizer = optimizer
         self._shares = config.batch_shares()
         self._config = config
-        self._dealt: DealtSizes | None = None
+        rank = optimizer.collectives.rank
+        self._dealt = None if self._shares is None else DealtSizes(self._shares, rank)
         self._activations: OffloadedActivations | None = None
         self.accumulation: MicroBatchMajor | LayerMajor | None = None
         """How micro-batches are computed; None before the first step."""
-        self.is_running = False
-        """A step is under way."""
 
     @property
     def host_bytes(self) -> int:
         """Host memory that activations have taken."""
         return 0 if self._activations is None else self._activations.host_bytes
 
-    @property
-    def samples(self) -> int | None:
-        """Samples of a step, all ranks together; None where every rank has as many."""
-        return None if self._shares is None else self._shares.global_batch
-
     def train(self, data_iter: Iterator[Any], num_valid: NumValid) -> torch.Tensor:
         """One step; see :meth:`HyTrainEngine.train_batch`."""
-        engine, optimizer = self._engine, self._optimizer()
+        engine, optimizer = self._engine, self._optimizer
         passes = optimizer.passes
         if self.accumulation is None:
             self.accumulation = self._make_accumulation()
         steps = int(engine.gradient_accumulation_steps())
         count = most = steps
-        if self._shares is not None:
-            if self._dealt is None:
-                self._dealt = DealtSizes(self._shares, optimizer.collectives.rank)
+        if self._dealt is not None:
             count, data_iter = len(self._dealt.sizes), self._dealt.watch(data_iter)
             most = self._most_micro_batches(count)
         steps_before = engine.micro_steps // steps
-        self.is_running = True
-        try:
-            with optimizer.collectives.reporting_failures(), passes.summing_over_ranks():
-                batches = [next(data_iter) for _ in range(count)]
-                loss = self._make_step(self.accumulation, batches, num_valid, most - count)
-        finally:
-            self.is_running = False
+        with optimizer.collectives.reporting_failures(), passes.summing_over_ranks():
+            batches = [next(data_iter) for _ in range(count)]
+            loss = self._make_step(self.accumulation, batches, num_valid, most - count)
         # Also where engine.backward() made some before.
         engine.micro_steps = (steps_before + 1) * steps
         return loss
@@ -81,7 +65,7 @@ class BatchTraining:
     ) -> torch.Tensor:
         """Forward, backward and update; the global mean loss, NaN where no token of it is valid."""
         engine: Any = self._engine
-        passes = self._optimizer().passes
+        passes = self._optimizer.passes
         device, sum_over_ranks = passes.pipeline.streams.device, passes.collectives.all_reduce
         counts = [torch.as_tensor(num_valid(batch), device=device).double() for batch in batches]
         total = torch.stack(counts).sum() if counts else torch.zeros((), device=device).double()
@@ -103,7 +87,7 @@ class BatchTraining:
         return torch.where(total > 0, mean, torch.full_like(mean, torch.nan)).float()
 
     def _make_accumulation(self) -> MicroBatchMajor | LayerMajor:
-        engine, optimizer = cast(Any, self._engine), self._optimizer()
+        engine, optimizer = cast(Any, self._engine), self._optimizer
         if self._config.accumulation == "micro_batch_major":
             return MicroBatchMajor(engine, optimizer.passes, engine.module)
         if self._config.activations == "offload":

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 
 from hytrain.checkpoint.engine_state import begin_window
-from hytrain.engine.batch_training import BatchTraining
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine, create_loss_scaler
-from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import ClipSettings
 from hytrain.optimizer.engine_view import EngineView
@@ -51,23 +48,13 @@ class BuildSettings:
     micro_batches: int = 1
 
 
-def engine_view(
-    engine: DeepSpeedEngine, batches: BatchTraining, optimizer: Callable[[], HyTrainZeroOptimizer]
-) -> EngineView:
+def engine_view(engine: DeepSpeedEngine) -> EngineView:
     """What the optimizer asks of the engine while it trains; that may be under construction."""
     internals: Any = engine
     return EngineView(
         is_boundary=lambda: bool(internals.is_gradient_accumulation_boundary()),
         is_reducing=lambda: bool(
-            not internals.inside_no_sync_ctxt
-            and internals.enable_backward_allreduce
-            # Ranks may have different numbers of micro-batches: they reduce once a step.
-            # Where weights are gathered they all take part in all of them.
-            and (
-                not batches.is_running
-                or internals.is_gradient_accumulation_boundary()
-                or optimizer().weights.is_sharded
-            )
+            not internals.inside_no_sync_ctxt and internals.enable_backward_allreduce
         ),
         begin_window=lambda: begin_window(engine),
     )

@@ -93,9 +93,6 @@ class HyTrainEngine(DeepSpeedEngine):
         make_folder("hytrain.checkpoint.sigterm_dir", section.checkpoint.sigterm_dir)
         # nn.Module's __init__ has not run: plain attributes are safe, modules are not.
         object.__setattr__(self, "hytrain_config", section)
-        object.__setattr__(
-            self, "batch_training", BatchTraining(self, section, self.open_optimizer)
-        )
         hooks = HookSnapshot(kwargs["model"])
         object.__setattr__(self, "_added_hooks", hooks)
         try:
@@ -131,6 +128,8 @@ class HyTrainEngine(DeepSpeedEngine):
         optimizer.before_close.append(self._tracing.close)
         self._start_reports(optimizer)
         self._unblock_throughput_timer(kwargs["config"])
+        self.batch_training = BatchTraining(self, self.hytrain_config, optimizer)
+        optimizer.weights.when_closed(self.batch_training.close)
         self._thawed = ThawedParameters(self._model)
         warn_of_factors()
         close_at_exit(optimizer)
@@ -261,7 +260,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 self.hytrain_config,
                 build_settings(self, share_host(collectives, device)),
                 collectives,
-                engine_view(self, self.batch_training, self.open_optimizer),
+                engine_view(self),
             )
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
@@ -431,7 +430,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 f"set_train_batch_size({train_batch_size}): it must be a multiple of {unit}, a "
                 "micro-batch on each rank"
             )
-        if self.batch_training.samples is not None:
+        if self.hytrain_config.batch_shares() is not None:
             raise ConfigError(
                 "set_train_batch_size with unequal batches: build the engine anew with other "
                 '"hytrain.batch_sizes", or another plan'
@@ -562,8 +561,8 @@ class HyTrainEngine(DeepSpeedEngine):
 
     def train_batch_size(self) -> int:
         """Samples of a step, all ranks together."""
-        samples = self.batch_training.samples
-        return int(super().train_batch_size()) if samples is None else samples
+        shares = self.hytrain_config.batch_shares()
+        return int(super().train_batch_size()) if shares is None else shares.global_batch
 
     def step_statistics(self) -> StepStatistics:
         """What the last step took on this rank.
@@ -961,5 +960,4 @@ class HyTrainEngine(DeepSpeedEngine):
         if isinstance(optimizer, HyTrainZeroOptimizer) and sys.exc_info()[1] is None:
             optimizer.kept.finish_weights()
         self._added_hooks.remove()
-        self.batch_training.close()
         super().destroy()

@@ -219,10 +219,14 @@ class PassTracker:
             # now.
             self.pipeline.wait_all()
             is_boundary = self._engine.is_boundary()
-            reduces = self._engine.is_reducing() and (
-                is_boundary
-                or (self.settings.reduce_every_backward and self.collectives.world_size > 1)
+            # In train_batch ranks may have different numbers of micro-batches: they reduce once a
+            # step. Where weights are gathered they all take part in all of them.
+            every = (
+                self.settings.reduce_every_backward
+                and self.collectives.world_size > 1
+                and (not self.open_step.sums_over_ranks or self.weights.is_sharded)
             )
+            reduces = self._engine.is_reducing() and (is_boundary or every)
             if reduces and is_boundary:
                 self.begin_update()
                 self._placement.begin_backward()

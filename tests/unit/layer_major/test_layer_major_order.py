@@ -176,3 +176,11 @@ def test_batches_that_alternate_keep_it() -> None:
         assert slots.num_bytes == 200 * PAGE
     assert {slot._memory.data_ptr() for slot in slots._free} == first
     slots.close()
+
+
+def test_the_engine_gives_all_of_it_back() -> None:
+    with built(Mlp(), config(section={"activations": "offload"})) as engine:
+        engine.train_batch(batches(0), rows)
+        assert engine.batch_training.host_bytes > 0
+        engine.destroy()
+        assert engine.batch_training.host_bytes == 0

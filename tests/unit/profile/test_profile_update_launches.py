@@ -167,9 +167,9 @@ def test_all_that_an_engine_calls_for_a_layer_is_in_a_profiled_step(
 
 
 AROUND = (
+    "HyTrainConfig.batch_shares",
     "HyTrainEngine.",
     "HyTrainZeroOptimizer.overlapping_partition_gradients_reduce_epilogue",
-    "BatchTraining.samples",
     "PlacementManager.decisions",
     "RunReport.after_step",
     "ShardCollectives.reporting_failures",
