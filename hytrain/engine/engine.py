@@ -350,6 +350,9 @@ class HyTrainEngine(DeepSpeedEngine):
         with optimizer.collectives.reporting_failures():
             check_graph(loss, int(self.global_rank))
             try:
+                # Others are refused: announced, they would count as backwards that did not finish.
+                if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                    optimizer.passes.announce_backward()
                 return super().backward(loss, retain_graph, scale_wrt_gas)
             except torch.OutOfMemoryError as error:
                 done = optimizer.free_gpu_memory_after_backward()
@@ -358,9 +361,9 @@ class HyTrainEngine(DeepSpeedEngine):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Like DeepSpeed's: the loss, scaled for a ``backward()`` of its own, also of a forward of
         :attr:`module`."""
+        # Not announced: it would not be seen to end where forward was called past the engine.
         check_graph(loss, int(self.global_rank))
-        with self.open_optimizer().scaling_alone():
-            return super().scale(loss)
+        return super().scale(loss)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """The end of a micro-batch; at the last one of a step the optimizer's.

@@ -7,8 +7,7 @@ is for what outlives a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -67,7 +66,6 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.placement = placement
         self.weights = weights
         self.scaling = scaling
-        self._announces = True
         self.statistics = StatisticsRecorder()
         self.passes = PassTracker(
             pipeline, collectives, hyper, settings, engine, placement, weights, self, scaling
@@ -97,23 +95,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             super().enter_backward()
 
     def scale_if_loss(self, value: Any) -> Any:
-        """engine.backward() is about to run: the loss, times the loss scale where there is one."""
-        if self._announces:
-            self.passes.announce_backward()
+        """The loss, times the loss scale where there is one."""
         return self.scaling.apply(value)
-
-    @contextmanager
-    def scaling_alone(self) -> Generator[None]:
-        """Around engine.scale(): the user's ``loss.backward()`` comes later, or never.
-
-        It is seen when it begins. An announced one would not be seen to end where forward was
-        called past the engine.
-        """
-        self._announces = False
-        try:
-            yield
-        finally:
-            self._announces = True
 
     def needs_scaler(self) -> bool:
         """Whether DeepSpeed must refuse a plain ``loss.backward()``: also with a static scale."""

@@ -209,6 +209,7 @@ class TrainedSteps:
         with self._guards.watching():
             loss = self._model(self._input)
         before_backward(loss, self._enter_backward)
+        optimizer.passes.announce_backward()
         optimizer.scale_if_loss(loss).backward()
         optimizer.backward_epilogue()
         optimizer.exit_backward()

@@ -68,6 +68,17 @@ def test_boundaries_set_by_the_user(gpu_fraction: float) -> None:
                         run.engine.step()
 
 
+def test_what_is_no_loss_leaves_the_step_as_it_is(gpu_fraction: float) -> None:
+    """DeepSpeed refuses it before anything runs back."""
+    config = {"gpu_fraction": gpu_fraction, "accumulation": 2}
+    with followed(make_model("mlp"), **config) as run, run.step(0, 1, scale=0.5):
+        backward(run.engine, 0)
+        run.engine.step()
+        with pytest.raises(AssertionError, match="must be a scalar"):
+            run.engine.backward(run.engine(**inputs(1)).repeat(2))
+        backward(run.engine, 1)
+
+
 def test_accumulation_left_to_the_caller(gpu_fraction: float) -> None:
     """managed_gradient_accumulation=false: every step() is a step."""
     config = {"gpu_fraction": gpu_fraction, "managed_gradient_accumulation": False}
