@@ -129,7 +129,8 @@ class StatusStore:
                 self._put("history", self._rank, history.recent())
                 self._put("standing", self._rank, (history.issued, place()))
                 self._asked = asked
-            words = self._new_words() if hears or self._rank == 0 else []
+            reads = hears or self._rank == 0
+            words, heard = self._new_words() if reads else ([], self._heard)
             know_end = self._tell_end([*say, *words])
             # Two sequences that differ do so between some neighbours: no rank has to read all.
             around = neighbours_of(self._rank, self._world_size) if ask else ()
@@ -140,13 +141,15 @@ class StatusStore:
         except BaseException:
             self._store = None  # the next look makes a new connection
             raise
+        self._heard = heard  # not before: else a look that fails behind it would lose the words
         return News(began, words, len(words) == _MOST_WORDS, know_end, histories, standings)
 
-    def _new_words(self) -> list[Word]:
-        words: list[Word] = []
+    def _new_words(self) -> tuple[list[Word], int]:
+        """And the number of the last one."""
+        words, heard = list[Word](), self._heard
         said = self._add("said", 0)
-        while self._heard < said and (len(words) < _MOST_WORDS or self._rank == 0):
-            note = self._find("word", self._heard + 1)
+        while heard < said and (len(words) < _MOST_WORDS or self._rank == 0):
+            note = self._find("word", heard + 1)
             if note is not None:
                 words.append(Word(**note))
             else:
@@ -154,15 +157,16 @@ class StatusStore:
                 if time.monotonic() - self._missing_since < _UNWRITTEN_SECONDS:
                     break
             self._missing_since = None
-            self._heard += 1
-        return words
+            heard += 1
+        return words, heard
 
     def _tell_end(self, words: Sequence[Word]) -> int:
         # The store ends with the process that holds it, the first rank's mostly: that one stays
         # until the others know why it goes, or would take it for killed.
         if any(word.final and word.rank in (0, self._rank) for word in words):
-            self._knows_end, knew_before = True, self._knows_end
-            return self._add("over", int(not knew_before))
+            know_end = self._add("over", int(not self._knows_end))
+            self._knows_end = True  # not before: a rank that is never counted is waited for
+            return know_end
         return self._add("over", 0) if self._knows_end else 0
 
     def _add(self, counter: str, amount: int) -> int:

@@ -459,6 +459,31 @@ def test_a_word_that_was_announced_and_never_written_is_passed_over(
     assert heard == [said]
 
 
+@pytest.mark.parametrize("fails_at", ["over", "history", "standing", "warners"])
+def test_a_look_that_fails_in_its_middle_is_made_again_with_all_that_it_had_heard(
+    monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    store = dist.HashStore()
+    ranks = [StatusStore(rank, 2, lambda: store, "a job") for rank in range(2)]
+    last = Word(1, "error", "ValueError", final=True)
+    assert ranks[1].look([last], History(), str).know_end == 1
+    call = StatusStore._find if fails_at in ("history", "standing") else StatusStore._add
+
+    def breaks(self: StatusStore, what: str, number: int) -> Any:
+        if what.startswith(fails_at):
+            raise RuntimeError("connection reset by peer")
+        return call(self, what, number)
+
+    left = Word(0, "left", "", final=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(StatusStore, call.__name__, breaks)
+        with pytest.raises(RuntimeError, match="connection reset"):
+            ranks[0].look([left], History(), str, ask=True, want_standings=True)
+    news = ranks[0].again().look([left], History(), str)
+    assert last in news.words
+    assert news.know_end == 2, "each rank counts itself once"
+
+
 # -- the end ----------------------------------------------------------------------------------
 
 
