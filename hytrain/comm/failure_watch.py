@@ -376,6 +376,7 @@ class RankWatch:
                 self._changed.notify_all()
         elif self._looking is not None and min(silent, now - self._looked_at) > RECONNECT_SECONDS:
             self._status, self._looking = self._status.again(), None
+            self._store_lane.close()  # its thread ends when its call returns, if ever
             self._store_lane = DaemonExecutor("hytrain-store", then=self._wake.set)
         if self._looking is not None or self._closed.is_set() or now < self._next_look():
             return

@@ -317,12 +317,17 @@ def test_a_store_that_does_not_answer_is_asked_again_on_a_connection_of_its_own(
         return other
 
     rank = job.ranks[1]
+    lane = rank._store_lane
     monkeypatch.setattr(rank._status, "_connect", connect)
     monkeypatch.setattr(rank, "_peers", _Peers())
     assert within(lambda: not fails and rank._unanswered_since is None)
     assert rank._store_lost_since is None
     assert job.finds_nothing(1)
+    abandoned = lane._thread
+    assert lane is not rank._store_lane
+    assert abandoned is not None
     job.store.answers.set()
+    assert within(lambda: not abandoned.is_alive()), "a thread a silence would stay for ever"
 
 
 def test_a_connection_lost_to_a_rank_whose_host_does_not_answer(
