@@ -5,7 +5,8 @@ torch's pinned allocator rounds up to powers of two; gigabytes of gradients cann
 
 from __future__ import annotations
 
-import ctypes
+import mmap
+import weakref
 
 import torch
 
@@ -41,17 +42,16 @@ class Arena:
         """
         self.num_bytes = -(-max(num_bytes, 1) // PAGE) * PAGE
         with taking_host_memory(purpose, self.num_bytes, remedy=remedy):
-            self._mapping = map_anonymous(self.num_bytes)
-        # The export keeps the mapping open; close() must drop it before unmapping.
-        self._export: ctypes.Array[ctypes.c_char] | None = (
-            ctypes.c_char * self.num_bytes
-        ).from_buffer(self._mapping)
-        self.address = ctypes.addressof(self._export)
+            self._mapping: mmap.mmap | None = map_anonymous(self.num_bytes)
+        self.address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         self._taken = 0
         self._device = device
         self._purpose = purpose
         self._as_taken = as_taken
         self._pinnings: list[Pinning] = []
+        # The collector has what a failed build leaves: pages that are unmapped while they are
+        # registered stay taken. Not at exit: the driver may be gone by then.
+        weakref.finalize(self, _release, self._pinnings).atexit = False
         if not as_taken:
             self._pin(self.address, self.num_bytes)
 
@@ -88,21 +88,25 @@ class Arena:
         return self.address + start
 
     def take_tensor(self, num_bytes: int) -> torch.Tensor:
-        """The next ``num_bytes`` as a uint8 tensor, 1-D, not to be used after :meth:`close`.
+        """The next ``num_bytes`` as a uint8 tensor, 1-D, which keeps the memory.
 
         Raises:
             MemoryError: as :meth:`take`.
         """
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        memory = (ctypes.c_char * num_bytes).from_address(self.take(num_bytes))
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        offset = self.take(num_bytes) - self.address
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
 
     def close(self) -> None:
-        """Unpins and unmaps. No copy may be in flight. May be called twice."""
-        if self._export is None:
-            return
-        for pinning in self._pinnings:
-            pinning.release()
-        self._export = None
-        self._mapping.close()
+        """Unpins it, and unmaps what no tensor keeps. No copy may be in flight.
+
+        May be called twice.
+        """
+        _release(self._pinnings)
+        self._mapping = None
+
+
+def _release(pinnings: list[Pinning]) -> None:
+    for pinning in pinnings:
+        pinning.release()

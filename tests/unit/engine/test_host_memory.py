@@ -336,12 +336,12 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
 ) -> None:
     """The driver's error is not left for the next kernel to find."""
     cuda = torch.device("cuda", torch.cuda.current_device())
+    mapping = host_memory.map_anonymous(1 << 20)
+    monkeypatch.setattr(arena_module, "map_anonymous", lambda _: mapping)
     first = arena_module.Arena(1 << 20, cuda)
     assert first.is_pinned
-    monkeypatch.setattr(arena_module, "map_anonymous", lambda _: first._mapping)
     second = arena_module.Arena(1 << 20, cuda)
     assert not second.is_pinned
     assert "copies will be slower" in caplog.text
     assert (torch.ones(4, device=cuda) + 1).sum().item() == 8.0
-    second._export = None
     first.close()

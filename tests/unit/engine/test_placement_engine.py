@@ -294,7 +294,7 @@ def test_many_moves_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> Non
         arenas = pinned._arenas
     assert (on_device.alive, on_host.alive) == (0, 0)
     assert num_threads() == threads
-    assert all(arena._export is None for arena in arenas)
+    assert all(arena._mapping is None for arena in arenas)
 
 
 @pytest.mark.parametrize("delays", [pytest.param("", marks=pytest.mark.parity_full), "7:300"])

@@ -68,7 +68,7 @@ def test_the_engine_is_destroyed_while_layers_move(fraction: float) -> None:
         engine.set_gpu_fraction(fraction)
         arenas = engine.optimizer.pipeline.cpu.pinned._arenas
     assert num_threads() == before
-    assert all(arena._export is None for arena in arenas)
+    assert all(arena._mapping is None for arena in arenas)
     with pytest.raises(EngineClosedError):
         engine.set_gpu_fraction(0.5)
 

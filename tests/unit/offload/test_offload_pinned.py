@@ -96,7 +96,7 @@ def test_it_grows_with_what_comes_and_is_used_again(keeps_pending: bool) -> None
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
     pinned.close()
     pinned.close()
-    assert all(part._export is None for part in pinned._arenas)
+    assert all(part._mapping is None for part in pinned._arenas)
 
 
 @pytest.mark.parametrize("part", [MIB, 64 * MIB])

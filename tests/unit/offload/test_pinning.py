@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import mmap
 import random
@@ -112,6 +113,22 @@ def test_what_is_taken_is_registered_then(driver: Driver) -> None:
     assert arena.is_pinned
     arena.close()
     assert driver.registered == []
+
+
+@pytest.mark.parametrize("as_taken", [False, True])
+def test_an_arena_that_is_left_to_the_collector_is_unregistered_first(
+    driver: Driver, as_taken: bool
+) -> None:
+    """As a build that fails leaves it; the driver keeps pages that are unmapped before."""
+    driver.most = 2
+    arena = Arena(4 * PAGE, CUDA, as_taken=as_taken)
+    taken = arena.take_tensor(PAGE)
+    assert driver.registered == [taken.data_ptr()]
+    taken.fill_(1)
+    del arena
+    gc.collect()
+    assert driver.registered == []
+    assert taken.sum() == PAGE, "who keeps a part keeps the memory"
 
 
 def test_blocks_are_cut_to_the_layout_of_tensors() -> None:
