@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -124,6 +125,25 @@ def parse_record(
     return checked(kind, values, f"the {what} {path}")
 
 
+@contextmanager
+def replacing(path: Path) -> Generator[TextIO]:
+    """A file to write that takes the place of ``path`` at the end, or leaves nothing behind.
+
+    A reader sees the old one or the new one, never half of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            yield file
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
 def write_record(path: Path, record: Record, *, what: str) -> None:
     """Writes a record as JSON: all of the file or nothing. ``what`` it is, is for errors.
 
@@ -131,10 +151,8 @@ def write_record(path: Path, record: Record, *, what: str) -> None:
         PlanError: it cannot be written.
     """
     text = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
+        with replacing(path) as file:
+            file.write(text)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise PlanError(f"cannot write the {what} {path} ({error.strerror})") from None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
 
 SECONDS = 0.05
 """Between two readings: they take tenths of a millisecond, with the interpreter held for less."""
@@ -39,8 +42,13 @@ class CounterSampler:
             self._read()
 
     def _read(self) -> None:
-        for name, read in self._readers.items():
-            value = read()
+        for name, read in list(self._readers.items()):
+            try:
+                value = read()
+            except Exception as error:  # else the thread would end, and all counters with it
+                logger.warning("the counter %s of the trace ends: %s", name, error)
+                del self._readers[name]
+                continue
             if value is not None:
                 self.samples.append(Sample(name, time.monotonic_ns(), value))
         del self.samples[: -self._most]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hytrain.formats import trace_file as names
+from hytrain.formats.record import replacing
 from hytrain.trace.counters import Sample
 from hytrain.trace.flows import flow_events, pending_gradients, ways
 from hytrain.trace.kernels import ARG_STREAM, CUDA_CALLS
@@ -43,7 +43,7 @@ class Recording:
         ]
 
     def write(self, path: Path) -> None:
-        """Writes the file; a reader sees the old one or the new one, never half of it.
+        """Writes the file: all of it or nothing.
 
         Raises:
             OSError: it cannot be written.
@@ -53,10 +53,8 @@ class Recording:
             "displayTimeUnit": "ms",
             names.HEADER_KEY: self.header.model_dump(mode="json"),
         }
-        temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-        with temporary.open("w", encoding="utf-8") as file:
+        with replacing(path) as file:
             json.dump(content, file, allow_nan=False, separators=(",", ":"))
-        temporary.replace(path)
 
 
 _Line = tuple[str, str]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.traces import Trace
 
 from hytrain.formats import trace_file as names
 from hytrain.trace import clock as clock_module
+from hytrain.trace import writer
 from hytrain.trace.clock import TraceClock
 from hytrain.trace.counters import CounterSampler
 from hytrain.trace.flows import flow_events, pending_gradients, ways
@@ -23,6 +25,7 @@ from hytrain.trace.user_code import user_line, watch_user_code
 from hytrain.trace.writer import Recording
 
 CPU = torch.device("cpu")
+HEADER = names.TraceHeader(rank=3, world_size=4, steps=(1, 1), layers=1, device="cpu")
 
 
 class Device:
@@ -166,9 +169,8 @@ def test_lanes_have_the_formats_order_and_streams_lines_of_their_own(tmp_path: P
         span("Python: MainThread", 0, 1),
         span(names.STEPS, 0, 1),
     ]
-    header = names.TraceHeader(rank=3, world_size=4, steps=(1, 1), layers=1, device="cpu")
     path = tmp_path / "trace.json"
-    Recording(header, spans).write(path)
+    Recording(HEADER, spans).write(path)
     trace = Trace.read(path)
     order = [e for e in trace.file.events if e.get("name") == "thread_sort_index"]
     order.sort(key=lambda e: e["args"]["sort_index"])
@@ -259,6 +261,36 @@ def test_counters_are_read_until_they_are_stopped() -> None:
     assert 1 <= count <= 3
     time.sleep(0.1)
     assert len(sampler.samples) == count
+
+
+def test_a_counter_that_cannot_be_read_any_more_leaves_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    values = iter([1.0])
+    sampler = CounterSampler({"lost": lambda: next(values), "kept": lambda: 2.0}, most=100)
+    deadline = time.monotonic() + 30
+    while len(sampler.samples) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    sampler.stop()
+    assert [s.name for s in sampler.samples[:4]] == ["lost", "kept", "kept", "kept"]
+    assert len(caplog.messages) == 1
+    assert "the counter lost" in caplog.text
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fills_the_disk(_content: object, file: TextIO, **_options: object) -> None:
+        file.write("{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "trace_rank0.json"
+    path.write_text("old")
+    monkeypatch.setattr(writer.json, "dump", fills_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        Recording(HEADER, []).write(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "old"
 
 
 def test_waits_are_those_of_the_users_line() -> None:
