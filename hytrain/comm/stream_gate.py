@@ -75,7 +75,12 @@ class GateStream:
         if result != 0:
             raise RuntimeError(f"cudaHostRegister failed with CUDA error {result}")
         found = ctypes.c_uint64()
-        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), 0)
+        try:
+            where = ctypes.byref(found), ctypes.c_void_p(address)
+            self._call("cuMemHostGetDevicePointer_v2", *where, 0)
+        except BaseException:
+            self.unregister(address)  # what is unmapped registered stays taken
+            raise
         return found.value
 
     def unregister(self, address: int) -> None:

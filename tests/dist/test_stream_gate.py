@@ -13,15 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import on_ranks
 from support.engines import from_all_ranks
 
 from hytrain.comm import stream_gate
-from hytrain.comm.stream_gate import SharedFlags, StreamGate, open_gate
+from hytrain.comm.stream_gate import GateStream, SharedFlags, StreamGate, open_gate
 
 COLLECTIVES = 60
 SECONDS = 60.0
@@ -346,3 +348,22 @@ def test_an_abort_that_comes_late_touches_no_memory_that_was_given_back(pair: Pa
 
 def test_no_file_is_left() -> None:
     assert not glob.glob("/dev/shm/hytrain-gate-*")
+
+
+def test_memory_without_an_address_for_the_device_is_unregistered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What made it unmaps it next; the driver would keep the pages, and refuse the next ones."""
+    registered: set[int] = set()
+
+    def register(address: int, _num_bytes: int, _flags: int) -> int:
+        registered.add(address)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.remove)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    stream = GateStream.__new__(GateStream)  # no device is needed
+    stream._driver = SimpleNamespace(cuMemHostGetDevicePointer_v2=lambda *_: 801)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=r"cuMemHostGetDevicePointer_v2 failed .* 801"):
+        stream.register(4096, 4096)
+    assert registered == set()
