@@ -151,7 +151,7 @@ def _build_on(
     for state in states:
         host: Placement = "cpu" if state.form.optimizer is None else "streamed"
         placement: Placement = "gpu" if state.index < first.gpu_layers_target else host
-        _allocate_state(state, placement, threads)
+        _allocate_state(state, placement, threads, streams.device)
     # The worker's threads stay there; the thread that registers pinned memory touches it.
     with on_cores(threads.cores):
         cpu = CpuUpdater(states, streams, replace(cpu_settings, num_threads=threads.num_threads))
@@ -236,13 +236,15 @@ def _check_bf16(model: nn.Module, trained: Container[int]) -> None:
             )
 
 
-def _allocate_state(state: LayerState, placement: Placement, threads: ThreadChoice) -> None:
+def _allocate_state(
+    state: LayerState, placement: Placement, threads: ThreadChoice, device: torch.device
+) -> None:
     """Master weights from the training copy, zero moments; on the device or on the host, where
     what is streamed is pinned, and what the worker updates is pageable.
 
     Host memory is touched by the threads that will use it: the first steps then take what all take.
     """
-    size, device = state.bytes_at(placement), state.storage.runs[0][2].device
+    size = state.bytes_at(placement)
     purpose = f"the optimizer state of layer '{state.name}'"
     if placement == "gpu":
         memory = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -9,7 +9,7 @@ the right shape: a read without a gather gives NaN, not memory that is gone.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,11 @@ import torch
 
 from hytrain.kernels.split_weights import is_split
 from hytrain.model.layout import LayerLayout, ParameterSlot
+from hytrain.model.storage import LayerStorage
 from hytrain.model.weight_reads import WatchedParameters
 
 
-class ShardedStorage:
+class ShardedStorage(LayerStorage):
     """A layer's training copy: a shard of it always, all of it between gather and release."""
 
     is_sharded = True
@@ -39,15 +40,13 @@ class ShardedStorage:
             device: where the layer is computed with.
             home: uint8 host memory of :func:`shard_bytes` for the shard; None: on the device.
         """
-        self.layout = layout
+        super().__init__(layout)
         self.device = device
         self.begin, self.end = shard
         self.on_host = home is not None
         self.runs: list[tuple[int, int, torch.Tensor]] = []
         """(begin, end, flat tensor of end - begin elements) for each run of one dtype; without
         memory while the layer is not gathered."""
-        self.parts: list[tuple[int, torch.Tensor]] = []
-        """(begin, this rank's part) of each run; an empty part where it owns nothing of it."""
         taken = 0
         for dtype, low, high in layout.dtype_runs:
             self.runs.append((low, high, torch.empty(high - low, dtype=dtype, device=device)))
@@ -60,8 +59,6 @@ class ShardedStorage:
                 part = home[taken : taken + size].view(dtype).zero_()
                 taken += size
             self.parts.append((begin, part))
-        self.moves = 0
-        """How often the shard has come to lie in other memory."""
         self.is_gathered = False
         self.reads: WatchedParameters | None = None
         """Told of reads where no module of the layer runs and it was not gathered explicitly."""
@@ -98,34 +95,6 @@ class ShardedStorage:
             with torch.no_grad():
                 self.slice(low, high).copy_(flat)
 
-    def slice(self, begin: int, end: int) -> torch.Tensor:
-        """The training copy of ``[begin, end)``, within this rank's shard and one dtype.
-
-        Returns:
-            A 1-D view of ``end - begin`` elements, on the device or the host.
-        """
-        for start, part in self.parts:
-            if start <= begin and end <= start + part.numel():
-                return part[begin - start : end - start]
-        raise IndexError(
-            f"[{begin}, {end}) is not within one dtype of this rank's shard of {self.layout.name}"
-        )
-
-    def shard_slices(self, begin: int, end: int) -> list[tuple[int, torch.Tensor]]:
-        """(start in the flat space, view) of each dtype run's part of ``[begin, end)``."""
-        return [
-            (
-                max(begin, start),
-                part[max(begin, start) - start : min(end, start + len(part)) - start],
-            )
-            for start, part in self.parts
-            if max(begin, start) < min(end, start + len(part))
-        ]
-
-    def address(self, begin: int, end: int) -> int:
-        """Address of the training copy of ``[begin, end)``, where this rank keeps it."""
-        return self.slice(begin, end).data_ptr()
-
     @contextmanager
     def writing(self, begin: int, end: int, master: torch.Tensor) -> Generator[torch.Tensor]:
         """Where an update on the device writes the training copy of ``[begin, end)``.
@@ -151,19 +120,6 @@ class ShardedStorage:
             outgoing = master.clone()
         yield outgoing
         home.copy_(outgoing, non_blocking=True)
-
-    @property
-    def kept(self) -> list[torch.Tensor]:
-        """What this rank keeps of the training copy: its part of each dtype run."""
-        return [part for _begin, part in self.parts]
-
-    def move(self, kept: Sequence[torch.Tensor]) -> None:
-        """The shard is in other memory from now on; the layer must not be gathered.
-
-        ``kept``: as :attr:`kept`, with the same elements, on any device.
-        """
-        self.parts = [(begin, part) for (begin, _), part in zip(self.parts, kept, strict=True)]
-        self.moves += 1
 
     # -- the whole layer -----------------------------------------------------------------------
 
@@ -223,10 +179,6 @@ class ShardedStorage:
         self.runs = []
         self.parts = []
         self._views = []
-
-    def mark_overwritten(self) -> None:
-        """Counts an overwrite of all parameters, as :class:`ResidentStorage`'s."""
-        torch.autograd.graph.increment_version([slot.parameter for slot in self.layout.slots])
 
 
 def _num_holders(tensor: torch.Tensor) -> int:

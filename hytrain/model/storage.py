@@ -1,7 +1,6 @@
 """Layer storage: owns a layer's training copy. Here: resident, the whole copy on the device.
 
-The update pipeline sees only where the copy of a chunk goes (:meth:`ResidentStorage.address`) and
-which tensors to gather; :mod:`~hytrain.model.sharded_storage` offers the same.
+:mod:`~hytrain.model.sharded_storage` is the other one.
 """
 
 from __future__ import annotations
@@ -14,7 +13,67 @@ import torch
 from hytrain.model.layout import LayerLayout, ParameterSlot
 
 
-class ResidentStorage:
+class LayerStorage:
+    """What this rank keeps of a layer's training copy."""
+
+    def __init__(self, layout: LayerLayout) -> None:
+        self.layout = layout
+        self.parts: list[tuple[int, torch.Tensor]] = []
+        """(begin in the flat space, flat tensor) of what this rank keeps of each run of one dtype;
+        an empty tensor where that is nothing."""
+        self.moves = 0
+        """How often they have come to lie in other memory."""
+        self._parameters: list[torch.Tensor] = [slot.parameter for slot in layout.slots]
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """The tensors of :attr:`parts`."""
+        return [part for _begin, part in self.parts]
+
+    def move(self, kept: Sequence[torch.Tensor]) -> None:
+        """What this rank keeps is in other memory from now on; a sharded layer is not gathered.
+
+        ``kept``: as :attr:`kept`, with the same elements, on any device.
+        """
+        self.parts = [(begin, part) for (begin, _), part in zip(self.parts, kept, strict=True)]
+        self.moves += 1
+
+    def slice(self, begin: int, end: int) -> torch.Tensor:
+        """The training copy of ``[begin, end)``, which this rank keeps, within one dtype.
+
+        Returns:
+            A 1-D view of ``end - begin`` elements, on the device or the host.
+        """
+        for start, part in self.parts:
+            if start <= begin and end <= start + part.numel():
+                return part[begin - start : end - start]
+        raise IndexError(
+            f"this rank keeps no [{begin}, {end}) of one dtype of layer {self.layout.name}"
+        )
+
+    def shard_slices(self, begin: int, end: int) -> list[tuple[int, torch.Tensor]]:
+        """(start in the flat space, view) of each dtype run's part of ``[begin, end)``."""
+        found: list[tuple[int, torch.Tensor]] = []
+        for start, part in self.parts:
+            low, high = max(begin, start), min(end, start + part.numel())
+            if low < high:
+                found.append((low, part[low - start : high - start]))
+        return found
+
+    def address(self, begin: int, end: int) -> int:
+        """Address of the training copy of ``[begin, end)``, where this rank keeps it."""
+        return self.slice(begin, end).data_ptr()
+
+    def mark_overwritten(self) -> None:
+        """Counts an overwrite of all parameters.
+
+        A backward through a graph that saved the old weights then raises, instead of silently
+        using the new ones.
+        """
+        torch.autograd.graph.increment_version(self._parameters)
+
+
+class ResidentStorage(LayerStorage):
     """A layer's training copy as one flat device tensor a dtype; parameters are views of it."""
 
     is_sharded = False
@@ -22,15 +81,10 @@ class ResidentStorage:
 
     def __init__(self, layout: LayerLayout, device: torch.device) -> None:
         """Moves the layer's parameters into flat storage and re-points their ``.data``."""
-        self.layout = layout
-        self.runs: list[tuple[int, int, torch.Tensor]] = []
-        """(begin, end, flat tensor of end - begin elements) for each run of one dtype."""
+        super().__init__(layout)
         for dtype, begin, end in layout.dtype_runs:
-            self.runs.append((begin, end, torch.zeros(end - begin, dtype=dtype, device=device)))
-        self.moves = 0
-        """How often the training copy has come to lie in other memory."""
+            self.parts.append((begin, torch.zeros(end - begin, dtype=dtype, device=device)))
         self._views: list[tuple[ParameterSlot, torch.Tensor, int, torch.dtype]] = []
-        self._parameters: list[torch.Tensor] = [slot.parameter for slot in layout.slots]
         with torch.no_grad():
             for slot in layout.slots:
                 self._view(slot).copy_(slot.parameter.data)
@@ -47,44 +101,9 @@ class ResidentStorage:
                 slot.parameter.data = view
                 self._views.append((slot, view, view.data_ptr(), view.dtype))
 
-    @property
-    def kept(self) -> list[torch.Tensor]:
-        """What this rank keeps of the training copy: all of it, one flat tensor a dtype run."""
-        return [flat for _begin, _end, flat in self.runs]
-
     def move(self, kept: Sequence[torch.Tensor]) -> None:
-        """The training copy is in other memory from now on; parameters are views of that.
-
-        ``kept``: as :attr:`kept`, with the same elements, on any device.
-        """
-        self.runs = [
-            (begin, end, flat) for (begin, end, _), flat in zip(self.runs, kept, strict=True)
-        ]
-        self.moves += 1
+        super().move(kept)
         self._point_here()
-
-    def slice(self, begin: int, end: int) -> torch.Tensor:
-        """The training copy of ``[begin, end)``, which must be within one dtype.
-
-        Returns:
-            A 1-D view of ``end - begin`` elements.
-        """
-        for run_begin, run_end, flat in self.runs:
-            if run_begin <= begin and end <= run_end:
-                return flat[begin - run_begin : end - run_begin]
-        raise IndexError(f"[{begin}, {end}) is not within one dtype of layer {self.layout.name}")
-
-    def shard_slices(self, begin: int, end: int) -> list[tuple[int, torch.Tensor]]:
-        """(start in the flat space, view) of each dtype run's part of ``[begin, end)``."""
-        return [
-            (max(begin, low), flat[max(begin, low) - low : min(end, high) - low])
-            for low, high, flat in self.runs
-            if max(begin, low) < min(end, high)
-        ]
-
-    def address(self, begin: int, end: int) -> int:
-        """Device address of the training copy of ``[begin, end)``."""
-        return self.slice(begin, end).data_ptr()
 
     @contextmanager
     def writing(self, begin: int, end: int, master: torch.Tensor) -> Generator[torch.Tensor]:
@@ -111,13 +130,5 @@ class ResidentStorage:
 
     def release(self) -> None:
         """Lets go of the flat tensors; they live as long as a parameter still views them."""
-        self.runs = []
+        self.parts = []
         self._views = []
-
-    def mark_overwritten(self) -> None:
-        """Counts an overwrite of all parameters.
-
-        A backward through a graph that saved the old weights then raises, instead of silently
-        using the new ones.
-        """
-        torch.autograd.graph.increment_version(self._parameters)

@@ -407,8 +407,9 @@ class UpdatePipeline:
         # wait for compute is needed: the shard's update came after the layer's gradient was
         # final, and with that after the last kernel that reads the old weights.
         with self.streams.on_communication(after=layer.update.ready):
-            for low, high, flat in layer.storage.runs:
-                self._collectives.all_gather(flat, layer.sizes_within(low, high), layer.name)
+            for begin, flat in layer.storage.parts:
+                sizes = layer.sizes_within(begin, begin + flat.numel())
+                self._collectives.all_gather(flat, sizes, layer.name)
         # Without this wait forward would read the other ranks' shards before they are there.
         self.streams.compute_waits_for_communication()
 

@@ -218,7 +218,7 @@ def shard_of(state: LayerState) -> Shard:
         copy_of(state.exp_avg_sq),
         _slots(state),
         placement=state.placement,
-        copy_dtype=state.storage.runs[0][2].dtype,
+        copy_dtype=state.storage.parts[0][1].dtype,
         rounds_away=state.form.rounds_away,
     )
 
@@ -233,7 +233,7 @@ def copies_of(states: list[LayerState]) -> list[torch.Tensor]:
     """The whole training copy of each layer (of one dtype); under ZeRO-3 from the ranks' shards."""
     copies: list[torch.Tensor] = []
     for state in states:
-        ((_begin, _end, whole),) = state.storage.runs
+        ((_begin, whole),) = state.storage.parts
         if state.storage.is_sharded:
             ((_start, mine),) = state.storage.shard_slices(state.begin, state.end)
             whole = torch.cat(from_all_ranks(mine.detach().cpu()))
