@@ -42,7 +42,7 @@ _GROUP_TIMEOUT = timedelta(hours=2)
 _ABANDON_SECONDS = 5.0
 
 
-def open_group(collectives: ShardCollectives) -> ShardCollectives:
+def _open_group(collectives: ShardCollectives) -> ShardCollectives:
     """The ranks once more, to talk in another thread; a collective among them."""
     if collectives.world_size == 1:
         return collectives
@@ -51,23 +51,19 @@ def open_group(collectives: ShardCollectives) -> ShardCollectives:
         ranks,
         timeout=_GROUP_TIMEOUT,
         backend="gloo",
-        use_local_synchronization=not _are_all_ranks(collectives),
+        use_local_synchronization=collectives.world_size < dist.get_world_size(),
     )
     assert isinstance(group, dist.ProcessGroup)
     return ShardCollectives(group)
 
 
-def _are_all_ranks(collectives: ShardCollectives) -> bool:
-    return collectives.world_size == dist.get_world_size()
+def _close_group(collectives: ShardCollectives) -> None:
+    """Ends the threads of a group of all ranks, when nothing runs in it.
 
-
-def close_group(collectives: ShardCollectives) -> None:
-    """Ends the threads of a group that :func:`open_group` has made, when nothing runs in it.
-
-    One of a part of the ranks stays: torch names it after them, and the next one of that name would
+    One of some of the ranks stays: torch names it after them, and the next one of that name would
     find the old one's addresses.
     """
-    if dist.is_initialized() and _are_all_ranks(collectives):
+    if dist.is_initialized() and collectives.world_size == dist.get_world_size():
         with suppress(ValueError):  # another call has destroyed it
             dist.destroy_process_group(collectives.group)
 
@@ -84,7 +80,7 @@ class AsyncSaver:
         """A collective. Takes host memory for copies of the state, as far as there is room."""
         self._kept = kept
         self._current_step = current_step
-        self.collectives = open_group(kept.collectives)
+        self.collectives = _open_group(kept.collectives)
         self._share = share
         self._memory = CopyMemory()
         self._memory.fit(kept.layers, lambda: free_room(share))
@@ -126,14 +122,14 @@ class AsyncSaver:
         self._memory.fit(self._kept.layers, lambda: free_room(self._share))
         snapshot = self._snapshot = StateSnapshot(self._kept.pipeline, self._memory)
         self._ended.clear()
-        self._jobs.put(partial(self._run, target, contents, taken, copies, snapshot))
+        write = partial(self._write, target, contents, copies, snapshot)
+        self._jobs.put(partial(self._run, target, write, taken, snapshot))
 
     def _run(
         self,
         target: SaveTarget,
-        contents: Callable[[], SaveContents],
+        write: Callable[[], None],
         taken: torch.cuda.Event | None,
-        frozen: list[Mapping[int, torch.Tensor]],
         snapshot: StateSnapshot,
     ) -> None:
         try:
@@ -141,7 +137,7 @@ class AsyncSaver:
             with streams.beside():
                 # Without this wait buffers that the call has copied could be read half copied.
                 streams.compute_waits(taken)
-                self._save(target, contents, frozen, snapshot)
+                write()
         except BaseException as error:
             self._note(target, error)
         finally:
@@ -152,7 +148,7 @@ class AsyncSaver:
                 # Somebody else needs what is left; the next save takes it anew, if it is there.
                 self._memory.give_back()
 
-    def _save(
+    def _write(
         self,
         target: SaveTarget,
         put_together: Callable[[], SaveContents],
@@ -265,7 +261,7 @@ class AsyncSaver:
         if has_ended and not self._is_given_up:
             self._thread.join()
             if not abandon and self.collectives is not self._kept.collectives:
-                close_group(self.collectives)
+                _close_group(self.collectives)
                 self.collectives = self._kept.collectives  # nothing refers to the group now
         self._memory.give_back()
 

@@ -303,16 +303,16 @@ class _Load:
         for kind in place.kinds:
             if origin is Origin.CHECKPOINT and kind in kinds:
                 values = self._values(place, kind, piece)
-                if piece is not _NOTHING:
-                    place.write(kind, piece, values)
             elif piece is _NOTHING:
-                pass
+                continue
             elif origin is Origin.ENGINE and kind in (*kinds, STATES[0]):
-                pass  # its training copy may be rounded: the master weights stay, too
+                continue  # its training copy may be rounded: the master weights stay, too
             elif kind == STATES[0]:
-                place.write(kind, piece, place.weights(piece))
+                values = place.weights(piece)
             else:
-                place.write(kind, piece, torch.zeros(1).expand(piece.end - piece.begin))
+                values = torch.zeros(1).expand(piece.end - piece.begin)
+            if piece is not _NOTHING:
+                place.write(kind, piece, values)
 
     def _values(self, place: ParameterPlace, kind: str, piece: Piece) -> torch.Tensor:
         """This rank's piece of a state tensor; a collective where hosts have parts."""
@@ -345,7 +345,8 @@ class _Load:
     def _reader_of(self, place: ParameterPlace, kind: str) -> int:
         """Who looks at a state tensor: who has the file, else who has most of the parameter."""
         name = self._paths.name_of(self._paths.state(place.name, kind))
-        return self._holders.get(name, _reader_of(place))
+        most = max(place.pieces, key=lambda piece: piece.end - piece.begin, default=_NOTHING)
+        return self._holders.get(name, most.rank)
 
     def _restore_progress(self) -> None:
         """Step counts and hyper-parameters of the groups."""
@@ -372,11 +373,6 @@ class _Load:
             if steps[place.group] is None and self._paths.name_of(path) in self._files.found:
                 steps[place.group] = int(inert.load(path))
         return steps
-
-
-def _reader_of(place: ParameterPlace) -> int:
-    """The rank that has most of a parameter; the first one where there is nothing of it."""
-    return max(place.pieces, key=lambda piece: piece.end - piece.begin, default=_NOTHING).rank
 
 
 def _own_memory(objects: object) -> None:

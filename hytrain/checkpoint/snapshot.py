@@ -28,17 +28,14 @@ from hytrain.hardware.gpu_memory import spare_gpu_bytes
 from hytrain.kernels.host_memory import host_zeros
 from hytrain.kernels.moments import native_arrays
 from hytrain.model.layer_state import LayerState
+from hytrain.model.state_format import StateArrays
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.testing import faults
 
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 16 * 2**20
-"""Of state on the device, copied to the host at once."""
-
-
-_TOUCHED_BYTES = 16 * 2**20
-"""Between two looks at whether to go on."""
+"""Of state on the device, copied to the host at once; of memory that is touched at once."""
 
 
 class CopyMemory:
@@ -47,17 +44,21 @@ class CopyMemory:
     Memory that is written for the first time comes from the kernel page by page, at a fraction of
     the rate at which it can be copied to. So it is touched before a save needs it, beside training,
     and kept for the next.
+
+    Attributes:
+        copies: of layers on the host for which there is room, by index: uint8, 1-D, of the state's
+            length, and as the update worker takes it.
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[torch.Tensor, _C.StateArrays]] = {}
+        self.copies: dict[int, tuple[torch.Tensor, _C.StateArrays]] = {}
         self._toucher: threading.Thread | None = None
         self._stop = threading.Event()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all of it."""
-        return sum(copy.nbytes for copy, _ in list(self._copies.values()))
+        return sum(copy.nbytes for copy, _ in list(self.copies.values()))
 
     def fit(self, layers: Iterable[LayerState], room: Callable[[], int]) -> None:
         """Has memory for the layers that are on the host, and for no others; touched soon.
@@ -66,9 +67,9 @@ class CopyMemory:
         memory that may be taken.
         """
         here = {layer.index: layer for layer in layers if layer.placement == "cpu"}
-        for index in self._copies.keys() - here.keys():
-            del self._copies[index]
-        missing = [layer for index, layer in here.items() if index not in self._copies]
+        for index in self.copies.keys() - here.keys():
+            del self.copies[index]
+        missing = [layer for index, layer in here.items() if index not in self.copies]
         left = room() if missing else 0
         new: list[torch.Tensor] = []
         for layer in missing:
@@ -83,28 +84,21 @@ class CopyMemory:
                 break
             left -= size
             arrays = layer.form.split(copy, layer.shard_size)
-            self._copies[layer.index] = copy, native_arrays(*arrays, layer.form.seed)
+            self.copies[layer.index] = copy, native_arrays(*arrays, layer.form.seed)
             new.append(copy)
         if new:
             self._touch(new)
-
-    def of(self, layer: LayerState) -> tuple[torch.Tensor | None, _C.StateArrays | None]:
-        """The layer's: uint8, 1-D, of its state's length, and as the update worker takes it.
-
-        None where there is no room, or the layer is not on the host.
-        """
-        return self._copies.get(layer.index, (None, None))
 
     def _touch(self, new: list[torch.Tensor]) -> None:
         self._halt()
 
         def touch() -> None:
             for copy in new:
-                for at in range(0, copy.numel(), _TOUCHED_BYTES):
+                for at in range(0, copy.numel(), _COPY_BYTES):
                     if self._stop.is_set():
                         return
                     # What a save may have copied there meanwhile stays.
-                    part = copy[at : at + _TOUCHED_BYTES]
+                    part = copy[at : at + _COPY_BYTES]
                     _C.touch(part.data_ptr(), part.numel(), 1)
 
         self._toucher = threading.Thread(target=touch, name="hytrain-touch", daemon=True)
@@ -125,7 +119,7 @@ class CopyMemory:
     def give_back(self) -> None:
         """Gives all of it back; nothing of it may be in use. May be called twice."""
         self._halt()
-        self._copies.clear()
+        self.copies.clear()
 
 
 class LayerSnapshot:
@@ -137,16 +131,15 @@ class LayerSnapshot:
         self.is_on_host = layer.placement == "cpu"
         self._cpu, self._streams = pipeline.cpu, pipeline.streams
         self._memory = layer.memory
-        self._numel = layer.shard_size
         self._done = threading.Event()
         self._issued: torch.cuda.Event | None = None
         self.left = len(layer.form.kinds) * len(layer.layout.slots)
         """State tensors of parameters that are still to be written."""
-        copy, self._target = memory.of(layer)
-        self.is_captured = copy is not None
+        self._target: _C.StateArrays | None = None
+        if layer.index in memory.copies:
+            self._memory, self._target = memory.copies[layer.index]
+        self.is_captured = self._target is not None
         """Whether the update worker takes the copy."""
-        if copy is not None:
-            self._memory = copy
         layer.hold_for(self.wait, updates=not self.is_captured)
 
     def begin(self) -> None:
@@ -196,9 +189,9 @@ class LayerSnapshot:
         faults.point("save.copied")
         self._done.set()
 
-    def piece(self, place: ParameterPlace, kind: str, piece: Piece) -> torch.Tensor:
-        """See :meth:`ParameterPlace.read`."""
-        return place.read_in(self.layer.form.split(self._memory, self._numel), kind, piece)
+    def arrays(self) -> StateArrays:
+        """The state as of the step."""
+        return self.layer.form.split(self._memory, self.layer.shard_size)
 
     def release(self) -> None:
         """Everything of it is written, or nobody wants it any more: the layer may change."""
@@ -314,7 +307,7 @@ class StateSnapshot:
 
     def state(self, place: ParameterPlace, kind: str, piece: Piece) -> torch.Tensor:
         """This rank's piece of a state tensor, as of the step."""
-        return self._layers[place.layer.index].piece(place, kind, piece)
+        return place.read_in(self._layers[place.layer.index].arrays(), kind, piece)
 
     def written(self, place: ParameterPlace) -> None:
         """One of a parameter's state tensors is not read any more; in any thread.

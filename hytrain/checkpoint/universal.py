@@ -111,11 +111,6 @@ def no_parameters(paths: CheckpointPaths) -> str:
     )
 
 
-def pack_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a state file holds."""
-    return {PARAM: tensor, CAT_DIM: 0}
-
-
 def unpack_tensor(stored: object, path: Path) -> torch.Tensor:
     """The tensor of a state file; a CheckpointError where it holds something else."""
     tensor = stored.get(PARAM) if isinstance(stored, Mapping) else stored

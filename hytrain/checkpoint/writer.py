@@ -41,11 +41,12 @@ from hytrain.checkpoint.gather import (
 from hytrain.checkpoint.parts import Parts, copy_to_parts
 from hytrain.checkpoint.target import SaveTarget, writing
 from hytrain.checkpoint.universal import (
+    CAT_DIM,
     LATEST,
     MODEL_STATES_OF_ZERO3,
+    PARAM,
     STEP,
     CheckpointPaths,
-    pack_tensor,
 )
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import raise_together
@@ -252,9 +253,8 @@ class _Save:
         then: Callable[[], None] = lambda: None,
     ) -> None:
         faults.point("save.file")
-        files: list[tuple[Path, object]] = [
-            (self._paths.state(place.name, kind), pack_tensor(tensor))
-        ]
+        stored = {PARAM: tensor, CAT_DIM: 0}
+        files: list[tuple[Path, object]] = [(self._paths.state(place.name, kind), stored)]
         if kind == place.kinds[-1]:
             step = torch.tensor(float(self._contents.steps[place.group]))
             files.append((self._paths.state(place.name, STEP), step))

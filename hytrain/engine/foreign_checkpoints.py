@@ -16,7 +16,6 @@ import contextlib
 import io
 import logging
 import os
-import secrets
 import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -27,6 +26,13 @@ import torch
 
 from hytrain.checkpoint import inert
 from hytrain.checkpoint.checks import check_plain
+from hytrain.checkpoint.commit import (
+    TagLock,
+    begin_save,
+    discard_replaced,
+    finish_save,
+    remove_save,
+)
 from hytrain.checkpoint.files import MANIFEST, check_room, write_file
 from hytrain.checkpoint.gather import STATES
 from hytrain.checkpoint.universal import (
@@ -88,14 +94,15 @@ def _make_universal(folder: Path, target: Path, *, trusted: bool) -> None:
         folder,
         target,
     )
-    making = folder.parent / f"hytrain-saving-{target.name}-{secrets.token_hex(4)}"
+    lock: TagLock | None = None
+    saving = target
     try:
         # Slices of all shards are written first, then the whole tensors beside them.
         needed = 2 * sum(path.stat().st_size for path in folder.glob("*.pt"))
         check_room(folder.parent, needed, "the conversion takes", "free space, and load again")
-        making.mkdir()
+        saving, lock = begin_save(target)
         # It writes `latest_universal` beside its folder, before that is whole: in here.
-        made = making / target.name
+        made = saving / target.name
         options = argparse.Namespace(
             input_folder=str(folder), output_folder=str(made), strict=True,
             inject_missing_state=True, num_extract_workers=1, num_merge_workers=1,
@@ -105,16 +112,17 @@ def _make_universal(folder: Path, target: Path, *, trusted: bool) -> None:
         with contextlib.redirect_stdout(io.StringIO()), reading:
             convert_to_universal(options)
         _complete(CheckpointPaths(made), trusted=trusted)
-        if target.exists():
-            shutil.rmtree(target)
-        made.rename(target)
+        finish_save(made, target)
+        discard_replaced(target)
     except Exception as error:
         raise CheckpointError(
             f"{folder} is of DeepSpeed's own format and could not be converted "
             f"({type(error).__name__}: {error}). {no_parameters(CheckpointPaths(folder))}"
         ) from error
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        if lock is not None:
+            remove_save(saving)
+            lock.release()
 
 
 def _complete(paths: CheckpointPaths, *, trusted: bool) -> None:

@@ -113,12 +113,12 @@ def test_memory_for_copies_is_kept_and_said(
         assert saver.copy_bytes == state
         bare = engine.optimizer.placement.memory_peaks()["step"].host
         assert engine.memory_peaks()["step"].host == bare + state
-        places = {index: copy.data_ptr() for index, (copy, _) in saver._memory._copies.items()}
+        places = {index: copy.data_ptr() for index, (copy, _) in saver._memory.copies.items()}
         for step in range(2):
             train(engine, step, step + 1)
             engine.save_checkpoint(tmp_path, tag="t")
         engine.wait_for_checkpoint()
-        assert places == {i: copy.data_ptr() for i, (copy, _) in saver._memory._copies.items()}
+        assert places == {i: copy.data_ptr() for i, (copy, _) in saver._memory.copies.items()}
         # A layer that has left the host needs none there.
         engine.set_gpu_fraction(1.0)
         train(engine, 2, 3)
