@@ -17,7 +17,7 @@ import torch
 import torch._utils as torch_utils
 from torch.storage import TypedStorage, UntypedStorage
 
-from hytrain.checkpoint.files import SummingFile
+from hytrain.checkpoint.summed_files import SummingFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from hytrain.checkpoint.contents import SaveContents
 from hytrain.checkpoint.file_writers import WRITERS
+from hytrain.checkpoint.save_contents import SaveContents
+from hytrain.checkpoint.save_target import SaveTarget
 from hytrain.checkpoint.snapshot import CopyMemory, StateSnapshot
-from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_contents
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import CheckpointError

@@ -10,7 +10,7 @@ two, or, between the renames, neither: the old one is then found under the name 
 <save_dir>/hytrain-lock-<tag>               locked (flock) while a save runs; says by whom
 
 All of this is rank 0's, and the first rank's of each further host that has a folder of its own
-(parts.py). The others only write into the folder that it names.
+(host_parts.py). The others only write into the folder that it names.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import time
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from hytrain.checkpoint.export_script import NAMES, put_beside
-from hytrain.checkpoint.files import sync_folder, write_file
+from hytrain.checkpoint.files_beside import NAMES, put_beside
+from hytrain.checkpoint.summed_files import sync_folder, write_file
 from hytrain.checkpoint.universal import LATEST
 from hytrain.errors import CheckpointError
 from hytrain.testing import faults

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from hytrain import _C
-from hytrain.checkpoint.files import FileSums, SummingFile, begin_file, finish_file
+from hytrain.checkpoint.summed_files import FileSums, SummingFile, begin_file, finish_file
 
 WRITERS = 8
 _SYNCS = 8

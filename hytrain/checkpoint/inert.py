@@ -13,13 +13,8 @@ import io
 import math
 import pickle
 import pickletools
-import threading
-import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -27,10 +22,6 @@ import torch
 from torch import nn
 from torch.serialization import StorageType
 from torch.storage import TypedStorage
-
-from hytrain.errors import CheckpointError, DamagedCheckpointError
-from hytrain.kernels.host_limits import describe_free_memory
-from hytrain.kernels.host_memory import is_out_of_host_memory
 
 _MOST_NESTED = 1000
 
@@ -438,99 +429,3 @@ def walk(objects: object) -> Iterator[tuple[tuple[str, ...], object]]:
 
 
 _NO_PARTS = (str, int, float, bytes, bytearray, type(None), complex, torch.dtype, np.generic)
-
-
-def load(path: str | Path, *, mmap: bool = True, trusted: bool = False) -> Any:
-    """``torch.load``, on the CPU; ``trusted``: objects of all classes are made, which runs code.
-
-    ``mmap``: tensors' elements are mapped, and read where they are used.
-
-    Raises:
-        CheckpointError: it is not what ``torch.save`` writes, is damaged, or cannot be read.
-    """
-    try:
-        module: Any = pickle
-        if not trusted:
-            own = {"record_bytes": _record_bytes(Path(path))}
-            kind = type("Unpickler", (Unpickler,), own)
-            module = SimpleNamespace(Unpickler=kind, __name__=__name__)
-        return torch.serialization.load(
-            path, map_location="cpu", pickle_module=module, weights_only=False, mmap=mmap
-        )
-    except Exception as error:  # what a file makes of itself is manifold
-        raise unreadable(path, error) from error
-
-
-def load_states(path: Path, *, trusted: bool = False) -> Mapping[str, Any]:
-    """As :func:`load`, of a file whose contents have names.
-
-    Raises:
-        DamagedCheckpointError: they have none.
-        CheckpointError: it cannot be read.
-    """
-    stored = load(path, trusted=trusted)
-    if not isinstance(stored, Mapping):
-        raise DamagedCheckpointError(
-            f"{path} holds an object of type {type(stored).__name__} where a checkpoint has a "
-            "mapping of names: load another tag"
-        )
-    return cast("Mapping[str, Any]", stored)
-
-
-IS_MISSING = "is missing: the checkpoint is incomplete or another tool's; load another tag"
-
-
-def unreadable(path: object, error: Exception) -> CheckpointError:
-    """That a file is not there, not what ``torch.save`` writes, or that it cannot be read."""
-    if isinstance(error, FileNotFoundError):
-        return CheckpointError(f"{path} {IS_MISSING}")
-    why = "the file is damaged or not torch's; load another tag"
-    if is_out_of_host_memory(error):
-        why = (
-            f"the host has no memory for it; {describe_free_memory()}: free some, or use more "
-            "ranks or hosts"
-        )
-    elif isinstance(error, OSError):
-        why = "mend the file system, or load another tag"
-    return CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}): {why}")
-
-
-def _record_bytes(path: Path) -> dict[str, int]:
-    """Key of a storage -> its bytes. torch's reader believes what the pickle says of them."""
-    num_bytes = path.stat().st_size
-    with zipfile.ZipFile(path) as archive:
-        infos = archive.infolist()
-    # torch's reader does not tell "a" from "A".
-    names = {info.filename.lower() for info in infos}
-    if len(names) < len(infos):
-        raise zipfile.BadZipFile("it has two records of one name")
-    check_records(infos, num_bytes)
-    return {info.filename.partition("/data/")[2]: info.file_size for info in infos}
-
-
-def check_records(infos: Iterable[zipfile.ZipInfo], num_bytes: int) -> None:
-    """Raises BadZipFile where records have no objects, are compressed or share the file's bytes."""
-    infos = list(infos)
-    if not any(info.filename.endswith("/data.pkl") for info in infos):
-        raise zipfile.BadZipFile("it has no data.pkl")
-    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-        raise zipfile.BadZipFile("its records are compressed")
-    if sum(info.file_size for info in infos) > num_bytes:
-        raise zipfile.BadZipFile("its records have more bytes than the file")
-
-
-@contextmanager
-def in_place_of_torch_load() -> Generator[None]:
-    """Whatever this thread loads by ``torch.load`` meanwhile is read by :func:`load`."""
-    original, thread = torch.load, threading.get_ident()
-
-    def read(file: Any, *arguments: Any, **named: Any) -> Any:
-        if threading.get_ident() != thread:
-            return original(file, *arguments, **named)
-        return load(file, mmap=bool(named.get("mmap")))
-
-    torch.load = read
-    try:
-        yield
-    finally:
-        torch.load = original

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hytrain.checkpoint import inert
+from hytrain.checkpoint import torch_files
 from hytrain.checkpoint.commit import is_unfinished, saved_tags
-from hytrain.checkpoint.files import MANIFEST
 from hytrain.checkpoint.gather import STATES
+from hytrain.checkpoint.manifest import MANIFEST
 from hytrain.checkpoint.stored_files import StoredFiles, shortened
 from hytrain.checkpoint.tags import look_up_tag
 from hytrain.checkpoint.universal import (
@@ -226,7 +226,7 @@ def _read(files: StoredFiles) -> tuple[Mapping[str, Any], list[str]]:
     """
     paths = files.paths
     record = OptimizerRecord.read(paths.optimizer_state)
-    stored = inert.load_states(paths.model_states)
+    stored = torch_files.load_states(paths.model_states)
     shapes: list[Mapping[str, Any]] = stored.get("param_shapes") or []
     names = {name for group in (*shapes, *(record.names or ())) for name in group}
     names |= files.parameters
@@ -247,7 +247,7 @@ def _shards(files: StoredFiles) -> list[str]:
     shards = [name for name in files.found if name.endswith(OPTIMIZER_SHARD)]
     parts = [paths.folder / name for name in files.found if _RANK_OF_ZERO3.match(name)]
     is_zero3 = bool(parts) and not paths.model_states.is_file()
-    stored = inert.load_states(parts[0] if is_zero3 else paths.model_states)
+    stored = torch_files.load_states(parts[0] if is_zero3 else paths.model_states)
     if not shards and stored.get("optimizer") is not None:
         return []  # without ZeRO the optimizer's state is in there
     prefixes = {name.partition("zero_pp_rank_")[0] for name in shards if "zero_pp_rank_" in name}

@@ -1,4 +1,4 @@
-"""Makes one checkpoint of the parts that several hosts have saved; see parts.py."""
+"""Makes one checkpoint of the parts that several hosts have saved; see host_parts.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from hytrain.checkpoint.commit import (
     name_latest,
     remove_save,
 )
-from hytrain.checkpoint.files import MANIFEST, sync_names, write_file
+from hytrain.checkpoint.manifest import MANIFEST
 from hytrain.checkpoint.stored_files import StoredFiles, listed
+from hytrain.checkpoint.summed_files import sync_names, write_file
 from hytrain.checkpoint.universal import CheckpointPaths
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 

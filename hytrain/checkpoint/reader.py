@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hytrain.checkpoint import inert
-from hytrain.checkpoint.checks import (
+from hytrain.checkpoint import inert, torch_files
+from hytrain.checkpoint.engine_state import COUNTERS
+from hytrain.checkpoint.gather import STATES, ParameterPlace, Piece, list_parameters
+from hytrain.checkpoint.host_parts import find_holders
+from hytrain.checkpoint.load_checks import (
     check_groups,
     check_keys,
     check_module,
@@ -25,8 +28,6 @@ from hytrain.checkpoint.checks import (
     check_plain,
     read_state,
 )
-from hytrain.checkpoint.engine_state import COUNTERS
-from hytrain.checkpoint.gather import STATES, ParameterPlace, Piece, list_parameters
 from hytrain.checkpoint.load_sources import (
     Origin,
     check_begun,
@@ -34,7 +35,6 @@ from hytrain.checkpoint.load_sources import (
     groups_left_alone,
     merge_steps,
 )
-from hytrain.checkpoint.parts import find_holders
 from hytrain.checkpoint.progress import Progress
 from hytrain.checkpoint.stored_files import StoredFiles, shortened
 from hytrain.checkpoint.universal import (
@@ -214,7 +214,9 @@ class _Load:
         """Reads the small files; yields reasons why they do not fit."""
         paths, kept, request, places = self._paths, self._kept, self._request, self._places
         states, current = self._files.parameters, self._module_tensors()
-        stored = self.stored = dict(inert.load_states(paths.model_states, trusted=request.trusted))
+        stored = self.stored = dict(
+            torch_files.load_states(paths.model_states, trusted=request.trusted)
+        )
         yield from check_plain(paths.model_states, stored)
         keys = ("module",) if request.module_only else ("module", *COUNTERS)
         yield from check_keys(paths.model_states, stored, keys)
@@ -371,7 +373,7 @@ class _Load:
         for place in self._places:
             path = self._paths.state(place.name, STEP)
             if steps[place.group] is None and self._paths.name_of(path) in self._files.found:
-                steps[place.group] = int(inert.load(path))
+                steps[place.group] = int(torch_files.load(path))
         return steps
 
 

@@ -16,16 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from hytrain.checkpoint import inert
-from hytrain.checkpoint.files import (
-    BLOCK_BYTES,
-    MANIFEST,
-    Manifest,
-    damaged_blocks,
-    read_manifest,
-)
+from hytrain.checkpoint import torch_files
 from hytrain.checkpoint.gather import STATES
+from hytrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from hytrain.checkpoint.progress import Progress
+from hytrain.checkpoint.summed_files import BLOCK_BYTES, damaged_blocks
 from hytrain.checkpoint.universal import CheckpointPaths
 from hytrain.errors import DamagedCheckpointError
 
@@ -184,7 +179,7 @@ class StoredFiles:
 
     def _missing(self, name: str) -> str:
         if name not in self.hosts:
-            return inert.IS_MISSING
+            return torch_files.IS_MISSING
         return (
             f"is missing: host {self.hosts[name]} has saved it, into a folder of its own; put the "
             "parts together with `hytrain checkpoint merge`"
@@ -231,14 +226,14 @@ def _unreadable(path: object, error: Exception) -> str:
             f"{path}, which rank 0 has found, is not there for this rank: load from a folder that "
             "all hosts share"
         )
-    return str(inert.unreadable(path, error))
+    return str(torch_files.unreadable(path, error))
 
 
 def _damage_by_own_sums(path: Path, words: str) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()
-            inert.check_records(infos, path.stat().st_size)
+            torch_files.check_records(infos, path.stat().st_size)
             has_sums = any(info.CRC for info in infos)  # torch need not write them
             if not has_sums or archive.testzip() is None:
                 return None

@@ -13,7 +13,7 @@ from hytrain.checkpoint.commit import (
     too_long,
     unusable_tag,
 )
-from hytrain.checkpoint.files import MANIFEST, read_manifest
+from hytrain.checkpoint.manifest import MANIFEST, read_manifest
 from hytrain.checkpoint.universal import LATEST, CheckpointPaths
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from hytrain.checkpoint.gather import STATES, ParameterPlace
-from hytrain.checkpoint.inert import Unknown, load
+from hytrain.checkpoint.inert import Unknown
+from hytrain.checkpoint.torch_files import load
 from hytrain.errors import CheckpointError
 from hytrain.formats.moment_kinds import FP32
 from hytrain.model.state_format import StateFormat

@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from hytrain.checkpoint import inert
+from hytrain.checkpoint import torch_files
 from hytrain.checkpoint.archive_writer import (
     ArchiveWriter,
     LaterTensor,
     PickledObjects,
     bytes_of,
 )
-from hytrain.checkpoint.files import SummingFile, sync_names
 from hytrain.checkpoint.gather import STATES
 from hytrain.checkpoint.stored_files import StoredFiles
+from hytrain.checkpoint.summed_files import SummingFile, sync_names
 from hytrain.checkpoint.universal import CheckpointPaths, no_parameters, unpack_tensor
 from hytrain.errors import CheckpointError, DamagedCheckpointError
 from hytrain.model.partition import in_buckets
@@ -95,7 +95,7 @@ def stored_model(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) 
     first = f"{STATES[0]}.pt"
     wanted = {name for name in files.saved if name.endswith(f"/{first}") or "/" not in name}
     files.check(wanted | {paths.model_states.name})
-    stored = inert.load_states(paths.model_states)
+    stored = torch_files.load_states(paths.model_states)
     module = stored.get("module")
     tensors: dict[str, torch.Tensor] = {
         name: value
@@ -142,7 +142,7 @@ def _from_master(
     path = paths.state(name, STATES[0])
 
     def master() -> torch.Tensor:
-        return unpack_tensor(inert.load(path), path)
+        return unpack_tensor(torch_files.load(path), path)
 
     if copy is not None and copy.numel() and (dtype is None or dtype == copy.dtype):
         return _from_copy(name, copy, None)

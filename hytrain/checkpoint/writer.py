@@ -17,18 +17,8 @@ import torch
 
 from hytrain.checkpoint.archive_writer import ArchiveWriter
 from hytrain.checkpoint.commit import discard_replaced, finish_save, name_latest, undo_save
-from hytrain.checkpoint.contents import ModelStates, SaveContents, key_of
+from hytrain.checkpoint.disk_room import room_text
 from hytrain.checkpoint.file_writers import UNCHANGED, WRITERS, FileWriters
-from hytrain.checkpoint.files import (
-    MANIFEST,
-    FileSums,
-    Manifest,
-    SummingFile,
-    finish_file,
-    room_text,
-    sync_names,
-    write_file,
-)
 from hytrain.checkpoint.gather import (
     STATES,
     Delivery,
@@ -38,8 +28,17 @@ from hytrain.checkpoint.gather import (
     plan_rounds,
     whole_on_host,
 )
-from hytrain.checkpoint.parts import Parts, copy_to_parts
-from hytrain.checkpoint.target import SaveTarget, writing
+from hytrain.checkpoint.host_parts import Parts, copy_to_parts
+from hytrain.checkpoint.manifest import MANIFEST, Manifest
+from hytrain.checkpoint.save_contents import ModelStates, SaveContents, key_of
+from hytrain.checkpoint.save_target import SaveTarget, writing
+from hytrain.checkpoint.summed_files import (
+    FileSums,
+    SummingFile,
+    finish_file,
+    sync_names,
+    write_file,
+)
 from hytrain.checkpoint.universal import (
     CAT_DIM,
     LATEST,

@@ -13,15 +13,6 @@ import torch
 from hytrain.checkpoint.archive_writer import LaterTensor, PickledObjects
 from hytrain.checkpoint.async_save import AsyncSaver
 from hytrain.checkpoint.commit import unusable_tag
-from hytrain.checkpoint.contents import (
-    ModelStates,
-    ModelStatesLater,
-    ModuleTensors,
-    copy_objects,
-    copy_tensors,
-    restore_random_states,
-    take_contents,
-)
 from hytrain.checkpoint.engine_state import (
     DATA,
     PLACEMENT,
@@ -35,8 +26,17 @@ from hytrain.checkpoint.engine_state import (
 )
 from hytrain.checkpoint.gather import ParameterPlace, list_parameters
 from hytrain.checkpoint.reader import LoadRequest, read_checkpoint
+from hytrain.checkpoint.save_contents import (
+    ModelStates,
+    ModelStatesLater,
+    ModuleTensors,
+    copy_objects,
+    copy_tensors,
+    restore_random_states,
+    take_contents,
+)
+from hytrain.checkpoint.save_target import SaveTarget
 from hytrain.checkpoint.tags import look_up_tag, older_tags
-from hytrain.checkpoint.target import SaveTarget
 from hytrain.checkpoint.writer import write_contents
 from hytrain.comm.exchange import from_first, raise_together
 from hytrain.engine.data_position import PositionedDataLoader

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hytrain.checkpoint.async_save import AsyncSaver
-from hytrain.checkpoint.contents import collect_module_state, shared_parameters
 from hytrain.checkpoint.gather import gather_to_first
 from hytrain.checkpoint.reader import LoadRequest
+from hytrain.checkpoint.save_contents import collect_module_state, shared_parameters
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import HyTrainConfig
 from hytrain.engine.batch_training import BatchTraining

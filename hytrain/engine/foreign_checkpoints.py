@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from hytrain.checkpoint import inert
-from hytrain.checkpoint.checks import check_plain
+from hytrain.checkpoint import torch_files
 from hytrain.checkpoint.commit import (
     TagLock,
     begin_save,
@@ -33,8 +32,11 @@ from hytrain.checkpoint.commit import (
     finish_save,
     remove_save,
 )
-from hytrain.checkpoint.files import MANIFEST, check_room, write_file
+from hytrain.checkpoint.disk_room import check_room
 from hytrain.checkpoint.gather import STATES
+from hytrain.checkpoint.load_checks import check_plain
+from hytrain.checkpoint.manifest import MANIFEST
+from hytrain.checkpoint.summed_files import write_file
 from hytrain.checkpoint.universal import (
     LATEST,
     MODEL_STATES_OF_ZERO3,
@@ -108,7 +110,7 @@ def _make_universal(folder: Path, target: Path, *, trusted: bool) -> None:
             inject_missing_state=True, num_extract_workers=1, num_merge_workers=1,
             keep_temp_folder=False,
         )  # fmt: skip
-        reading = contextlib.nullcontext() if trusted else inert.in_place_of_torch_load()
+        reading = contextlib.nullcontext() if trusted else torch_files.in_place_of_torch_load()
         with contextlib.redirect_stdout(io.StringIO()), reading:
             convert_to_universal(options)
         _complete(CheckpointPaths(made), trusted=trusted)
@@ -136,7 +138,7 @@ def _complete(paths: CheckpointPaths, *, trusted: bool) -> None:
     if paths.model_states.is_file() or not first.is_file() or (paths.zero / MANIFEST).is_file():
         return
     ranks = sorted(paths.folder.glob(_MODEL_FILES), key=lambda path: int(path.name.split("_")[3]))
-    stored = [inert.load(path, trusted=trusted) for path in ranks]
+    stored = [torch_files.load(path, trusted=trusted) for path in ranks]
     states = dict(stored[0])
     for problem in check_plain(first, states):
         raise CheckpointError(problem)
@@ -164,7 +166,9 @@ def _trained(
     for name, shape in shapes.items():
         path = paths.state(name, STATES[0])
         # The converter pads what did not divide among the ranks.
-        values = unpack_tensor(inert.load(path), path).reshape(-1)[: shape.numel()].reshape(shape)
+        values = (
+            unpack_tensor(torch_files.load(path), path).reshape(-1)[: shape.numel()].reshape(shape)
+        )
         found[name] = values.to(module[name].dtype)
     return found
 
@@ -247,7 +251,7 @@ def fp32_state_dict(
     """
     folder = Path(ds_checkpoint_dir)
     if not _is_universal(folder):
-        with inert.in_place_of_torch_load():
+        with torch_files.in_place_of_torch_load():
             return fp32_weights_of_deepspeed(ds_checkpoint_dir, exclude_frozen_parameters)
     model = stored_model(folder, torch.float32, with_frozen=not exclude_frozen_parameters)
     state = OrderedDict((weight.name, weight.read()) for weight in model.weights)

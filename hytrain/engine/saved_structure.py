@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hytrain import _C
-from hytrain.checkpoint.contents import ModuleTensors
 from hytrain.checkpoint.gather import ParameterPlace
+from hytrain.checkpoint.save_contents import ModuleTensors
 
 _NAMES = ("_get_buffer_names", "_get_zero_param_shapes", "_get_shared_params")
 """What DeepSpeed's engine asks itself for a checkpoint."""

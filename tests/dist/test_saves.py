@@ -16,8 +16,8 @@ from harness import RankError, RankPool, RankPools, on_ranks
 from support.engines import environment, from_all_ranks
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint import file_writers, target, writer
-from hytrain.checkpoint.export_script import NOTE
+from hytrain.checkpoint import file_writers, save_target, writer
+from hytrain.checkpoint.files_beside import NOTE
 from hytrain.errors import CheckpointError
 from hytrain.testing import faults
 
@@ -238,7 +238,7 @@ def test_what_one_rank_cannot_do_fails_on_both(tmp_path: Path) -> None:
                 patch.setattr(file_writers, "begin_file", _no_space)
             with pytest.raises(CheckpointError, match=r"on rank 1: .*No space left.*unchanged"):
                 engine.save_checkpoint(tmp_path, tag=TAG)
-        for module, refuse in ((target, "begin_save"), (writer, "finish_save")):
+        for module, refuse in ((save_target, "begin_save"), (writer, "finish_save")):
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 0:
                     patch.setattr(module, refuse, _no_space)
@@ -246,8 +246,10 @@ def test_what_one_rank_cannot_do_fails_on_both(tmp_path: Path) -> None:
                     engine.save_checkpoint(tmp_path, tag=TAG)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                find_parts = target.find_parts
-                patch.setattr(target, "find_parts", lambda f, c: find_parts(f / "elsewhere", c))
+                find_parts = save_target.find_parts
+                patch.setattr(
+                    save_target, "find_parts", lambda f, c: find_parts(f / "elsewhere", c)
+                )
             with pytest.raises(
                 CheckpointError, match=r"on rank 1: .*that all ranks of a host share"
             ):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hytrain.checkpoint.files import BLOCK_BYTES, FileSums
+from hytrain.checkpoint.summed_files import BLOCK_BYTES, FileSums
 from hytrain.errors import CheckpointError
 from support.resume import assert_same, snapshot
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from hytrain.checkpoint import inert
-from hytrain.checkpoint.files import check_room
+from hytrain.checkpoint import torch_files
+from hytrain.checkpoint.disk_room import check_room
 from hytrain.checkpoint.inspection import locate
 from hytrain.checkpoint.progress import Progress
 from hytrain.checkpoint.universal import CheckpointPaths
@@ -152,7 +152,7 @@ def _refuse_links(folder: Path) -> None:
 def _read_deepspeeds(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) -> StoredModel:
     """Plain DeepSpeed's, by its own code: below ZeRO-3 that takes memory for all of the weights."""
     # It prints what it does.
-    with contextlib.redirect_stdout(sys.stderr), inert.in_place_of_torch_load():
+    with contextlib.redirect_stdout(sys.stderr), torch_files.in_place_of_torch_load():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         read: Callable[..., Any] = get_fp32_state_dict_from_zero_checkpoint

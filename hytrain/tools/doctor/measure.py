@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hytrain.checkpoint.files import sync_names
+from hytrain.checkpoint.summed_files import sync_names
 from hytrain.hardware.gpu_memory import shares_host_memory
 from hytrain.hardware.host_tree import HostTree
 from hytrain.hardware.numa import call_on, node_cores, nodes_of_memory, pci_address

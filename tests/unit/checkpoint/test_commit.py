@@ -15,8 +15,8 @@ from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, trai
 
 from hytrain.checkpoint import file_writers
 from hytrain.checkpoint.commit import saved_tags
-from hytrain.checkpoint.export_script import NOTE
-from hytrain.checkpoint.files import SummingFile
+from hytrain.checkpoint.files_beside import NOTE
+from hytrain.checkpoint.summed_files import SummingFile
 from hytrain.checkpoint.universal import MODEL_STATES_OF_ZERO3
 from hytrain.errors import CheckpointError
 

@@ -15,7 +15,7 @@ from support.damage import assert_refused, damaged, flip, random_flips
 from support.resume import assert_same, snapshot, train
 
 from hytrain.checkpoint import writer
-from hytrain.checkpoint.export_script import NOTE
+from hytrain.checkpoint.files_beside import NOTE
 from hytrain.errors import CheckpointError
 
 TAG = "last"

@@ -436,7 +436,7 @@ def test_a_failed_write_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from hytrain.checkpoint.files import SummingFile
+    from hytrain.checkpoint.summed_files import SummingFile
 
     write = SummingFile.write
 

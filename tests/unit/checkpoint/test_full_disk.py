@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.resume import Run, Snapshot, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint import files
+from hytrain.checkpoint import disk_room
 from hytrain.errors import CheckpointError
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(180)]
@@ -161,7 +161,7 @@ def test_it_vanishes_while_files_are_written(
         with monkeypatch.context() as patch:
             for part in range(9):
                 _fill(disk, part * size // 10)
-                patch.setattr(files, "free_bytes", _first_then_real(1 << 40))
+                patch.setattr(disk_room, "free_bytes", _first_then_real(1 << 40))
                 training.refuse("kept", "No space left on device", *ROOM)
         _make_room(disk)
         training.end(expected)

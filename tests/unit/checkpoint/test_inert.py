@@ -23,20 +23,20 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import nn
 
-from hytrain.checkpoint import inert
+from hytrain.checkpoint import inert, torch_files
 from hytrain.errors import CheckpointError
 
 
 def _by_torch(path: Path) -> Any:
-    return inert.load(path, mmap=False)
+    return torch_files.load(path, mmap=False)
 
 
 def _by_torch_mapped(path: Path) -> Any:
-    return inert.load(path)
+    return torch_files.load(path)
 
 
 def _trusting(path: Path) -> Any:
-    return inert.load(path, trusted=True)
+    return torch_files.load(path, trusted=True)
 
 
 READERS = (_by_torch, _by_torch_mapped)
@@ -283,7 +283,7 @@ def test_an_unknown_object_does_not_say_where_memory_is(tmp_path: Path) -> None:
     vars(stranger)["__array_interface__"] = memory.__array_interface__ | {"shape": ()}
     torch.save({"stranger": stranger}, tmp_path / "t.pt")
     with pytest.raises(TypeError):
-        np.zeros(2)[0] = inert.load(tmp_path / "t.pt")["stranger"]
+        np.zeros(2)[0] = torch_files.load(tmp_path / "t.pt")["stranger"]
 
 
 def test_records_are_no_larger_than_the_file(tmp_path: Path) -> None:
@@ -294,10 +294,10 @@ def test_records_are_no_larger_than_the_file(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="compressed"):
             read(path)
     path = _file(tmp_path, _storage(3), {"a": bytes(12)})
-    assert inert.load(path)[0].size() == 3
+    assert torch_files.load(path)[0].size() == 3
     path.write_bytes(path.read_bytes().replace(b"made/data/a", b"made/data/0"))
     with pytest.raises(CheckpointError, match="two records of one name"):
-        inert.load(path)
+        torch_files.load(path)
     path = _file(tmp_path, _storage(3))
     content = bytearray(path.read_bytes())
     at = content.rindex(b"PK\1\2")
@@ -342,7 +342,7 @@ def test_torch_load_is_replaced_in_this_thread_only(tmp_path: Path) -> None:
     def load() -> None:
         kinds.append(type(torch.load(tmp_path / "t.pt", weights_only=False)["mine"]))
 
-    with inert.in_place_of_torch_load():
+    with torch_files.in_place_of_torch_load():
         load()
         thread = threading.Thread(target=load)
         thread.start()

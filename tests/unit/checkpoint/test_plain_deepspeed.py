@@ -11,7 +11,7 @@ from support.engines import device
 from support.plain_deepspeed import plain_engine, plain_state
 from support.resume import GLOBAL_BATCH, WARMUP, Everything, Run, engine_of, snapshot, train
 
-from hytrain.checkpoint.export_script import NOTE
+from hytrain.checkpoint.files_beside import NOTE
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -14,7 +14,7 @@ from support.engines import built, make_config
 from support.resume import GLOBAL_BATCH, Everything, assert_same, micro_batch, snapshot, train
 from torch import nn
 
-from hytrain.checkpoint.contents import restore_random_states
+from hytrain.checkpoint.save_contents import restore_random_states
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -17,8 +17,9 @@ from support.engines import built, make_config
 from support.plain_deepspeed import plain_engine
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
-from hytrain.checkpoint.files import Manifest
-from hytrain.checkpoint.inert import Unknown, load_states
+from hytrain.checkpoint.inert import Unknown
+from hytrain.checkpoint.manifest import Manifest
+from hytrain.checkpoint.torch_files import load_states
 from hytrain.checkpoint.universal import OptimizerRecord
 from hytrain.engine.foreign_checkpoints import offer_conversions
 from hytrain.errors import CheckpointError, DamagedCheckpointError

@@ -19,7 +19,7 @@ from support.file_limits import largest_file
 
 from hytrain import _C
 from hytrain.checkpoint.archive_writer import ArchiveWriter, LaterTensor, PickledObjects
-from hytrain.checkpoint.files import FileSums, SummingFile, write_file
+from hytrain.checkpoint.summed_files import FileSums, SummingFile, write_file
 
 MIB = 2**20
 BUFFER = 2 * MIB

@@ -8,25 +8,18 @@ checks that piece alone.
 from __future__ import annotations
 
 import errno
-import json
 import os
-import shutil
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from hytrain import _C
-from hytrain.checkpoint.universal import is_plain_path
-from hytrain.errors import CheckpointError, DamagedCheckpointError, size_text
-from hytrain.formats.record import Record, checked, parse_json
 
 BLOCK_BYTES = 1 << 20
 """Small enough for a core's cache, which then has the bytes still when they are copied."""
@@ -43,7 +36,7 @@ class FileSums:
 
     Attributes:
         blocks: CRC-32 of each :data:`BLOCK_BYTES`; the last block may be shorter.
-        host: the name of the host that alone has saved it (see parts.py); None: all have.
+        host: the name of the host that alone has saved it (see host_parts.py); None: all have.
     """
 
     num_bytes: int
@@ -160,31 +153,6 @@ def write_file(path: Path, stored: object) -> None:
         raise
 
 
-def check_room(folder: Path, num_bytes: int, takes: str, remedy: str) -> None:
-    """Raises a CheckpointError where there is less space; ``takes``: what needs it, and a verb."""
-    if (free := free_bytes(folder)) < num_bytes:
-        raise CheckpointError(
-            f"{folder} has {size_text(free)} free, and {takes} {size_text(num_bytes)}: {remedy}"
-        )
-
-
-def room_text(folder: Path, num_bytes: int) -> str:
-    """Of a message about a write that found no space: what the whole takes, and what there is."""
-    try:
-        free = f"{size_text(free_bytes(folder))} are free"
-    except OSError as error:
-        return f"how much is free is not known ({error})"
-    return (
-        f"the checkpoint takes {size_text(num_bytes)} in all, and beside what is written of it "
-        f"{free}"
-    )
-
-
-def free_bytes(folder: Path) -> int:
-    """Space that is left in a folder's file system."""
-    return shutil.disk_usage(folder).free
-
-
 def damaged_blocks(path: Path, sums: FileSums, begin: int, end: int) -> list[int]:
     """Those of the blocks ``[begin, end)`` of a file that are not what was written."""
     damaged: list[int] = []
@@ -218,103 +186,3 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-MANIFEST = "hytrain_manifest.json"
-MANIFEST_VERSION = 2
-"""1 where one folder has all files: older versions of hytrain read those."""
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a save has written: every file's length and sums, in one file that is sure of itself.
-
-    It is in ``zero``, whose contents belong to one checkpoint only. Its first line has the sum of
-    all that follows, and the whole of it is JSON. Plain DeepSpeed does not look at it.
-
-    Attributes:
-        files: path in the tag's folder, with "/" -> sums.
-        saved_at: seconds since 1970, when it was written; 0 in those of older versions.
-    """
-
-    files: Mapping[str, FileSums]
-    saved_at: float
-
-    def hosts(self) -> dict[str, str]:
-        """Of files that one host alone has saved, its name."""
-        return {name: sums.host for name, sums in self.files.items() if sums.host is not None}
-
-    def pack(self) -> bytes:
-        """The file's contents."""
-        entries = {
-            name: {
-                "bytes": sums.num_bytes,
-                "blocks": " ".join(f"{block:08x}" for block in sums.blocks),
-                **({"host": sums.host} if sums.host is not None else {}),
-            }
-            for name, sums in sorted(self.files.items())
-        }
-        body = {
-            "version": MANIFEST_VERSION if self.hosts() else 1,
-            "sum": "crc32",
-            "block_bytes": BLOCK_BYTES,
-            "saved_at": self.saved_at,
-            "files": entries,
-        }
-        text = f'"manifest": {json.dumps(body, indent=1)}}}\n'.encode()
-        return _head(text) + text
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Reads a manifest.
-
-    Raises:
-        DamagedCheckpointError: it is damaged.
-        CheckpointError: it is of a later version.
-        OSError: it cannot be read.
-    """
-    content = path.read_bytes()
-    head_bytes = len(_head(b""))
-    head, text = content[:head_bytes], content[head_bytes:]
-    if head != _head(text):
-        raise DamagedCheckpointError(
-            f"{path} is damaged: its own checksum is not that of its contents; load another tag "
-            "(without this file the checkpoint loads, held against its files' own checksums only)"
-        )
-    values = parse_json(content, f"the manifest {path}", DamagedCheckpointError)
-    if not isinstance(values, dict) or not isinstance(values.get("manifest"), dict):
-        raise DamagedCheckpointError(f"{path} holds no manifest: load another tag")
-    body: dict[str, Any] = values["manifest"]
-    version = body.get("version")
-    if isinstance(version, int) and version > MANIFEST_VERSION:
-        raise CheckpointError(
-            f"{path} was written by a later hytrain (version {version}, this one reads up "
-            f"to {MANIFEST_VERSION}): update hytrain"
-        )
-    stored: _Body = checked(_Body, body, f"the manifest {path}", DamagedCheckpointError)
-    files: dict[str, FileSums] = {}
-    for name, entry in stored.files.items():
-        blocks = tuple(int(block, 16) for block in entry.blocks.split())
-        # Names are joined to the folder, and sums to their files: others would lead elsewhere.
-        if not is_plain_path(name) or len(blocks) != -(-entry.bytes // BLOCK_BYTES):
-            raise DamagedCheckpointError(f"{path} has sums of {name[:80]!r} that are none")
-        files[name] = FileSums(entry.bytes, blocks, entry.host)
-    return Manifest(files, stored.saved_at)
-
-
-class _Entry(Record):
-    bytes: int = Field(ge=0)
-    blocks: str = Field(pattern=r"^([0-9a-f]{8}( [0-9a-f]{8})*)?$")
-    host: str | None = None
-
-
-class _Body(Record):
-    version: int
-    sum: Literal["crc32"] = "crc32"
-    block_bytes: Literal[1048576] = BLOCK_BYTES
-    saved_at: float = 0.0
-    files: dict[str, _Entry]
-
-
-def _head(text: bytes) -> bytes:
-    return f'{{"crc32": "{zlib.crc32(text):08x}",\n'.encode()

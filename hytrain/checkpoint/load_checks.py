@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hytrain.checkpoint import inert
+from hytrain.checkpoint import inert, torch_files
 from hytrain.checkpoint.gather import ParameterPlace
 from hytrain.checkpoint.stored_files import listed, shortened
 from hytrain.checkpoint.universal import (
@@ -28,7 +28,7 @@ def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torc
         CheckpointError: the file is missing or damaged, or has another shape.
     """
     path = paths.state(place.name, kind)
-    stored = inert.load(path)
+    stored = torch_files.load(path)
     tensor = unpack_tensor(stored, path)
     if isinstance(stored, torch.Tensor) and tensor.shape == (place.numel,):
         # What DeepSpeed's converter makes of ZeRO-3 has no shapes.

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hytrain.checkpoint.commit import TagLock, begin_save, remove_save, seen_from
-from hytrain.checkpoint.contents import SaveContents
+from hytrain.checkpoint.disk_room import check_room
 from hytrain.checkpoint.file_writers import UNCHANGED
-from hytrain.checkpoint.files import check_room
-from hytrain.checkpoint.parts import Parts, find_parts
+from hytrain.checkpoint.host_parts import Parts, find_parts
+from hytrain.checkpoint.save_contents import SaveContents
 from hytrain.checkpoint.stored_files import listed
 from hytrain.checkpoint.universal import is_plain_path
 from hytrain.comm.collectives import ShardCollectives

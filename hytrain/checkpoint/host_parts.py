@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 
 from hytrain.checkpoint.file_writers import FileWriters
-from hytrain.checkpoint.files import MANIFEST, SummingFile, finish_file
+from hytrain.checkpoint.manifest import MANIFEST
 from hytrain.checkpoint.stored_files import StoredFiles, listed
+from hytrain.checkpoint.summed_files import SummingFile, finish_file
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.comm.exchange import raise_together
 from hytrain.comm.local_processes import Process, this_process

@@ -6,7 +6,7 @@ import logging
 import stat
 from pathlib import Path
 
-from hytrain.checkpoint.files import write_file
+from hytrain.checkpoint.summed_files import write_file
 
 logger = logging.getLogger(__name__)
 
