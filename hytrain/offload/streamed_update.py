@@ -86,7 +86,7 @@ class StreamedUpdate:
     def fit_buffers(self) -> None:
         """Has them while any state is on the host, and only then.
 
-        To be called before a step: without memory for them in its update it could not be ended.
+        To be called before a step's update, which could not be ended without memory for them.
         """
         is_needed = any(layer.placement == "streamed" for layer in self.layers)
         if is_needed == bool(self._buffers):

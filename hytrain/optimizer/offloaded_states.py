@@ -237,8 +237,9 @@ class OffloadedStates:
                 tensor.copy_(copy, non_blocking=True)
             holder.put(came)
             self._away.pop()  # what has come back stays, should there be no memory for the next
-        self._join_states()
         pipeline, weights = self._kept.pipeline, self._kept.weights
+        pipeline.streamed.fit_buffers()  # here, as a step may be open: its update comes next
+        self._join_states()
         # Updates, copies and collectives run on streams of their own: without this wait they could
         # use what has not arrived.
         pipeline.streams.all_wait_for_compute()
