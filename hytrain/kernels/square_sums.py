@@ -30,13 +30,11 @@ class _Launches(NamedTuple):
     """Of layers that are measured together; nothing here changes from step to step.
 
     Attributes:
-        lengths: of each layer its number and its elements.
         tables: of each launch. Fields: elements, elements of a program, first partial sum.
         partials: float64, on the device.
         rows: of each layer its first partial sum, how many there are, and its number, int64.
     """
 
-    lengths: Sequence[tuple[int, int]]
     tables: list[RowTable]
     partials: torch.Tensor
     rows: torch.Tensor
@@ -48,9 +46,9 @@ class SquareSums:
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.values = torch.zeros(num_layers, dtype=torch.float64, device=device)
         """float64, one number a layer."""
-        # Of each layer alone, and of those that were last measured together behind the same first
-        # one: there are few such sets in a step, but how many layers they have may change for ever.
-        self._made: dict[tuple[int, bool], _Launches] = {}
+        # Of the sets that were measured, which are few: each layer alone, and, behind backward,
+        # the first k of them.
+        self._made: dict[tuple[tuple[int, int], ...], _Launches] = {}
 
     def measure(self, layers: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Sums the squares of some layers' gradients, in the current stream, always the same one.
@@ -80,11 +78,10 @@ class SquareSums:
         from hytrain.kernels import triton_norm
 
         kernels: Any = triton_norm
-        lengths = [(layer, gradient.numel()) for layer, gradient in pairs]
-        place = pairs[0][0], len(pairs) > 1
-        launches = self._made.get(place)
-        if launches is None or launches.lengths != lengths:
-            launches = self._made[place] = self._make(lengths)
+        key = tuple((layer, gradient.numel()) for layer, gradient in pairs)
+        if key not in self._made:
+            self._made[key] = self._make(key)
+        launches = self._made[key]
         # An empty shard has no address, which Triton would take for a number of 32 bits.
         addresses = [g.data_ptr() or launches.partials.data_ptr() for _, g in pairs]
         for table in launches.tables:
@@ -98,6 +95,7 @@ class SquareSums:
         )
 
     def _make(self, lengths: Sequence[tuple[int, int]]) -> _Launches:
+        """``lengths``: of each layer its number and its elements."""
         device = self.values.device
         counts = [num_partials(n) for _, n in lengths]
         firsts = list(accumulate(counts, initial=0))
@@ -107,4 +105,4 @@ class SquareSums:
         ]
         rows = torch.tensor([firsts[:-1], counts, [layer for layer, _ in lengths]])
         partials = torch.zeros(firsts[-1], dtype=torch.float64, device=device)
-        return _Launches(lengths, row_tables(counts, fields, device), partials, rows.to(device))
+        return _Launches(row_tables(counts, fields, device), partials, rows.to(device))

@@ -78,20 +78,6 @@ def test_other_layers_keep_their_sums_and_the_next_step_has_its_own(how: str) ->
     assert sums.values.tolist() == [90.0, 900.0, 0.0]
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_sets_that_are_measured_no_more_take_no_memory(how: str) -> None:
-    """How many layers are measured together follows the placement, which may wander for ever."""
-    sums = SquareSums(8, torch.device(home(how)))
-    gradients = [torch.full((100,), 1.0 + layer, device=home(how)) for layer in range(8)]
-    for count in (8, 5, 3, 7, 1, 8, 2, 6, 4):
-        sums.values.zero_()
-        sums.triton_measure(range(count), gradients[:count])
-        for layer in range(count, 8):
-            sums.triton_measure([layer], [gradients[layer]])
-        assert sums.values.tolist() == [100.0 * (1 + layer) ** 2 for layer in range(8)]
-    assert len(sums._made) == 8 + 1, "each layer alone, and those together"
-
-
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOW)
