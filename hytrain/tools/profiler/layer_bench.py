@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 import weakref
@@ -55,12 +54,17 @@ _SIZE_SECONDS = 3.0
 """Of passes of one size, at most."""
 
 
-class CudaMeter(contextlib.nullcontext[None]):
-    """The caching allocator's own books, which it always keeps."""
+class CudaMeter:
+    """The caching allocator's own books."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self._device = device
+
+    def __enter__(self) -> None:
+        """Nothing is to be done: the allocator always counts."""
+
+    def __exit__(self, *_raised: object) -> None:
+        """As on entry."""
 
     def allocated(self) -> int:
         """Bytes in use now."""
