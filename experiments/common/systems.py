@@ -50,6 +50,27 @@ ZERO: dict[str, Json] = {
         "sub_group_size": 100_000_000,
         "offload_optimizer": {**OFFLOAD, "ratio": 0.5},
     },
+    # Overlaps updates only without clipping. "ratio" 0.9: a tenth of the sub-groups is on the GPU.
+    "deepspeed_superoffload": {
+        "stage": 3,
+        "overlap_comm": False,
+        "reduce_bucket_size": 400_000_000,
+        "sub_group_size": 400_000_000,
+        "offload_optimizer": {
+            **OFFLOAD,
+            **{"ratio": 0.9, "super_offload": True, "cpuadam_cores_perc": 0.9},
+        },
+    },
+    # Not exact: the columns of small gradients are updated every fourth step, and one step late.
+    "deepspeed_zenflow": {
+        "stage": 2,
+        **_OVERLAPPED,
+        "offload_optimizer": OFFLOAD,
+        "zenflow": {
+            **{"topk_ratio": 0.05, "update_interval": 4, "overlap_step": True},
+            **{"select_strategy": "step", "select_interval": 16},
+        },
+    },
 }
 """DeepSpeed's systems: their "zero_optimization" section."""
 

@@ -44,6 +44,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--stage", default=3, type=int, help="of ZeRO, hytrain's")
     add("--gpu-gib", type=float, help="limit of a GPU")
     add("--host-gib", default=126.0, type=float, help="of a rank's host memory (%(default)s)")
+    add("--layers", type=int, help="blocks of the model, in place of its own")
     add("--length", type=int, help="confirm this length instead of the predicted")
     add("--times", default=(65536,), type=runner.counts, help="lengths timed with all attention")
     add("--job-seconds", default=110.0, type=float, help="that one job takes, about")
@@ -65,6 +66,8 @@ def jobs(options: argparse.Namespace) -> list[Json]:
     }
     if options.gpu_gib is not None:
         common["cap_gib"] = options.gpu_gib
+    if options.layers is not None:
+        common["layers"] = options.layers
     if options.length is not None:
         common["length"] = options.length
     if options.part == "exact":

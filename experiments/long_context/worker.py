@@ -33,6 +33,9 @@ OTHER_HOST_BYTES = 4 * GIB
 """Of a process: Python, torch, CUDA's context."""
 LEAST_HOST_BYTES = 4 * GIB
 """For inputs of blocks, however much the system takes: more than a rival's limit allows."""
+DEEPSPEED_BYTES = 20.0
+"""Of host memory a parameter, beside OTHER_HOST_BYTES: state and gradients take 16; 8 B took
+18.5 in all and 5.4 B 20 (H200, DeepSpeed 0.19.8)."""
 GPU_MARGIN_BYTES = 3 * GIB
 """Left free of what is predicted: the allocator's pieces do not fit each other exactly."""
 
@@ -75,7 +78,8 @@ class LongContext:
             step = self.system.engine.memory_peaks()["step"]
             own = step.host + step.pinned
         else:
-            own = 0 if self.is_reference else 16 * self.elements // dist.get_world_size()
+            elements = 0 if self.is_reference else self.elements
+            own = int(DEEPSPEED_BYTES * elements) // dist.get_world_size()
         left = int(self.job["host_gib"] * GIB) - OTHER_HOST_BYTES - own
         if not isinstance(self.system, systems.HyTrain):
             left = max(left, LEAST_HOST_BYTES)

@@ -87,6 +87,14 @@ PARTS = {
     ],
     # torchao's optimizer, which keeps no fp32 weights.
     "E": lambda _: [_hytrain(0.7), TORCHAO, _hytrain(0.0)],
+    # What DeepSpeed has newer than ZeRO-2 offload.
+    "G": lambda _: [
+        SOLVED,
+        _other("superoffload", "deepspeed_superoffload"),
+        _other("superoffload not clipped", "deepspeed_superoffload", clip=None),
+        _other("zenflow", "deepspeed_zenflow", steps=8, warmup=8),
+        _hytrain(0.0),
+    ],
     # hytrain as it is without a setting, beside all others: the README's figures.
     "F": lambda _: [SOLVED, _other("all_gpu", "all_gpu"), ZERO2, FSDP2, TORCHAO, _hytrain(0.0)],
 }

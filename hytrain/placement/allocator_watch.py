@@ -31,23 +31,28 @@ def retries_of(device: torch.device) -> Callable[[], int] | None:
 
 
 def advise_on_gaps(
-    planned: float, limit: float, environment: Mapping[str, str] = os.environ
+    planned: float,
+    limit: float,
+    before: float = 0.0,
+    environment: Mapping[str, str] = os.environ,
 ) -> None:
     """Warns where a GPU's memory is to be filled, and torch's allocator leaves gaps there.
 
     Args:
         planned: bytes that a plan, or a number of GPU layers, takes at most.
         limit: bytes that this process may use.
+        before: bytes planned until now: if they filled the memory too, nothing is said again.
         environment: the process's: the allocator's settings can be read nowhere else.
     """
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     settings = ",".join(environment.get(name, "") for name in names)
-    if planned <= _TIGHT * limit or "expandable_segments:True" in settings:
+    if not before <= _TIGHT * limit < planned or "expandable_segments:True" in settings:
         return
     logger.warning(
-        "%.0f%% of the %.1f GiB of this GPU are planned for, and gaps between memory blocks take "
-        "some, too: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves none, or "
-        'keep more free ("hytrain.solver.gpu_memory_reserve_bytes"; --gpu-memory-reserve of plans)',
+        "hytrain: %.0f%% of the %.1f GiB of this GPU are planned for, and gaps between memory "
+        "blocks take some, too: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves "
+        'none, or keep more free ("hytrain.solver.gpu_memory_reserve_bytes"; --gpu-memory-reserve '
+        "of plans)",
         100.0 * planned / limit,
         limit / 2**30,
     )

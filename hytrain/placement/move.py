@@ -308,7 +308,9 @@ class PlacementController:
         )
         layers, limits = decision.layer_bytes, decision.limits
         if limits.gpu is not None and gpu_layers > decision.gpu_layers_before:
-            advise_on_gaps(gpu_peak_bytes(layers, limits, gpu_layers), limits.gpu)
+            counts = (gpu_layers, decision.gpu_layers_before)
+            planned, before = (gpu_peak_bytes(layers, limits, count) for count in counts)
+            advise_on_gaps(planned, limits.gpu, before)
 
     def resume(self, step: int, history: Sequence[Decision]) -> None:
         """The decisions of this run follow on those of an earlier one.

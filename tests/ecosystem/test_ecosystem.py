@@ -179,3 +179,15 @@ def test_grpo_that_generates_with_a_copy(tmp_path: Path) -> None:
     assert len(rewards) == 2
     assert all(0.0 < each <= 1.0 for each in rewards)
     assert "hytrain 0" in done.stderr
+
+
+def test_the_readme_script(tmp_path: Path) -> None:
+    """As it stands in README.md, but for a small model of random weights and its data."""
+    script = HERE.parents[1] / "experiments" / "hf_trainer" / "readme_script.py"
+    command = [sys.executable, str(script), "--toy", "--only", "readme", "--out", str(tmp_path)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, env=environment, check=True, timeout=600)
+    found = json.loads((tmp_path / "result.json").read_text())["readme"]
+    assert found["rc"] == 0, (tmp_path / "readme" / "log.txt").read_text()[-4000:]
+    assert "4 steps" in found["said"][-1], "hytrain trained"
+    assert (tmp_path / "readme" / "model" / "model.safetensors").exists()

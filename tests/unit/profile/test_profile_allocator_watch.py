@@ -85,9 +85,13 @@ def test_a_gpu_counts() -> None:
 def test_a_plan_that_fills_the_memory_has_no_room_for_gaps(
     caplog: pytest.LogCaptureFixture, planned: int, environment: dict[str, str], warns: bool
 ) -> None:
-    advise_on_gaps(planned * 2**30, 100 * 2**30, environment)
+    advise_on_gaps(planned * 2**30, 100 * 2**30, environment=environment)
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == warns
     for text in texts:
         assert "95% of the 100.0 GiB" in text
         assert "expandable_segments:True" in text
+    caplog.clear()
+    advise_on_gaps(97 * 2**30, 100 * 2**30, planned * 2**30, environment)
+    told_before = warns
+    assert len(caplog.records) == (not told_before and "True" not in str(environment))
