@@ -65,6 +65,7 @@ class Replay:
         for rank, blames in idle.items():
             self._note_causes(rank, blames)
         self._behind = self._find_behind()
+        self._moments = _moments(graph)
         self.steps = self._steps()
 
     def _note_causes(self, rank: int, blames: Sequence[Blame]) -> None:
@@ -128,8 +129,10 @@ class Replay:
     def run(self, change: Change = UNCHANGED) -> tuple[dict[Node, int], dict[Node, int]]:
         """Begin and end of every node."""
         run = _Run({}, {})
-        for node in self._graph.nodes:
-            self._end(node, change, run)
+        # As they were recorded: what a node needs is known then, however many another rank has made
+        # while it waited.
+        for node, is_end in self._moments:
+            (self._end if is_end else self._begin)(node, change, run)
         return run
 
     def _end(self, node: Node, change: Change, run: _Run) -> int:
@@ -179,6 +182,12 @@ class Replay:
         if change.is_of_chain and has_waited:
             gone |= causes.HOST_CAUSES | {causes.HAND_OVER}
         return slack - sum(length for cause, length in found.items() if cause in gone)
+
+
+def _moments(graph: Graph) -> list[tuple[Node, bool]]:
+    """Begins and ends (True) of all nodes in the order in which they were recorded."""
+    both = [(node, is_end) for node in graph.nodes for is_end in (False, True)]
+    return sorted(both, key=lambda moment: moment[0].end if moment[1] else moment[0].begin)
 
 
 def _slack(node: Node) -> int:

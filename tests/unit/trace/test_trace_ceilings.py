@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,34 @@ def test_a_replay_without_changes_repeats_every_span(schedule: Schedule, tmp_pat
     begins, ends = Replay(graph, {}).run()
     assert begins == {node: node.begin for node in graph.nodes}
     assert ends == {node: node.end for node in graph.nodes}
+
+
+def test_a_rank_may_make_any_number_of_kernels_while_another_waits(tmp_path: Path) -> None:
+    """In the other's collective: nothing that is needed of it has been looked at before."""
+    many, paths = 2000, [tmp_path / f"trace_rank{rank}.json" for rank in (0, 1)]
+    for rank, path in enumerate(paths):
+        works = [(200 * number, 100) for number in range(many)] if rank else [(0, 50)]
+        begins = 200 * many if rank else 60
+        events = [
+            _span(rank, names.STEPS, 0, 200 * many + 1000, step=1),
+            *(_span(rank, names.GPU_COMPUTE, *work, **{"pass": "forward"}) for work in works),
+            _span(
+                rank, names.GPU_COMMUNICATION, begins, 200 * many + 900 - begins,
+                collective="all_reduce",
+            ),
+        ]  # fmt: skip
+        header = {"format": 1, "rank": rank, "world_size": 2, "steps": [1, 1], "layers": 1}
+        content = {"traceEvents": events, "hytrain": header | {"device": "GPU"}}
+        path.write_text(json.dumps(content))
+    graph = Graph(load(paths))
+    begins, ends = Replay(graph, {}).run()
+    assert begins == {node: node.begin for node in graph.nodes}
+    assert ends == {node: node.end for node in graph.nodes}
+
+
+def _span(rank: int, lane: str, begin: int, length: int, **arguments: Any) -> dict[str, Any]:
+    place = {"pid": rank, "tid": names.LANES.index(lane), "ts": begin, "dur": length}
+    return {"ph": "X", "name": lane, "cat": names.CATEGORY[lane], "args": arguments, **place}
 
 
 def _by_three_threads(path: Path) -> Path:
