@@ -36,6 +36,7 @@ from hytrain.engine.deepspeed_internals import (
 )
 from hytrain.engine.engine import HyTrainEngine
 from hytrain.engine.foreign_checkpoints import offer_conversions
+from hytrain.engine.run_report import show_lines
 from hytrain.engine.sequence_groups import mesh_of, refuse_dealt_batches, sequence_degree_of
 from hytrain.engine.trainer_reuse import TrainerReuse
 from hytrain.engine.training_plan import adopt_plan
@@ -97,6 +98,7 @@ def initialize(
         UnsupportedError: the configuration asks for something that hytrain does not support.
     """
     Registration.was_used = True
+    show_lines()
     avoid_cpu_communication_build()
     for lock in find_locks():
         if lock.is_stale and os.environ.get("RANK", "0") == "0":

@@ -34,7 +34,6 @@ class RunReport:
     def __init__(self, engine: Any, optimizer: HyTrainZeroOptimizer) -> None:
         self._optimizer = optimizer
         self._told: int | None = None
-        _show_by_default()
         logger.info("%s", start_line(engine, optimizer))
 
     def after_step(self, step: int) -> None:
@@ -61,17 +60,30 @@ class RunReport:
             logger.info("%s", _summary(steps, num_layers))
 
 
-def _show_by_default() -> None:
-    """Lines appear although logging shows no information by default, unless the script set a level
-    for "hytrain" or "hytrain.run"; in the script's handlers where it has some."""
-    if logger.level == logging.NOTSET and logging.getLogger("hytrain").level == logging.NOTSET:
+class _Named(logging.Formatter):
+    """Every line says that it is hytrain's: it stands among those of other libraries."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        record.named = text if text.startswith("hytrain") else f"hytrain: {text}"
+        return super().format(record)
+
+
+def show_lines() -> None:
+    """Shows a run's lines and all warnings: in the script's handlers where it has some.
+
+    logging shows no information by default. Lines appear unless the script set a level for
+    "hytrain" or "hytrain.run".
+    """
+    package = logging.getLogger("hytrain")
+    if logger.level == logging.NOTSET and package.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
+    if not package.hasHandlers():
         handler = logging.StreamHandler()
         # In a terminal a progress bar's line is overwritten: it is drawn again below.
         start = "\r\033[K" if handler.stream.isatty() else ""
-        handler.setFormatter(logging.Formatter(f"{start}%(message)s"))
-        logger.addHandler(handler)
+        handler.setFormatter(_Named(f"{start}%(named)s"))
+        package.addHandler(handler)
 
 
 def start_line(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:

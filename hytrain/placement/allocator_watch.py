@@ -49,10 +49,9 @@ def advise_on_gaps(
     if not before <= _TIGHT * limit < planned or "expandable_segments:True" in settings:
         return
     logger.warning(
-        "hytrain: %.0f%% of the %.1f GiB of this GPU are planned for, and gaps between memory "
-        "blocks take some, too: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves "
-        'none, or keep more free ("hytrain.solver.gpu_memory_reserve_bytes"; --gpu-memory-reserve '
-        "of plans)",
+        "%.0f%% of the %.1f GiB of this GPU are planned for, and gaps between memory blocks take "
+        "some, too: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves none, or "
+        'keep more free ("hytrain.solver.gpu_memory_reserve_bytes"; --gpu-memory-reserve of plans)',
         100.0 * planned / limit,
         limit / 2**30,
     )

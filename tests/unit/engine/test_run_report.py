@@ -176,12 +176,12 @@ def test_a_progress_bar_is_not_written_into() -> None:
     code = (
         "import os, sys; from hytrain.engine import run_report\n"
         "ours, theirs = os.openpty(); os.dup2(theirs, 2)\n"
-        "sys.stderr.write('50%'); run_report._show_by_default(); run_report.logger.info('seen')\n"
+        "sys.stderr.write('50%'); run_report.show_lines(); run_report.logger.info('seen')\n"
         "seen = b''\n"
         "while not seen.endswith(b'\\n'): seen += os.read(ours, 1000)\n"
         "print(seen)"
     )
-    assert r"50%\r\x1b[Kseen\r\n" in run_script(code, timeout=60.0).stdout
+    assert r"50%\r\x1b[Khytrain: seen\r\n" in run_script(code, timeout=60.0).stdout
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -189,9 +189,12 @@ def test_a_script_shows_them_unless_it_sets_a_level(quiet: bool) -> None:
     text = (
         "import logging\nfrom hytrain.engine import run_report\n"
         + ("logging.getLogger('hytrain').setLevel(logging.WARNING)\n" if quiet else "")
-        + "run_report._show_by_default()\nrun_report.logger.info('seen')\n"
+        + "run_report.show_lines()\nrun_report.logger.info('seen')\n"
+        "logging.getLogger('hytrain.placement').warning('a warning of %d', 1)\n"
     )
-    assert run_script(text).stderr.count("seen") == (0 if quiet else 1)
+    shown = run_script(text).stderr
+    assert shown.count("hytrain: seen") == (0 if quiet else 1)
+    assert shown.count("hytrain: a warning of 1") == 1
 
 
 def test_metrics_are_what_explain_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
