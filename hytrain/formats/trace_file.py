@@ -31,6 +31,9 @@ HEADER_KEY: Final = "hytrain"
 MOST_MICROSECONDS: Final = 4e15
 """Of a time, since 1970 at most; a duration, an offset and a time below 0 are much less."""
 _LONGEST: Final = 1e14
+_MOST_PACKED: Final = 100
+"""Of a gzipped trace, bytes of a byte: those of trainings have 10 to 30, and gzip allows 1,000."""
+_PART_BYTES: Final = 2**24
 
 # -- lanes, by thread_name; PYTHON and CPU_ADAM may be followed by a thread's name or number ----
 
@@ -220,8 +223,9 @@ def read_trace(path: Path) -> TraceFile:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        with path.open("rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+        return _unpacked(path) if is_packed else path.read_bytes()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(
             f"the trace {path} cannot be unpacked ({error}): it is damaged, or was cut off"
@@ -231,6 +235,21 @@ def _read_bytes(path: Path) -> bytes:
             f"cannot read the trace {path} ({error.strerror}): give a file, such as "
             "traces/trace_rank0.json"
         ) from None
+
+
+def _unpacked(path: Path) -> bytes:
+    parts: list[bytes] = []
+    left = _MOST_PACKED * path.stat().st_size + _PART_BYTES
+    with gzip.open(path) as file:
+        while part := file.read(_PART_BYTES):
+            parts.append(part)
+            left -= len(part)
+            if left < 0:
+                raise TraceError(
+                    f"the trace {path} unpacks to more than {_MOST_PACKED} times its size, as no "
+                    "training's does: unpack it yourself (gzip -d) if you trust whoever wrote it"
+                )
+    return b"".join(parts)
 
 
 def _some_keys(values: Mapping[str, Any]) -> str:

@@ -52,6 +52,9 @@ def test_a_gzipped_one_whatever_its_name(tmp_path: Path) -> None:
     path.write_bytes(content[:-20])
     with pytest.raises(TraceError, match=r"trace\.json cannot be unpacked"):
         read_trace(path)
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 2**25))
+    with pytest.raises(TraceError, match="unpacks to more than 100 times its size"):
+        read_trace(path)
 
 
 def test_foreign_traces(tmp_path: Path) -> None:
