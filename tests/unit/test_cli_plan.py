@@ -525,6 +525,8 @@ def test_data_sheets_stand_in_and_say_so(model: Path, capsys: Capture) -> None:
     text = _error(capsys, "--gpus", "h1000", "l4x4", "8", "zz", "--model", model, "--batch", 64)
     words = 'called h1000 (did you mean "h100"?), l4x4 (write 4xl4), 8 (write 8xNAME, as 8xh100), '
     assert f"{words}zz: there are p40, " in text
+    text = _error(capsys, "--gpus", "99999999999xh100", "--model", model, "--batch", 64)
+    assert "99999999999xh100: give 1 to 4096 devices of a kind" in text
     record = _json(capsys, "--gpus", "4090", "--model", model, "--batch", 8)
     assert "RTX 4090" in record["ranks"][0]["device"]
     assert "no data sheet of a GPU called b200" in _error(

@@ -41,9 +41,6 @@ _DESCRIPTION = (
 )
 _GIB = 1024**3
 _SHEET_SEQ_LEN = 1024
-# 65,536 samples of a model of 7 B took less than 10 s on 8 ranks, in stage 3, too (one core), and
-# 42 and 90 s on 4 ranks whose host had hardly enough memory. More were not tried.
-_MOST_SAMPLES = 2**16
 # Destinations of the options that only data sheets take.
 _FOR_SHEETS = (
     *("gpus", "hosts", "model", "seq_len", "dtype", "moments"),
@@ -204,6 +201,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     # Imported here: `hytrain --help` should not wait for numpy.
     from hytrain.errors import PlanError
     from hytrain.formats.plan_file import write_plan
+    from hytrain.formats.profile_file import MOST_SAMPLES
     from hytrain.tools.infeasible import Infeasible
     from hytrain.tools.planner import plan_report
     from hytrain.tools.planner.plan import beside_micro_batch_major, make_plan
@@ -215,9 +213,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         if arguments.gpus and not arguments.model:
             message += "; and --model, a transformers config.json, to plan from data sheets"
         raise ConfigError(message)
-    if arguments.batch > _MOST_SAMPLES:
+    if arguments.batch > MOST_SAMPLES:
         raise ConfigError(
-            f"--batch {arguments.batch}: at most {_MOST_SAMPLES} samples are planned for: plan a "
+            f"--batch {arguments.batch}: at most {MOST_SAMPLES} samples are planned for: plan a "
             "part of the batch; each rank's share of the whole is the same"
         )
     _check_files(arguments)

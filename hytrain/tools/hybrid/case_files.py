@@ -27,7 +27,7 @@ from hytrain.tools.hybrid.problem import (
 )
 
 _PROFILE = re.compile(r"DeviceType\.(?P<device>.+)_tp(?P<tp>\d+)_bs(?P<samples>\d+)\.json")
-_HOST = re.compile(r"(?P<ip>\S+)\s+slots=(?P<slots>\d+)")
+_HOST = re.compile(r"(?P<ip>\S+)\s+slots=(?P<slots>\d{1,6})")
 _MB_PER_GB = 1024
 
 

@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 
 from hytrain.errors import PlanError
 from hytrain.formats.moment_kinds import FP32, state_bytes_each
+from hytrain.formats.profile_file import MOST_SAMPLES
 
 TpSpeed = Literal["first", "slowest"]
 Floats = NDArray[np.float64]
-
-_COPY_BYTES = 2
-"""Of a parameter, each way: its gradient to the host, the new weight back."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,9 @@ class Host:
     parameter_size: int = 4
     """Bytes of a parameter in the profile's ``parameters_per_layer_bytes``."""
 
+    copy_bytes: int = 2
+    """Of a parameter, each way: its gradient to the host, the new weight back."""
+
     moments: str = FP32
     """How Adam's moments are kept; `update_rate` is of that kind, too."""
 
@@ -69,7 +70,7 @@ class Host:
             node_gpus: of the node that has most of them.
         """
         part = parameter_bytes / self.parameter_size / gpus
-        seconds = max(node_gpus / self.update_rate, _COPY_BYTES / (self.copy_rate * 1e9))
+        seconds = max(node_gpus / self.update_rate, self.copy_bytes / (self.copy_rate * 1e9))
         return 1e3 * seconds * part
 
 
@@ -196,6 +197,9 @@ class Problem:
             raise PlanError(
                 f"devices must be the nodes' types, each once, in alphabetical order, not {names}"
             )
+        for what, number in (("samples of a step (gbs)", self.gbs), ("GPUs", self.num_gpus)):
+            if number > MOST_SAMPLES:
+                raise PlanError(f"{number} {what}: plans are made for {MOST_SAMPLES} at most")
 
     @property
     def num_layers(self) -> int:

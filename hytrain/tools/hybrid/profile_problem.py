@@ -5,7 +5,7 @@ and the head; what is measured outside of the blocks is counted with the head. A
 recomputed, as in a pipeline many micro-batches are under way; memory is each GPU's own
 (``per_gpu_memory``):
 
-    weights and gradients 2 B each, state 12 B a parameter
+    weights and gradients 2 B each (4 in fp32), state 12 B a parameter
     + the input of every block of as many micro-batches as there are GPUs, which no pipeline exceeds
     + once, what the largest profiled block or head needs beside that, taken off every GPU
 """
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hytrain.errors import PlanError
+from hytrain.formats.dtypes import ITEMSIZE
 from hytrain.formats.moment_kinds import state_bytes_each
 from hytrain.formats.profile_file import DeviceProfile, ProfileFile
 from hytrain.tools.hybrid.problem import (
@@ -28,7 +29,6 @@ from hytrain.tools.hybrid.problem import (
 )
 
 _MB = 2**20
-_COPY_BYTES = 2
 
 
 def problem_from(
@@ -49,8 +49,6 @@ def problem_from(
     model = profile.model
     if model.frozen:
         raise PlanError("the profile's model has frozen parameters: hybrid plans train all of them")
-    if options.host is not None:
-        options = replace(options, host=replace(options.host, moments=model.moments))
     labels = sorted({label for host in profile.hosts for label in host.ranks})
     of = {
         label: [profile.device(host.host, label) for host in profile.hosts if label in host.ranks]
@@ -64,7 +62,9 @@ def problem_from(
     }
     before, after = model.outside_parameters
     layers = (before, *[model.layer_parameters] * model.num_layers, after)
-    host = options.host
+    itemsize, host = ITEMSIZE[model.dtype], options.host
+    if host is not None:
+        host = replace(host, parameter_size=itemsize, copy_bytes=itemsize, moments=model.moments)
     return Problem(
         nodes=tuple(
             Node(host.host, label, host.ranks.count(label), host.host)
@@ -76,7 +76,7 @@ def problem_from(
         constants=Constants(
             optimizer_ms=1e3 * model.parameters / min(one.update_rate for one in profile.devices),
             batch_generator_ms=0.0,
-            parameter_bytes=tuple(float(_COPY_BYTES * count) for count in layers),
+            parameter_bytes=tuple(float(itemsize * count) for count in layers),
         ),
         gbs=gbs,
         hidden_size=max(1, model.boundary_bytes // model.seq_len),
@@ -86,11 +86,7 @@ def problem_from(
         max_batch=max(size for _, _, size in samples),
         variance=1.0,
         mem_coef=1.0,
-        options=replace(
-            options,
-            per_gpu_memory=True,
-            host=None if host is None else replace(host, parameter_size=_COPY_BYTES),
-        ),
+        options=replace(options, per_gpu_memory=True, host=host),
     )
 
 
@@ -116,7 +112,7 @@ def _samples(
     """By size; of equal GPUs on several hosts the slowest measurement counts."""
     model = profile.model
     before, after = model.outside_parameters
-    kept = 2 * _COPY_BYTES + state_bytes_each(model.moments)
+    kept = 2 * ITEMSIZE[model.dtype] + state_bytes_each(model.moments)
     found: dict[int, Samples] = {}
     sizes = set.intersection(*({row.samples for row in one.layer} for one in devices))
     for size in sorted(sizes):

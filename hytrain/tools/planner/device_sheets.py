@@ -229,6 +229,7 @@ def estimated_host(
     )
 
 
+_MOST_OF_A_KIND = 4096
 _COUNTED = re.compile(r"(\d+)x(?=.*[A-Za-z])(.+)")
 
 
@@ -237,9 +238,9 @@ def expand(names: Sequence[str]) -> list[str]:
     found: list[str] = []
     for name in names:
         counted = _COUNTED.fullmatch(name.strip())
-        count = int(counted[1]) if counted else 1
-        if count < 1:
-            raise PlanError(f"{name}: 0 devices of a kind")
+        count = int(counted[1][:20]) if counted else 1
+        if not 1 <= count <= _MOST_OF_A_KIND:
+            raise PlanError(f"{name}: give 1 to {_MOST_OF_A_KIND} devices of a kind")
         found += [counted[2].strip() if counted else name.strip()] * count
     return found
 

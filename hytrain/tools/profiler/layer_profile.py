@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hytrain.errors import ConfigError
-from hytrain.formats.profile_file import LayerSample, OutsideSample
+from hytrain.formats.profile_file import MOST_SAMPLES, LayerSample, OutsideSample
 from hytrain.tools.profiler.copies import spread
 from hytrain.tools.profiler.layer_bench import LayerBench
 from hytrain.tools.profiler.layer_samples import DEPTH, SizeMeasurements
@@ -176,7 +176,7 @@ class LayerProfiling:
 
     def _doublings(self, deadline: float) -> Iterator[int]:
         """1, 2, 4, ...: at least two, until time is up or nothing is gained."""
-        for power in itertools.count():
+        for power in range(MOST_SAMPLES.bit_length()):
             yield 2**power
             is_tried = self._device.type != "cuda" and power >= _TRIED_WITHOUT_GPU
             if (power and time.monotonic() > deadline) or self._gains_nothing() or is_tried:

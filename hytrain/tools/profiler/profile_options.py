@@ -9,6 +9,7 @@ from typing import TextIO
 
 from hytrain.errors import ConfigError
 from hytrain.formats.moment_kinds import FP32, MomentsName
+from hytrain.formats.profile_file import MOST_SAMPLES
 from hytrain.tools.profiler import collective_profile
 
 
@@ -46,6 +47,8 @@ class ProfileOptions:
         sizes = self.micro_batches
         if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
             raise ConfigError(f"--micro-batches {sizes}: give ascending numbers of samples")
+        if sizes is not None and sizes[-1] > MOST_SAMPLES:
+            raise ConfigError(f"--micro-batches {sizes[-1]}: give {MOST_SAMPLES} samples at most")
 
 
 class Progress:

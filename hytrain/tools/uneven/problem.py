@@ -23,6 +23,7 @@ from typing import Any, cast
 import numpy as np
 
 from hytrain.errors import PlanError
+from hytrain.formats.profile_file import MOST_SAMPLES
 from hytrain.formats.record import parse_json, read_text
 
 _GIB = 1024**3
@@ -168,9 +169,11 @@ def _read(path: Path) -> Any:
 
 def _case(case: Any, latencies: Any, memory: Any, capacity: Any) -> UnevenCase:
     model, dtype, names = str(case["model"]), str(case["dtype"]), tuple(map(str, case["gpus"]))
+    batch = int(case["global_batch"])
+    if batch > MOST_SAMPLES:
+        raise PlanError(f"global_batch is {batch}: plans are made for {MOST_SAMPLES} at most")
     profile = _model_memory(memory, model, dtype)
     overhead = float(case["comm_mem_overhead_gb"])
-    batch = int(case["global_batch"])
     peaks = grown(_floats(profile["profiled_compute_memory"][dtype]), batch)
     memory_of = tuple(peak + overhead for peak in peaks)
     gpus: dict[str, UnevenGpu] = {}

@@ -139,6 +139,18 @@ TIMES = ("execution_time", "layer_compute_total_ms")
         ),
         (lambda case: (case / "hostfile").write_text("10.0.0.1 2\n"), "hostfile, line 1: must be"),
         (lambda case: (case / "hostfile").write_text("\n"), "hostfile names no node"),
+        (
+            lambda case: (case / "hostfile").write_text(f"10.0.0.1 slots={'9' * 5000}\n"),
+            "hostfile, line 1: must be",
+        ),
+        (
+            lambda case: (case / "hostfile").write_text("10.0.0.1 slots=900000\n"),
+            "900000 GPUs: plans are made for 65536 at most",
+        ),
+        (
+            lambda case: (case / "args.json").write_text(json.dumps(ARGS | {"gbs": 10**12})),
+            r"samples of a step \(gbs\): plans are made for 65536 at most",
+        ),
         (lambda case: (case / "args.json").write_text("["), "is not JSON"),
         (
             lambda case: (case / "clusterfile.json").write_text("[]"),

@@ -16,7 +16,8 @@ from hytrain.formats.profile_file import write_profile
 from hytrain.tools import cli
 from hytrain.tools.hybrid.cost_model import plan_cost
 from hytrain.tools.hybrid.plan_record import HybridPlanFile, obstacles, plan_record, write_export
-from hytrain.tools.hybrid.problem import Host, Options, Plan, exposed_ms
+from hytrain.tools.hybrid.problem import Host, Options, Plan, Problem, exposed_ms
+from hytrain.tools.hybrid.profile_problem import problem_from
 from hytrain.tools.hybrid.search import plan
 
 Capture = pytest.CaptureFixture[str]
@@ -83,6 +84,28 @@ def test_hytrains_own_profile_is_planned(tmp_path: Path, capsys: Capture) -> Non
     assert all(stage["tp"] == 1 for stage in found["plan"]["stages"])
     assert _run("--hytrain-profile", path) == 2
     assert "needs --gbs and --bandwidth" in capsys.readouterr().err
+
+
+def test_weights_and_gradients_are_as_wide_as_the_profile_says() -> None:
+    """In fp32 4 bytes each: with the state 20 a parameter, where bf16 takes 16."""
+    profile = a_profile()
+    host = Host(memory_gb=64, update_rate=1e12, copy_rate=10)
+    found: list[Problem] = []
+    for dtype in ("bf16", "fp32"):
+        model = profile.model.model_copy(update={"dtype": dtype, "boundary_bytes": 0})
+        one = profile.model_copy(update={"model": model})
+        options = Options(host=host)
+        found.append(problem_from(one, gbs=16, intra=50, inter=10, options=options))
+    bf16, fp32 = found
+    for key, samples in fp32.samples.items():
+        assert samples.memory == pytest.approx([20 / 16 * m for m in bf16.samples[key].memory])
+    assert fp32.parameter_sums[-1] == 2 * bf16.parameter_sums[-1]
+    seconds = [
+        one.options.host.update_ms(one.parameter_sums[-1], 1, 1)
+        for one in found
+        if one.options.host is not None
+    ]
+    assert seconds[1] == pytest.approx(2 * seconds[0])  # the copies', which take longer
 
 
 def test_one_stage_is_exported_for_hytrain(case: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -62,6 +62,16 @@ def test_a_bad_file_is_refused(tmp_path: Path, change: dict[str, Any], words: st
         read_profile(_changed(change, tmp_path))
 
 
+def test_tables_as_long_as_a_file_says_are_limited(tmp_path: Path) -> None:
+    values = a_profile().model_dump(mode="json")
+    values["model"]["num_layers"] = 10**12
+    with pytest.raises(PlanError, match="num_layers: Input should be less than or equal to 10000"):
+        read_profile(_changed({"model": values["model"]}, tmp_path))
+    values["devices"][0]["layer"][-1]["samples"] = 10**12
+    with pytest.raises(PlanError, match="samples: Input should be less than or equal to 65536"):
+        read_profile(_changed({"devices": values["devices"]}, tmp_path))
+
+
 def test_ranks_on_what_was_not_measured_are_refused(tmp_path: Path) -> None:
     hosts = a_profile().model_dump(mode="json")["hosts"]
     hosts[0]["ranks"] = ["another"]

@@ -182,6 +182,15 @@ def test_64_gpus_and_a_batch_of_1024_take_less_than_half_a_second(tmp_path: Path
     assert min(seconds) < 0.5
 
 
+def test_a_batch_is_no_larger_than_its_tables_may_be(tmp_path: Path) -> None:
+    for name in ("latencies", "memory", "gpu_memory_gb"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    case = {"model": "a", "dtype": "fp32", "gpus": [], "global_batch": 10**15}
+    (tmp_path / "expected.json").write_text(json.dumps([case]))
+    with pytest.raises(PlanError, match=r"case 0 .*plans are made for 65536 at most"):
+        read_cases(tmp_path)
+
+
 def test_unequal_shares_fit() -> None:
     for case, expected in _cases():
         if expected["exact"] is None:
