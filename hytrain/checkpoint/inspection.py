@@ -29,6 +29,7 @@ from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 OPTIMIZER_SHARD = "optim_states.pt"
 _RANK_OF_ZERO3 = re.compile(r"zero_pp_rank_\d+_mp_rank_00_model_states\.pt")
+_MOST_RANKS = 2**20
 
 Kind = Literal["hytrain", "universal", "deepspeed", "unfinished", "damaged"]
 
@@ -168,8 +169,8 @@ def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFact
 
 def _count(stored: Mapping[str, Any], key: str) -> int | None:
     value = stored.get(key)
-    if value is not None and type(value) is not int:
-        raise CheckpointError(f"its {key} is a {type(value).__name__} and no number")
+    if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+        raise CheckpointError(f"its {key}, a value of type {type(value).__name__}, is no count")
     return value
 
 
@@ -253,10 +254,13 @@ def _shards(files: StoredFiles) -> list[str]:
     prefixes = {name.partition("zero_pp_rank_")[0] for name in shards if "zero_pp_rank_" in name}
     kinds = [(prefix, OPTIMIZER_SHARD) for prefix in sorted(prefixes if shards else {""})]
     kinds += [("", "model_states.pt")] if is_zero3 else []
+    ranks, sharded = (_count(stored, key) or 1 for key in ("dp_world_size", "mp_world_size"))
+    if ranks * sharded > _MOST_RANKS:
+        raise CheckpointError(f"it is of {ranks} x {sharded} ranks, more than any job has")
     return [
         f"{prefix}zero_pp_rank_{rank}_mp_rank_{part:02d}_{end}"
-        for rank in range(_count(stored, "dp_world_size") or 1)
-        for part in range(_count(stored, "mp_world_size") or 1)
+        for rank in range(ranks)
+        for part in range(sharded)
         for prefix, end in kinds
     ]
 

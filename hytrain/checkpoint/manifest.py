@@ -108,7 +108,7 @@ class _Body(Record):
     version: int
     sum: Literal["crc32"] = "crc32"
     block_bytes: Literal[1048576] = BLOCK_BYTES
-    saved_at: float = 0.0
+    saved_at: float = Field(default=0.0, ge=0.0, lt=2.0**36)
     files: dict[str, _Entry]
 
 

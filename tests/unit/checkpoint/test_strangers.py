@@ -18,7 +18,7 @@ from support.plain_deepspeed import plain_engine
 from support.resume import Run, assert_same, engine_of, snapshot, train
 
 from hytrain.checkpoint.inert import Unknown
-from hytrain.checkpoint.manifest import Manifest
+from hytrain.checkpoint.manifest import Manifest, read_manifest
 from hytrain.checkpoint.torch_files import load_states
 from hytrain.checkpoint.universal import OptimizerRecord
 from hytrain.engine.foreign_checkpoints import offer_conversions
@@ -125,6 +125,32 @@ def test_plain_deepspeeds_runs_nothing(stage: int, process_group: None, tmp_path
     with built(torch.nn.Linear(4, 3), config) as engine, contextlib.suppress(CheckpointError):
         engine.load_checkpoint(folder, tag=TAG)
     assert mark.exists()
+
+
+@pytest.mark.parametrize("wrong", ["saved_at", "global_steps"])
+def test_numbers_that_cannot_be_shown(
+    wrong: str, engine: Any, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tag = folder / TAG
+    states, manifest = tag / "mp_rank_00_model_states.pt", tag / "zero/hytrain_manifest.json"
+    if wrong == "global_steps":
+        torch.save(torch.load(states, weights_only=False) | {wrong: 10**5000}, states)
+        _seal(tag, True)
+    else:
+        manifest.write_bytes(Manifest(read_manifest(manifest).files, 1e300).pack())
+    assert cli.main(["checkpoint", "info", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "damaged" in text
+    assert wrong in text
+
+
+def test_a_job_of_so_many_ranks_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one").mkdir()
+    states = {"module": {}, "dp_world_size": 10**12, "mp_world_size": 1}
+    torch.save(states, tmp_path / "one/mp_rank_00_model_states.pt")
+    torch.save({}, tmp_path / "one/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert cli.main(["checkpoint", "verify", str(tmp_path), "--tag", "one"]) == 1
+    assert "more than any job has" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_loss_scaler_of_deepspeeds_is_read_by_its_fields(tmp_path: Path) -> None:
