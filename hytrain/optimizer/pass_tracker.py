@@ -117,6 +117,8 @@ class PassTracker:
             self.end_micro_batch()
             self.reducer.withdraw_all()
             reduced = 1.0 if self.settings.divide_first else self.settings.unscale
+            # Without this wait compute could scale a shard before a reduction writes it.
+            self.pipeline.streams.compute_waits_for_communication()
             self.collector.scale(self.settings.unscale, reduced)
         with self.open_step.summing_over_ranks():
             yield

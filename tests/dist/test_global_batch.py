@@ -17,7 +17,7 @@ from harness import on_ranks
 from rank_batches import Shares, built_quickly, collate, dataset, samples, trains_as_one_process
 from support.covering import covering, every
 from support.engines import built, make_config
-from support.models import make_model
+from support.models import loss_of, make_batch, make_model
 from support.short_memory import short_of_memory
 from torch import nn
 
@@ -264,6 +264,35 @@ def test_gradients_left_by_hand_where_a_rank_has_no_samples(stage: int) -> None:
             (whole(**batch).loss / 2).backward()
         whole(**data[2]).loss.backward()
         _assert_gradients(engine.optimizer.layer_states, found, whole)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@on_ranks(2)
+def test_gradients_left_by_hand_are_scaled_behind_their_reduction(accumulation: int) -> None:
+    """They were reduced on a stream of their own: compute waits for it before it writes to them."""
+    config = make_config(accumulation=accumulation)
+    order: list[str] = []
+    with built(make_model("mlp"), config) as engine:
+        passes = engine.optimizer.passes
+        streams, scale = passes.pipeline.streams, passes.collector.scale
+        on_communication = streams.on_communication
+
+        def reducing(after: Any = None) -> Any:
+            order.append("reduce")
+            return on_communication(after)
+
+        def scaling(unreduced: float, reduced: float) -> None:
+            order.append("scale")
+            scale(unreduced, reduced)
+
+        streams.on_communication = reducing
+        streams.compute_waits_for_communication = lambda: order.append("wait")
+        passes.collector.scale = scaling
+        engine.backward(loss_of(engine(**make_batch("mlp", dist.get_rank()))))
+        with passes.summing_over_ranks():
+            pass
+        assert "reduce" in order
+        assert order[-2:] == ["wait", "scale"]
 
 
 @on_ranks(2)
