@@ -531,7 +531,12 @@ class GradientCollector:
         self._reducer.consume(layer)  # GradientReducer: reduces, then UpdatePipeline.send
 
     def unused(self) -> list[str]:
-        """Names of trained parameters that got no gradient in the last backward on this rank."""
+        """Names of trained parameters that got no gradient in the last backward on this rank.
+
+        None where it has no samples of a global batch: the other ranks' gradients are the batch's.
+        """
+        if self._step.sums_over_ranks and not self.has_fired:
+            return []
         return [
             slot.name
             for layer in self.layers

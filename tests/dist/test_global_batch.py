@@ -295,6 +295,23 @@ def test_gradients_left_by_hand_are_scaled_behind_their_reduction(accumulation: 
         assert order[-2:] == ["wait", "scale"]
 
 
+@pytest.mark.parametrize("accumulation", ["micro_batch_major", "layer_major"])
+@on_ranks(2)
+def test_a_rank_without_samples_has_no_unused_parameters(accumulation: str) -> None:
+    section = {
+        "batch_sizes": [2, 0],
+        "micro_batch_sizes": [2, 1],
+        "accumulation": accumulation,
+    }
+    config = make_config(hytrain=section)
+    config["zero_optimization"]["ignore_unused_parameters"] = False
+    batch = collate(dataset(2))
+    with built(make_model("llama"), config) as engine:
+        for _ in range(2):
+            engine.train_batch(iter([batch] if dist.get_rank() == 0 else []))
+        assert set(engine.optimizer.steps) == {2}
+
+
 @on_ranks(2)
 def test_a_mean_over_nobody_knows_what_is_refused() -> None:
     config = make_config(hytrain={"batch_sizes": [1, 1]})
