@@ -412,6 +412,40 @@ def test_inputs_of_other_ranks_are_their_own(config: Path, model: Path, capsys: 
     assert capsys.readouterr().out.startswith("Fits: ")
 
 
+@pytest.mark.parametrize(
+    ("keys", "samples", "side"),
+    [
+        ({"accumulation": "layer_major", "micro_batch_sizes": [2, 2]}, 32, "gpu_base"),
+        (
+            {"accumulation": "layer_major", "micro_batch_sizes": [2, 2], "activations": "offload"},
+            32,
+            "host_base",
+        ),
+        ({"micro_batch_sizes": [2, 2]}, 2, "gpu_base"),
+        ({}, 32, "gpu_base"),
+    ],
+)
+def test_inputs_that_wait_together(
+    keys: dict[str, Any], samples: int, side: str, config: Path, model: Path, capsys: Capture
+) -> None:
+    """Layer by layer those of all samples of a step, else of a micro-batch."""
+    given = {key: value for key, value in CONFIG.items() if "batch" not in key}
+    config.write_text(json.dumps(given | {"hytrain": {"batch_sizes": [32, 32], **keys}}))
+    call = ["explain", str(config), "--model", str(model), "--gpu-memory", "24"]
+    call += ["--host-memory", "64", "--json"]
+
+    def explained(*flags: str) -> tuple[dict[str, Any], int]:
+        assert cli.main([*call, *flags]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found, found["decision"]["limits"][side]
+
+    _, without = explained()
+    found, counted = explained("--seq", "1024")
+    # Inputs of 1,024 tokens, 64 wide, in bf16 take 128 KiB a sample and block.
+    assert found["block_input_bytes"] == samples * 3 * 2**17
+    assert counted - without == found["block_input_bytes"]
+
+
 def test_dealt_batches_need_a_loop_that_fills_auto_in(config: Path, capsys: Capture) -> None:
     for batch in ("auto", 4):
         given = {"gradient_clipping": batch, "hytrain": {"batch_sizes": [2, 1]}}

@@ -131,21 +131,36 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
             asked.warnings.append(f"Warning: {error}")
 
     def begins_on(rank: int) -> Begins:
-        on_gpu = _block_inputs(arguments, asked, rank).on_gpu
+        inputs = _block_inputs(arguments, asked, rank)
 
         def begins(
             section: HyTrainConfig, form: TrainingForm, ranks: int, has_inputs: bool
         ) -> Decision:
             sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks, rank=rank)
-            kept, base = _kept_gradients(section, form, sizes), on_gpu if has_inputs else 0
-            each, gpu = host // ranks, gpus[rank]
+            kept, counted = (
+                _kept_gradients(section, form, sizes),
+                inputs if has_inputs else _Inputs(),
+            )
+            solver = section.solver
+            if counted.on_host > solver.host_activation_bytes:
+                update = {"host_activation_bytes": counted.on_host}
+                section = section.model_copy(update={"solver": solver.model_copy(update=update)})
             return first_decision(
-                section, sizes, gpu, each, base, kept_gradients=kept, shares_host=shares_host
+                section,
+                sizes,
+                gpus[rank],
+                host // ranks,
+                counted.on_gpu,
+                kept_gradients=kept,
+                shares_host=shares_host,
             )
 
         return begins
 
-    samples = (arguments.seq and section.micro_batch_sizes) or ()
+    samples = [
+        _samples_at_once(one, form, each, ranks) if arguments.seq else 0
+        for each, one in enumerate(asked.sections)
+    ]
     differ = gpus, section.shard_fractions or (), samples, [s.activations for s in asked.sections]
     is_alike = all(len({*each}) <= 1 for each in differ)
     numbers = [arguments.rank or 0] if is_alike else range(ranks)
@@ -193,43 +208,65 @@ def _of_ranks(verdict: str, short: list[int], rank: int, ranks: int) -> str:
 
 
 class _Inputs(NamedTuple):
-    """Of all blocks, for a micro-batch; nothing where --seq was not given."""
+    """Of all blocks, as many as are there at once; nothing where --seq was not given."""
 
     tokens: int = 0
     """Of a sample, on one rank."""
     samples: int | None = None
-    """None where a trainer fills them in: ``size`` is then of one."""
+    """Of a micro-batch, layer by layer of a step; None where a trainer fills them in: ``size`` is
+    then of one."""
     size: int = 0
     on_gpu: int = 0
     """Bytes; of ``size`` those that are not offloaded."""
+    on_host: int = 0
+    """Bytes: those that are, or "hytrain.solver.host_activation_bytes"."""
 
 
 def _block_inputs(arguments: argparse.Namespace, asked: _Asked, rank: int) -> _Inputs:
     if arguments.seq is None:
         return _Inputs()
-    form, section, ranks = asked.form, asked.sections[rank], len(asked.sections)
+    form, section = asked.form, asked.sections[rank]
     tokens = -(-arguments.seq // form.sequence_ranks)
-    own, told = section.micro_batch_sizes, form.batch
-    samples = own[rank] if own else told.get("train_micro_batch_size_per_gpu")
-    if samples is None and "train_batch_size" in told:
-        readers = max(1, ranks // form.sequence_ranks)
-        samples = max(1, told["train_batch_size"] // (readers * form.accumulation))
-    size = (samples or 1) * block_input_bytes(arguments.model, form, tokens)
-    is_offloaded = section.solver.host_activation_bytes > 0 or section.activations == "offload"
-    return _Inputs(tokens, samples, size, 0 if is_offloaded else size)
+    samples = _samples_at_once(section, form, rank, len(asked.sections))
+    one = 1 if samples is None else samples
+    size = one * block_input_bytes(arguments.model, form, tokens)
+    on_host = section.solver.host_activation_bytes
+    if section.activations == "offload":
+        on_host = max(on_host, size)
+    return _Inputs(tokens, samples, size, 0 if on_host else size, on_host)
+
+
+def _samples_at_once(
+    section: HyTrainConfig, form: TrainingForm, rank: int, ranks: int
+) -> int | None:
+    """Whose inputs wait for backward together: a micro-batch's, or layer by layer all of a step's;
+    None where a trainer fills them in."""
+    is_layer_major = section.accumulation == "layer_major"
+    if (shares := section.batch_shares()) is not None:
+        size = shares.sizes[rank]
+        return size if is_layer_major else min(size, shares.micro_sizes[rank])
+    of_step = form.accumulation if is_layer_major else 1
+    if (micro := form.batch.get("train_micro_batch_size_per_gpu")) is not None:
+        return micro * of_step
+    if (batch := form.batch.get("train_batch_size")) is None:
+        return None
+    readers = max(1, ranks // form.sequence_ranks)
+    return max(1, batch // (readers * form.accumulation)) * of_step
 
 
 def _inputs_words(inputs: _Inputs, section: HyTrainConfig) -> str:
     batch = f"for a micro-batch of {inputs.samples}"
+    if section.accumulation == "layer_major":
+        batch = f"for the {inputs.samples} samples of a step, which pass layer by layer"
     if inputs.samples is None:
         batch = "for 1 sample (the trainer fills the micro-batch in: multiply by its samples)"
     return (
         "Activations: where all blocks are computed again in backward, their inputs take "
         f"{size_text(inputs.size)} {batch}, {inputs.tokens:,} tokens of each sample on this rank. "
-        f"The tables count {size_text(inputs.on_gpu)} of it on the GPU and, by "
-        "hytrain.solver.host_activation_bytes, "
-        f"{size_text(section.solver.host_activation_bytes)} on the host. What one block and "
-        "the loss take while they are computed comes on top, on the GPU."
+        f"The tables count {size_text(inputs.on_gpu)} of it on the GPU and "
+        f"{size_text(inputs.on_host)} on the host (hytrain.activations, "
+        "hytrain.solver.host_activation_bytes). What one block and the loss take while they are "
+        "computed comes on top, on the GPU."
     )
 
 
