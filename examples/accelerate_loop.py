@@ -30,6 +30,7 @@ loader = torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True, drop_l
 
 with hytrain.register():
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+model.train()  # from_pretrained leaves eval mode: no activation checkpointing, no dropout
 step = 0
 while step < options.steps:
     for batch in loader:

@@ -51,6 +51,7 @@ def main():
     ids = tokenizer(Path(options.text).read_text(), return_tensors="pt").input_ids[0]
     samples = ids[: len(ids) // options.length * options.length].view(-1, options.length)
     engine, *_ = hytrain.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.train()  # from_pretrained leaves eval mode
     is_first = engine.global_rank == 0
     if is_first:
         context = torch.multiprocessing.get_context("spawn")

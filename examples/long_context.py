@@ -53,6 +53,7 @@ samples = [
 engine, *_ = hytrain.initialize(
     model=model, model_parameters=model.parameters(), config=config, mpu=mpu
 )
+engine.train()  # from_pretrained leaves eval mode: no activation checkpointing, no dropout
 loader = UlyssesSPDataLoaderAdapter(
     DataLoader(samples[rank::ranks], batch_size=1),
     sp_rank=mpu.get_sequence_parallel_rank(),

@@ -43,6 +43,7 @@ ids = tokenizer(Path(options.text).read_text(), return_tensors="pt").input_ids[0
 samples = ids[: len(ids) // options.length * options.length].view(-1, options.length)
 
 engine, *_ = hytrain.initialize(model=model, model_parameters=model.parameters(), config=config)
+engine.train()  # from_pretrained leaves eval mode: no activation checkpointing, no dropout
 torch.manual_seed(engine.global_rank)  # each rank draws samples of its own
 
 

@@ -43,7 +43,7 @@ from hytrain.engine.run_report import RunReport, report_step
 from hytrain.engine.sequence_groups import sequence_degree_of
 from hytrain.engine.termination import Termination, close_at_exit, finish_save_at_exit, is_failing
 from hytrain.engine.tracing import Tracing
-from hytrain.engine.training_warnings import ThawedParameters, warn_of_factors
+from hytrain.engine.training_warnings import StepWarnings, warn_of_factors
 from hytrain.engine.weight_handover import WeightHandover
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 from hytrain.errors import ConfigError, EngineClosedError, HyTrainError, NestedReductionError
@@ -130,7 +130,7 @@ class HyTrainEngine(DeepSpeedEngine):
         self._unblock_throughput_timer(kwargs["config"])
         self.batch_training = BatchTraining(self, self.hytrain_config, optimizer)
         optimizer.weights.when_closed(self.batch_training.close)
-        self._thawed = ThawedParameters(self._model)
+        self._step_warnings = StepWarnings(self._model)
         warn_of_factors()
         close_at_exit(optimizer)
 
@@ -402,7 +402,7 @@ class HyTrainEngine(DeepSpeedEngine):
             if is_made and self._plan_watch is not None:
                 self._plan_watch.after_step(optimizer.rank_state(self.batch_training.host_bytes))
         if is_made:
-            self._thawed.warn()
+            self._step_warnings.after_step()
         if self._saver is not None:
             self._saver.check()
         if (

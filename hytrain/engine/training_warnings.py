@@ -1,4 +1,4 @@
-"""Warnings while training: of a fused loss that is multiplied, of parameters that were frozen."""
+"""Warnings while training: of a fused loss that is multiplied, of what steps show of the model."""
 
 from __future__ import annotations
 
@@ -44,15 +44,34 @@ def _set_backward(function: Any) -> None:
     setattr(TiledFusedLogitsLoss, "backward", staticmethod(function))  # noqa: B010 (its type)
 
 
-class ThawedParameters:
-    """Warns of frozen parameters that get gradients: there is no state to train them with."""
+class StepWarnings:
+    """Warns of frozen parameters that get gradients, and of checkpointing that does nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         """When the engine is built."""
+        self._model = model
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._told_of_mode = False
 
-    def warn(self) -> None:
-        """Once of each parameter; gradients stay: another optimizer may train it."""
+    def after_step(self) -> None:
+        """Each warning once."""
+        self._warn_of_thawed()
+        if not self._model.training and not self._told_of_mode:
+            self._told_of_mode = True
+            self._warn_of_eval_mode()
+
+    def _warn_of_eval_mode(self) -> None:
+        # transformers' blocks have this attribute, and read it in training mode only.
+        modules = self._model.modules()
+        if any(getattr(module, "gradient_checkpointing", False) for module in modules):
+            logger.warning(
+                "the model trains in eval mode, as from_pretrained leaves it: gradient "
+                "checkpointing does nothing there, so all activations are kept, and dropout is "
+                "off. Call engine.train() before the steps"
+            )
+
+    def _warn_of_thawed(self) -> None:
+        # Their gradients stay: another optimizer may train them.
         found = with_gradient(list(self._frozen.values()))
         if not found:
             return

@@ -92,6 +92,19 @@ def test_an_accumulation_that_cannot_be() -> None:
             engine.set_train_batch_size(0)
 
 
+def test_checkpointing_in_eval_mode_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a model from from_pretrained: transformers computes nothing again there."""
+    for mode, checkpointing, told in ((True, True, 0), (False, False, 0), (False, True, 1)):
+        caplog.clear()
+        model = _net().train(mode)
+        model[0].gradient_checkpointing = checkpointing
+        with built(model, make_config(bf16=False)) as engine:
+            for number in range(3):
+                engine.backward(_loss(engine, number))
+                engine.step()
+        assert caplog.text.count("engine.train()") == told
+
+
 def test_a_thawed_parameter_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model = _net()
     model[0].weight.requires_grad_(False)

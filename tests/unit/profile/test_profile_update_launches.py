@@ -173,7 +173,7 @@ AROUND = (
     "PlacementManager.decisions",
     "RunReport.after_step",
     "ShardCollectives.reporting_failures",
-    "ThawedParameters.warn",
+    "StepWarnings.",
     "Tracing.",
     "check_graph",
     "engine_view.",
