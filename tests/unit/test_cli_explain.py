@@ -37,6 +37,7 @@ CONFIG: dict[str, Any] = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "gradient_clipping": 1.0,
+    "zero_force_ds_cpu_optimizer": False,
     "hytrain": {},
 }
 
@@ -119,8 +120,8 @@ def test_files_that_are_neither(tmp_path: Path, capsys: Capture) -> None:
         ("", "is empty"),
         ('{"schemaVersion": 1, "traceEvents": []}', "is a trace, for `hytrain trace report`"),
         ('{"version": 1, "global_batch": 8}', "is a plan, for training"),
-        ("# Title\n", "is empty"),
-        ('{"hytrain": ', "cannot be read"),
+        ("# Title\n\nText.\n", "is not JSON (line 1, column 1: Expecting value)"),
+        ('{"hytrain": ', "is not JSON (line 1, column 1"),
         ("[" * 5000, "cannot be read"),
         ("[1, 2]", "is a list"),
         (text_of([step_line(1, 0.5, 0)]), "no placement decision"),
@@ -241,6 +242,27 @@ def test_keys_that_training_ignores_are_said(tmp_path: Path, config: Path, capsy
     assert "Warning" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        ({"zero_force_ds_cpu_optimizer": True}, True),
+        ({"zero_force_ds_cpu_optimizer": True, "optimizer": {"type": "AdamW"}}, False),
+        ({}, False),
+    ],
+)
+def test_an_optimizer_that_accelerate_would_make_in_vain_is_told(
+    config: Path, capsys: Capture, change: dict[str, Any], is_told: bool
+) -> None:
+    config.write_text(json.dumps(CONFIG | change))
+    assert cli.main(["explain", str(config)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith('Warning: "zero_force_ds' if is_told else "Accepted by training")
+    if is_told:
+        config.write_text(json.dumps({k: v for k, v in CONFIG.items() if "force" not in k}))
+        assert cli.main(["explain", str(config)]) == 0
+        assert capsys.readouterr().out == text
+
+
 def test_what_a_trainer_fills_in_is_no_error(capsys: Capture) -> None:
     for path in sorted((ROOT / "ds_configs").rglob("*.json")):
         has_plan = "plan" in json.loads(path.read_text())["hytrain"]  # whose file is the user's
@@ -276,6 +298,7 @@ def test_a_missing_batch_size_is_an_error_and_all_wrong_keys_are_told(
     [
         ('"hytrain": {}, "hytrain": {}', "Duplicate keys"),
         ('"hytrain": {} // as training reads it\n', None),
+        ('"hytrain": {"moments": "8bit",}', None),
     ],
 )
 def test_the_json_is_read_as_training_reads_it(
@@ -284,6 +307,12 @@ def test_the_json_is_read_as_training_reads_it(
     config.write_text(config.read_text().replace('"hytrain": {}', change))
     if words is None:
         assert cli.main(["explain", str(config)]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert re.match(
+            r"Warning: \S+ line 1\d, column \d+: DeepSpeed reads this, Trainer and accelerate do "
+            r"not: .+\. Accepted by training\. ",
+            text,
+        )
     else:
         assert words in _error(capsys, config)
 

@@ -9,7 +9,8 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,15 +82,16 @@ def explain_config(arguments: argparse.Namespace) -> int:
         print(json.dumps({"verdict": accepted, "words": words}, indent=2))
     else:
         example = f"  hytrain explain {arguments.file} --model {_EXAMPLE}"
-        words = "\n".join([*asked.warnings, "", asked.words()])
-        print(fold(accepted), example, fold(words), sep="\n")
+        head = "\n".join([*asked.warnings, accepted])
+        print(fold(head), example, "", fold(asked.words()), sep="\n")
     return 0
 
 
 def _read_config(arguments: argparse.Namespace) -> _Asked:
     ranks, memory = arguments.ranks, arguments.gpu_memory or ()
-    config = load_config(str(arguments.file))
-    section, warnings = read_as_training(config)
+    config, warnings = _load(arguments.file)
+    section, others = read_as_training(config)
+    warnings += others
     if section is None:
         raise ConfigError(
             f'{arguments.file} has no section "{SECTION}": it makes DeepSpeed\'s own engine, '
@@ -117,6 +119,30 @@ def _read_config(arguments: argparse.Namespace) -> _Asked:
     if (arguments.rank or 0) >= ranks:
         raise ConfigError(f"--rank {arguments.rank}: ranks count from 0, and --ranks is {ranks}")
     return _Asked(sections, form, warnings, check_model)
+
+
+def _load(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """A configuration as DeepSpeed reads it, and a warning where Trainer and accelerate do not."""
+    text, problem = file.read_text(encoding="utf-8"), None
+    try:
+        json.loads(text)
+    except RecursionError:
+        pass
+    except json.JSONDecodeError as error:
+        problem = error
+    try:
+        config = load_config(str(file))
+    except ConfigError:
+        if problem is None or not text.strip():
+            raise
+        where = f"line {problem.lineno}, column {problem.colno}: {problem.msg}"
+        raise ConfigError(f"{file} is not JSON ({where})") from None
+    if problem is None:
+        return config, []
+    where = f"{file} line {problem.lineno}, column {problem.colno}"
+    return config, [
+        f"Warning: {where}: DeepSpeed reads this, Trainer and accelerate do not: {problem.msg}."
+    ]
 
 
 def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:

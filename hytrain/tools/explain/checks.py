@@ -37,6 +37,11 @@ NO_BATCH = (
     f'Warning: no batch size: Lightning\'s strategy adds one, else set "{BATCH_KEYS[1]}", without '
     "which training refuses this."
 )
+_FORCED = "zero_force_ds_cpu_optimizer"
+_NEEDS_COMPILER = (
+    f'Warning: "{_FORCED}" is not false: Trainer and accelerate then make DeepSpeed\'s CPU Adam, '
+    "which takes a compiler and which hytrain does not use."
+)
 
 
 def read_as_training(config: Mapping[str, Any]) -> tuple[HyTrainConfig | None, list[str]]:
@@ -56,6 +61,8 @@ def read_as_training(config: Mapping[str, Any]) -> tuple[HyTrainConfig | None, l
     section = config.get(SECTION)
     if isinstance(section, Mapping) and not {"batch_sizes", "plan"} & {*section}:
         warnings += [NO_BATCH] if _has_no_batch(config) else []
+        if not config.get("optimizer") and config.get(_FORCED, True) is not False:
+            warnings.append(_NEEDS_COMPILER)
     try:
         refuse_all(
             lambda: sections.append(HyTrainConfig.from_deepspeed(config)),
