@@ -139,7 +139,7 @@ def test_readme_and_landing_page_lead_with_measured_shares() -> None:
     for page in (ROOT / "README.md", DOCS / "index.md"):
         rows = [row for row in _read(page).splitlines() if " %](" in row]
         leads.append([row.replace("docs/", "") for row in rows if row.startswith("| ")])
-    assert len(leads[0]) == 6
+    assert len(leads[0]) == 4
     assert leads[0] == leads[1]
     measured = re.findall(r"\b(\d+(?:\.\d)?) %", _read(DOCS / "benchmarks.md"))
     rounded = {f"{float(share):.0f}" for share in measured}
