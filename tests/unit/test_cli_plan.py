@@ -182,6 +182,8 @@ def test_plans_hold_where_every_step_is_clipped_by_default(tmp_path: Path, capsy
         ("--batch", "0", "'0' is not a whole number of at least 1"),
         ("--host-memory", "-1", "'-1' is not a number above 0"),
         ("--host-memory", "nan", "'nan' is not a number"),
+        ("--host-memory", "1e308", "'1e308' is not a number above 0"),
+        ("--host-bandwidth", "1e305", "'1e305' is not a number above 0"),
     ],
 )
 def test_values_out_of_range_are_refused_in_words(

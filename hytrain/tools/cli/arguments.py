@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +37,8 @@ def _number(
 
 positive_int = _number(int, lambda n: n >= 1, "a whole number of at least 1")
 rank_number = _number(int, lambda n: n >= 0, "a rank: ranks are whole numbers and count from 0")
-positive_float = _number(float, lambda x: 0.0 < x < math.inf, "a number above 0")
+# Not so large or small that products and quotients leave a float's range.
+positive_float = _number(float, lambda x: 1e-30 < x < 1e30, "a number above 0")
 share = _number(float, lambda x: 0.0 <= x <= 1.0, "a share: it must be from 0 to 1")
 
 
