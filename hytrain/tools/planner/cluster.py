@@ -1,13 +1,14 @@
-"""Who computes: types of GPUs, as they were measured, hosts, and what joins them. Plain data."""
+"""Who computes: types of GPUs, as they were measured, hosts, and what joins them.
+
+Plain data: numbers are checked where files and options are read.
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
 from hytrain.formats.profile_file import LAUNCH_BOUND_SHARE, UpdateLaunches
 from hytrain.offload.update_groups import LIMITS, group_begins
@@ -15,13 +16,6 @@ from hytrain.tools.planner.curves import FREE, Table
 
 UNEVEN_FACTOR = 1.25
 """What unequal shards cost in collectives where nobody measured it (Cephalo's number)."""
-
-
-def require_positive(what: str, **values: float) -> None:
-    """Raises PlanError where a number is not positive and finite."""
-    for name, value in values.items():
-        if not 0.0 < value < math.inf:
-            raise PlanError(f"{what}: {name} must be positive, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +171,6 @@ class GpuProfile:
         )
         return sizes if samples in sizes or samples > largest else (*sizes, samples)
 
-    def __post_init__(self) -> None:
-        require_positive(
-            self.name,
-            memory_bytes=self.memory_bytes,
-            update_rate=self.update_rate,
-            copy_rate=self.copy_rate,
-        )
-        sizes = self.sizes
-        if sizes is not None and (list(sizes) != sorted(set(sizes)) or sizes[:1] != (1,)):
-            raise PlanError(f"{self.name}: sizes must ascend from 1, got {sizes}")
-
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -207,15 +190,6 @@ class Host:
     memory_bytes: int
     bandwidth: float
     update_rates: Table
-
-    def __post_init__(self) -> None:
-        if not self.gpus:
-            raise PlanError(f"host {self.name} has no GPU")
-        require_positive(f"host {self.name}", cores=self.cores, bandwidth=self.bandwidth)
-        if self.memory_bytes < 0:
-            raise PlanError(f"host {self.name}: memory_bytes must not be negative")
-        if self.rank_update_rate <= 0.0:
-            raise PlanError(f"host {self.name}: update_rates gives no rate for a rank's cores")
 
     @property
     def rank_update_rate(self) -> float:
@@ -241,14 +215,6 @@ class Cluster:
     reduce_scatter_ms: Table
     uneven_factors: tuple[float, float] = (UNEVEN_FACTOR, UNEVEN_FACTOR)
     contention: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.hosts:
-            raise PlanError("a cluster needs at least one host")
-        if not all(1.0 <= factor < math.inf for factor in self.uneven_factors):
-            raise PlanError(f"uneven_factors must be at least 1, got {self.uneven_factors}")
-        if not 0.0 <= self.contention <= 1.0:
-            raise PlanError(f"contention must be in [0, 1], got {self.contention}")
 
     @property
     def num_ranks(self) -> int:

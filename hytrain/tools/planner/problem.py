@@ -17,13 +17,12 @@ import numpy.typing as npt
 from hytrain.errors import PlanError
 from hytrain.formats.dtypes import Dtype
 from hytrain.formats.moment_kinds import FP32, MomentsName
-from hytrain.formats.policies import ACTIVATIONS, LAYER_MAJOR, Activations
-from hytrain.tools.planner.cluster import Cluster, require_positive
+from hytrain.formats.policies import LAYER_MAJOR, Activations
+from hytrain.tools.planner.cluster import Cluster
 from hytrain.tools.planner.curves import FREE, Table
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +54,6 @@ class Model:
     frozen: int = 0
     moments: MomentsName = FP32
     outside: tuple[int, int] = (0, 0)
-
-    def __post_init__(self) -> None:
-        require_positive(
-            f"model {self.name}",
-            num_layers=self.num_layers,
-            parameters=self.parameters,
-            itemsize=self.itemsize,
-        )
-        if self.frozen < 0:
-            raise PlanError(f"model {self.name}: frozen must not be negative, got {self.frozen}")
 
     @property
     def block_size(self) -> float:
@@ -229,34 +218,8 @@ class PlanProblem:
         return 2 * (self.rounds or 1) * self.host_weight_bytes + self.written_bytes
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise PlanError(f"a batch of {self.batch} samples: at least 1 is needed")
-        if self.stage not in (1, 2, 3):
-            raise PlanError(f"stage must be 1, 2 or 3, got {self.stage}")
-        if not self.activations or set(self.activations) - set(ACTIVATIONS):
-            raise PlanError(f"activations must be of {ACTIVATIONS}, got {self.activations}")
-        if "store" in self.activations:
-            unknown = {gpu.name for _, gpu in self.cluster.ranks if gpu.stored_bytes is None}
-            if unknown:
-                raise PlanError(
-                    f'activations cannot be "store": what {", ".join(sorted(unknown))} would need '
-                    "for them is not known"
-                )
-        if not 0.0 <= self.clipped_share <= 1.0:
-            raise PlanError(
-                f"clipped_share must be in [0, 1], got {self.clipped_share}: it is the share of "
-                "the steps whose gradient is clipped"
-            )
         if self.offload_param and self.stage != 3:
             raise PlanError(
                 f"offload_param with stage {self.stage}: only stage 3 keeps weights in host "
                 "memory; plan with --stage 3, or without --offload-param"
             )
-        if self.gradient_bytes < 0:
-            raise PlanError(f"gradient_bytes must not be negative, got {self.gradient_bytes}")
-        require_positive(
-            "bytes a parameter",
-            gpu_state_bytes=self.gpu_state_bytes,
-            host_state_bytes=self.host_state_bytes,
-            update_bytes=self.state_traffic,
-        )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hytrain.errors import PlanError
 from hytrain.formats.policies import Activations
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
 from hytrain.tools.planner.cost_model import (
@@ -182,14 +181,3 @@ def test_what_is_said_to_fit_fits() -> None:
                 number = gpu_layers_that_fit(given, found, shard * 1.001)
                 assert number < round(4 * part)
                 assert gpu_layers_that_fit(given, found, shard * 0.999) >= round(4 * part)
-
-
-def test_storing_needs_to_know_what_is_stored() -> None:
-    unknown = replace(GPU, name="unknown", stored_bytes=None)
-    host = Host("h", (GPU, unknown), 8, 64 * GB, 1e11, Table(((8.0, 1e9),)))
-    cluster = replace(problem().cluster, hosts=(host,))
-    with pytest.raises(PlanError, match="unknown would need"):
-        problem(cluster=cluster, activations=("store",))
-    problem(cluster=cluster, activations=("recompute",))
-    with pytest.raises(PlanError, match="must not be negative"):
-        problem(gradient_bytes=-1)

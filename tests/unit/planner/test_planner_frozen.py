@@ -9,7 +9,6 @@ import pytest
 from planner_clusters import planned
 from support.plan_profiles import a_device, a_host, a_model
 
-from hytrain.errors import PlanError
 from hytrain.formats.profile_file import ProfileFile
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import Cluster, GpuProfile, Host
@@ -111,8 +110,6 @@ def test_in_host_memory_they_are_fetched_and_never_written() -> None:
 def test_a_model_without_any_is_planned_as_before() -> None:
     assert problem(3, frozen=0).model.weight_bytes == 2.0
     assert problem(3, frozen=0).sharded_bytes == 4.0
-    with pytest.raises(PlanError, match="frozen must not be negative"):
-        Model("m", 10, GB, frozen=-1)
 
 
 # -- from a profile ----------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +17,6 @@ from planner_clusters import (
     problem,
 )
 
-from hytrain.errors import PlanError
 from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import GpuProfile
@@ -310,18 +308,3 @@ def test_64_ranks_in_seconds_with_a_small_gap() -> None:
     plan = planned(given)
     assert plan.step_seconds / plan.lower_bound - 1.0 < 0.02
     assert sum(rank.batch_size for rank in plan.ranks) == 1024
-
-
-@pytest.mark.parametrize(
-    "change", [{"batch": 0}, {"stage": 0}, {"activations": ()}, {"host_state_bytes": 0}]
-)
-def test_what_is_no_problem_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(PlanError):
-        problem(host(gpu("a", 80, 1.0)), **change)
-
-
-def test_what_is_no_host_is_refused() -> None:
-    with pytest.raises(PlanError, match="no GPU"):
-        host()
-    with pytest.raises(PlanError, match="bandwidth"):
-        host(gpu("a", 80, 1.0), bandwidth=0.0)
