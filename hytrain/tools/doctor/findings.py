@@ -45,22 +45,23 @@ class Finding:
     advice: str = ""
 
 
+def _judged(name: str, seen: str, is_poor: bool, advice: str, verdict: Verdict = "note") -> Finding:
+    """What is good where it is not poor, and then needs no advice."""
+    return Finding(name, seen, verdict, advice) if is_poor else Finding(name, seen, "good")
+
+
 def version_findings(versions: Mapping[str, str | None], isa: str) -> Iterator[Finding]:
     """What is installed, and the kernel's instruction set."""
     for name in ("hytrain", "torch", "deepspeed"):
         version = versions.get(name)
         if version is None:
             yield Finding(name, "not installed", "bad", f"pip install {name}")
-        elif name == "deepspeed" and not has_deepspeed_internals(version):
-            advice = f"this release works with others: pip install '{DEEPSPEED}'"
-            yield Finding(name, version, "bad", advice)
         else:
-            yield Finding(name, version, "good")
-    if isa == "scalar":
-        advice = "the CPU has neither AVX-512 nor AVX2 (or HYTRAIN_CPU_ISA forbids it): updates "
-        yield Finding("instruction set", isa, "note", advice + "are several times slower")
-    else:
-        yield Finding("instruction set", isa, "good")
+            is_other = name == "deepspeed" and not has_deepspeed_internals(version)
+            advice = f"this release works with others: pip install '{DEEPSPEED}'"
+            yield _judged(name, version, is_other, advice, "bad")
+    advice = "the CPU has neither AVX-512 nor AVX2 (or HYTRAIN_CPU_ISA forbids it): updates "
+    yield _judged("instruction set", isa, isa == "scalar", advice + "are several times slower")
 
 
 def lock_findings(locks: Sequence[CompileLock]) -> Iterator[Finding]:
@@ -96,13 +97,10 @@ def core_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterator
         yield Finding("cores", seen, "note", advice)
     else:
         yield Finding("cores", seen, "good")
-    text = limits.omp_threads
-    if text is None:
-        yield Finding("OMP_NUM_THREADS", "not set", "good")
-    else:
-        advice = "launchers set it for torch's own threads; hytrain's updates choose theirs "
-        advice += "(offload.cpu_threads)"
-        yield Finding("OMP_NUM_THREADS", text, "good", advice if text == "1" else "")
+    text = limits.omp_threads or "not set"
+    advice = "launchers set it for torch's own threads; hytrain's updates choose theirs "
+    advice += "(offload.cpu_threads)"
+    yield _judged("OMP_NUM_THREADS", text, text == "1", advice, "good")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +165,8 @@ def memory_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterat
         "memory", seen, "good" if available > 0.5 * total else "note", _holds(tightest, ranks)
     )
     if cgroup is not None:
-        low = cgroup < 0.9 * total
         advice = f"less than the machine has: raise the container's limit; {_holds(cgroup, ranks)}"
-        seen = f"{cgroup / _GIB:.1f} GiB"
-        yield Finding("control group", seen, "note" if low else "good", advice if low else "")
+        yield _judged("control group", f"{cgroup / _GIB:.1f} GiB", cgroup < 0.9 * total, advice)
     if limits.address_space is not None:
         advice = "ulimit -v counts what is mapped, not what is used: set it to unlimited"
         seen = f"{limits.address_space / _GIB:.1f} GiB"
@@ -204,10 +200,8 @@ def _memlock(limits: ProcessLimits) -> Finding:
 
 def _huge_pages(tree: HostTree) -> Finding:
     mode = tree.huge_pages()
-    if mode in ("always", "madvise"):
-        return Finding("huge pages", mode, "good")
     advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: updates miss the TLB less"
-    return Finding("huge pages", mode or "unknown", "note", advice)
+    return _judged("huge pages", mode or "unknown", mode not in ("always", "madvise"), advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +240,8 @@ def rate_findings(rates: Rates) -> Iterator[Finding]:
     """What measured rates mean."""
     moved = rates.memory / 1e9
     seen = f"{moved:.1f} GB/s with {rates.threads} thread{'s' * (rates.threads > 1)}"
-    if moved < _FEW_GB_PER_S:
-        advice = (
-            "far below any server's: other work on the machine, one memory channel, or far NUMA"
-        )
-        yield Finding("memory bandwidth", seen, "bad", advice)
-    else:
-        yield Finding("memory bandwidth", seen, "good")
+    advice = "far below any server's: other work on the machine, one memory channel, or far NUMA"
+    yield _judged("memory bandwidth", seen, moved < _FEW_GB_PER_S, advice, "bad")
     adam = rates.adam * 30
     seen = f"{rates.adam / 1e9:.2f} G parameters/s ({adam / 1e9:.1f} GB/s)"
     if adam < _LEAST_OF_MEMORY * rates.memory:
@@ -271,20 +260,18 @@ def rate_findings(rates: Rates) -> Iterator[Finding]:
         yield Finding("pinned memory", rates.pinned, "bad", advice)
     for name, rate in (("GPU to host", rates.to_host), ("host to GPU", rates.to_device)):
         if rate is not None:
-            is_slow = rate < _SLOW_PINNED * 1e9
             advice = "a slot with few PCIe lanes, a virtual machine, or the far NUMA node's GPU"
             seen = f"{rate / 1e9:.1f} GB/s pinned"
-            yield Finding(name, seen, "note" if is_slow else "good", advice if is_slow else "")
+            yield _judged(name, seen, rate < _SLOW_PINNED * 1e9, advice)
     if rates.unpin_seconds is not None:
         advice = "a step in 16 waits that long, and for work of the GPU, after layers left the host"
         is_slow = rates.unpin_seconds > _SLOW_UNPIN_SECONDS
         seen = f"{rates.unpin_seconds * 1e3:.1f} ms for 64 MiB"
         yield Finding("pinned memory given back", seen, "note" if is_slow else "good", advice)
     seen = f"{rates.fsync_seconds * 1e3:.1f} ms a file in {rates.folder}"
-    is_slow = rates.fsync_seconds > _SLOW_FSYNC_SECONDS
     advice = "a checkpoint syncs four files a parameter, eight at a time: save elsewhere, or "
     advice += 'set "hytrain.checkpoint.async"'
-    yield Finding("fsync", seen, "note" if is_slow else "good", advice if is_slow else "")
+    yield _judged("fsync", seen, rates.fsync_seconds > _SLOW_FSYNC_SECONDS, advice)
     each = 14e9 / rates.write
     seen = f"{rates.write / 1e9:.2f} GB/s, {rates.free_bytes / 1e9:.0f} GB free"
     advice = f"a checkpoint of a billion parameters takes {each:.0f} s and 14 GB, twice while saved"
