@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hytrain.kernels.host_memory import PAGE, STATE_REMEDY, map_anonymous, taking_host_memory
-from hytrain.offload.pinning import Pinning
+from hytrain.kernels.host_memory import PAGE, STATE_REMEDY
+from hytrain.offload.arena import Arena
 
 _ALIGNMENT = 64
 _MOST_WASTE = 1.25
@@ -42,16 +42,10 @@ class HostBlock:
         Raises:
             HostMemoryError: the mapping is refused.
         """
-        self.num_bytes = -(-max(num_bytes, 1) // PAGE) * PAGE
-        with taking_host_memory(purpose, self.num_bytes, remedy=remedy):
-            mapping = map_anonymous(self.num_bytes)
-        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._pinning = Pinning(self._memory.data_ptr(), self.num_bytes, device, purpose, pin=pin)
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether all of it is registered with the driver."""
-        return self._pinning.is_pinned
+        user = device if pin else torch.device("cpu")
+        self._arena = Arena(num_bytes, user, purpose=purpose, remedy=remedy)
+        self.num_bytes = self._arena.num_bytes
+        self._memory = self._arena.take_tensor(self.num_bytes)
 
     def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Memory for each of the tensors, from the front: same shape, strides and dtype.
@@ -69,7 +63,7 @@ class HostBlock:
 
     def close(self) -> None:
         """Unpins it. No copy may be in flight. Tensors that are still referred to stay readable."""
-        self._pinning.release()
+        self._arena.close()
 
 
 def pinned_zeros(num_bytes: int, device: torch.device, purpose: str) -> torch.Tensor:

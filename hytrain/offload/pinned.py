@@ -66,11 +66,6 @@ class PinnedMemory:
         """All bytes taken and not given back."""
         return sum(arena.num_bytes for arena in self._arenas)
 
-    @property
-    def is_pinned(self) -> bool:
-        """Whether all of it is registered with the driver."""
-        return all(arena.is_pinned for arena in self._arenas)
-
     def take_norm(self) -> int:
         """Address of the next layer's float64."""
         return self._norms.take(8, _CACHE_LINE)

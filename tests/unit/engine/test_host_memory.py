@@ -25,7 +25,6 @@ from hytrain.errors import CheckpointError, HostMemoryError
 from hytrain.kernels import host_memory
 from hytrain.kernels.host_memory import is_out_of_host_memory, taking_host_memory
 from hytrain.offload import arena as arena_module
-from hytrain.offload import host_blocks
 from hytrain.offload import mover as mover_module
 from hytrain.offload import threads as threads_module
 from hytrain.placement import build as build_placement
@@ -96,7 +95,6 @@ class Mappings:
 
         patch.setattr(host_memory, "map_anonymous", map_anonymous)
         patch.setattr(arena_module, "map_anonymous", map_anonymous)
-        patch.setattr(host_blocks, "map_anonymous", map_anonymous)
 
     @property
     def left(self) -> int:

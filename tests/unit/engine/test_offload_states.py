@@ -25,7 +25,7 @@ from hytrain.errors import (
     StatesOffloadedError,
     UnsupportedError,
 )
-from hytrain.offload import host_blocks
+from hytrain.offload import arena
 from hytrain.optimizer.offloaded_states import StateKind, kinds_to_offload
 
 MICRO_BATCHES = 8
@@ -241,7 +241,7 @@ def test_a_host_without_memory_is_said_and_nothing_moves(monkeypatch: pytest.Mon
         straight = train(engine, 0, 2)
     with _engine() as engine:
         losses = train(engine, 0, 1)
-        monkeypatch.setattr(host_blocks, "map_anonymous", refuse)
+        monkeypatch.setattr(arena, "map_anonymous", refuse)
         with pytest.raises(HostMemoryError, match="states that leave the device"):
             engine.offload_states()
         assert engine.optimizer.offloaded_states == set()

@@ -153,6 +153,17 @@ def test_blocks_are_cut_to_the_layout_of_tensors() -> None:
     assert torch.equal(copies[0], tensors[0])  # who keeps one keeps its memory
 
 
+def test_a_block_that_is_left_to_the_collector_is_unregistered_first(driver: Driver) -> None:
+    """As slots are that were in use when their engine was destroyed."""
+    block = HostBlock(PAGE, CUDA, pin=True, purpose="a test")
+    (kept,) = block.cut([torch.zeros(PAGE, dtype=torch.uint8)])
+    assert driver.registered == [kept.data_ptr()]
+    del block
+    gc.collect()
+    assert driver.registered == []
+    assert kept.fill_(1).sum() == PAGE, "who keeps a part keeps the memory"
+
+
 def test_what_is_not_dense_is_known() -> None:
     base = torch.zeros(4, 6)
     overlapping = base.as_strided((2, 2), (1, 1))
