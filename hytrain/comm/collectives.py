@@ -219,10 +219,7 @@ class ShardCollectives:
         ``value``: this rank's; it is pickled. ``what``: is gathered; the same on all ranks.
         """
         values: list[Any] = [value] * self.world_size
-        if self.world_size > 1:
-            # On a GPU the host waits, too.
-            with self.waiting() if self.is_nccl else nullcontext():
-                self._run(what, dist.all_gather_object, values, value)
+        self._run_objects(what, dist.all_gather_object, values, value)
         return values
 
     def objects_on_first(self, value: Any, what: str) -> list[Any]:
@@ -231,9 +228,7 @@ class ShardCollectives:
         Arguments as of :meth:`gather_objects`.
         """
         values: list[Any] | None = [value] * self.world_size if self.rank == 0 else None
-        if self.world_size > 1:
-            with self.waiting() if self.is_nccl else nullcontext():
-                self._run(what, dist.gather_object, value, values, self.global_rank(0))
+        self._run_objects(what, dist.gather_object, value, values, self.global_rank(0))
         return values or []
 
     def object_from_first(self, value: Any, what: str) -> Any:
@@ -243,10 +238,14 @@ class ShardCollectives:
         on all ranks.
         """
         values = [value]
-        if self.world_size > 1:
-            with self.waiting() if self.is_nccl else nullcontext():
-                self._run(what, dist.broadcast_object_list, values, self.global_rank(0))
+        self._run_objects(what, dist.broadcast_object_list, values, self.global_rank(0))
         return values[0]
+
+    def _run_objects(self, what: str, collective: Callable[..., Any], *arguments: Any) -> None:
+        if self.world_size > 1:
+            # On a GPU the host waits, too.
+            with self.waiting() if self.is_nccl else nullcontext():
+                self._run(what, collective, *arguments)
 
     def guarded(self, transfer: Callable[[], object]) -> None:
         """Runs what some ranks do with each other, and no others.
@@ -424,24 +423,18 @@ class ShardCollectives:
         )
 
     def agree_on_order(
-        self, order: Sequence[int], early: Sequence[bool], device: torch.device, *, has_seen: bool
+        self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
     ) -> tuple[list[int], list[bool]] | None:
         """One order for all ranks, and early only where every rank says so.
 
         The order is that of the lowest rank that has seen a backward; a rank without one (it
         computes no samples) has no say. None where no rank has.
         """
-        if self.world_size == 1:
-            return list(order), list(early)
-        first = torch.tensor([self.rank if has_seen else self.world_size], device=device)
         what = "the agreement on the layers' order"
-        self._run(what, dist.all_reduce, first, op=dist.ReduceOp.MIN)
-        source = int(first.item())
+        source = -self.maximum([-self.rank if has_seen else -self.world_size], what)[0]
         if source == self.world_size:
             return None
-        early = early if has_seen else [True] * len(early)
-        table = torch.tensor([list(order), [int(e) for e in early]], device=device)
-        self._run(what, dist.broadcast, table[0], self.global_rank(source))
-        self._run(what, dist.all_reduce, table[1], op=dist.ReduceOp.MIN)
-        agreed = table.tolist()
-        return [int(i) for i in agreed[0]], [bool(e) for e in agreed[1]]
+        mine = order if self.rank == source else [0] * len(order)
+        late = [has_seen and not is_early for is_early in early]
+        agreed = self.maximum([*mine, *map(int, late)], what)
+        return agreed[: len(order)], [not is_late for is_late in agreed[len(order) :]]

@@ -97,7 +97,6 @@ class GroupedAdam:
             device: of all tensors. On a GPU it is made on the stream of the launches: the table's
                 memory is that stream's, so that what takes it later comes after the last launch.
         """
-        self._num_groups = num_groups
         self._rows = max(map(len, launches), default=1)
         self._rows = max(_FEWEST_ROWS, 1 << (self._rows - 1).bit_length())
         per_launch = _NUM_FIELDS * self._rows

@@ -89,6 +89,7 @@ class CpuUpdater:
         self._streams = streams
         self._chunks = _chunks(self._all, settings)
         plan = _plan(self._all, self._chunks, settings)
+        self._direct = settings.direct
         self._closed = False
         self._steps_without_move = 0
         self.unfetched: dict[int, LayerState] = {}
@@ -181,13 +182,11 @@ class CpuUpdater:
         """A new step's gradients follow; previews stop past ``sum_limit`` (see ClipSettings)."""
         self.worker.begin_step(sum_limit)
 
-    def send(
-        self, layer: LayerState, sum_address: int, record: _C.StepRecord, *, direct: bool
-    ) -> None:
+    def send(self, layer: LayerState, sum_address: int, record: _C.StepRecord) -> None:
         """Queues the update of a layer whose gradient (and event) are set."""
         gradient = layer.update.gradient
         assert gradient is not None
-        self._before_update(layer, direct=direct)
+        self._before_update(layer)
         self.unfetched[layer.index] = layer
         self.worker.submit_update(
             layer.worker_index,
@@ -195,13 +194,13 @@ class CpuUpdater:
             event_handle(layer.update.gradient_ready),
             sum_address,
             record,
-            direct,
+            self._direct,
         )
 
-    def _before_update(self, layer: LayerState, *, direct: bool) -> None:
+    def _before_update(self, layer: LayerState) -> None:
         if not layer.holds_updates:
             return
-        if not direct:
+        if not self._direct:
             # An update changes state where it commits the gradient of the step before; where that
             # has been settled there is none.
             self.worker.wait_settled(layer.worker_index)
@@ -270,7 +269,7 @@ class CpuUpdater:
 
     def weights_moved(self, layer: LayerState) -> None:
         """A layer's training copy is in other memory from now on; none of its jobs is left."""
-        spans = self._chunks[self._all.index(layer)]
+        spans = self._chunks[layer.index]
         if not spans:
             return
         addresses = [layer.storage.address(span.begin, span.end) for span in spans]

@@ -160,7 +160,7 @@ class UpdatePipeline:
         # on the device waits for all of the stream instead.
         if layer.placement == "cpu":
             self.streams.record_compute(layer.update.gradient_ready)
-            self.cpu.send(layer, self.norm.address(layer.index), self._record, direct=self._direct)
+            self.cpu.send(layer, self.norm.address(layer.index), self._record)
             # From here the worker may write new weights at any time: reads must wait first.
             layer.update.overwrite()
         elif self._direct and layer.form.optimizer is None:

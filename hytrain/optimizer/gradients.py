@@ -633,9 +633,7 @@ class GradientCollector:
         early = [all(count > 0 for count in layer.fired) for layer in self.layers]
         if self._collectives is None:
             return FiringRecord(order, early)
-        agreed = self._collectives.agree_on_order(
-            order, early, self._device, has_seen=self.has_fired
-        )
+        agreed = self._collectives.agree_on_order(order, early, has_seen=self.has_fired)
         return None if agreed is None else FiringRecord(*agreed)
 
     def _for_each(self, fired: list[int]) -> list[int]:
