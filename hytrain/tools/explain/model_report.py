@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import MemoryBudgetError, size_text
-from hytrain.formats.moment_kinds import SPLIT
+from hytrain.formats.moment_kinds import MASTER_BYTES, SPLIT
 from hytrain.placement.build import first_number
 from hytrain.placement.costs import LayerBytes, MemoryLimits, layers_words
 from hytrain.placement.host_master import whole_on_host, with_whole_on_host
@@ -41,6 +41,7 @@ class ModelSizes:
         staging_bytes: pinned staging on the host, weights that are kept there included.
         copies_bytes: of it, what takes training copies that split master weights need there.
         host_weights: of it, weights.
+        largest_parameter: elements of the largest trained one.
         num_ranks: ranks that share the state.
         rank: this one.
         shards_weights: ZeRO-3: the first backward keeps no whole gradients.
@@ -56,6 +57,7 @@ class ModelSizes:
     shards_weights: bool = False
     copies_bytes: int = 0
     host_weights: int = 0
+    largest_parameter: int = 0
 
 
 def first_decision(
@@ -93,7 +95,9 @@ def first_decision(
         whole, least = with_whole_on_host(layers), staging - sizes.copies_bytes
         fraction = config.gpu_fraction
         fixed = None if fraction == "solve" else round(fraction * len(layers))
-        is_whole, why = whole_on_host(whole, limits, least, fixed)
+        # As training: a fixed number is refused where a save does not fit beside it.
+        saved = 0 if fixed is None else 2 * MASTER_BYTES * sizes.largest_parameter
+        is_whole, why = whole_on_host(whole, limits, least + saved, fixed)
         if is_whole:
             layers, staging = whole, least
     fitting = bounds(layers, limits, staging)

@@ -70,6 +70,7 @@ def read_model_sizes(
         shards_weights=form.shards_weights,
         copies_bytes=plan.copy_bytes,
         host_weights=on_host,
+        largest_parameter=max(slot.numel for part in parts for slot in part.layout.slots),
     )
 
 
