@@ -128,9 +128,14 @@ def test_a_misspelt_command(words: str, meant: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "command", "told"),
     [
-        ("trace report f --htm x --jsn", "trace report", 'did you mean "--json"?'),
+        ("trace report f --html x --jsn", "trace report", 'did you mean "--json"?'),
         ("explain --modle m f", "explain", 'did you mean "--model"?'),
         ("plan --strage 3", "plan", 'unknown option --strage: did you mean "--stage"?'),
+        (  # it would be another option, shortened
+            "plan --gpu-memory 78",
+            "plan",
+            'unknown option --gpu-memory: did you mean "--gpu-memory-reserve"?',
+        ),
         ("plan hybrid --cse x", "plan hybrid", 'did you mean "--case"?'),
         ("checkpoint verify a b", "checkpoint verify", "unrecognized arguments: b"),
         ("doctor -q", "doctor", "unknown option -q (`hytrain doctor --help` lists all)"),

@@ -65,8 +65,12 @@ class _Parser(argparse.ArgumentParser):
     """argparse's, which guesses what a misspelt command, choice or option means.
 
     What a command does not know it refuses itself, not `hytrain`, and before a value of it is taken
-    for the name of a subcommand. An error is a line, without the usage.
+    for the name of a subcommand. An error is a line, without the usage. No option may be shortened:
+    the `--gpu-memory` of one command would be the `--gpu-memory-reserve` of another.
     """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] of overloads
         self, args: Iterable[str] | None = None, namespace: Any = None
@@ -80,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
             if given in commands:
                 break
             is_option = re.match("--?[a-z]", name) is not None
-            if is_option and not any(option.startswith(name) for option in known):
+            if is_option and name not in known:
                 self.error(_or_meant(f"unknown option {name}", name, known))
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
