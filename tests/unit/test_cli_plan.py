@@ -749,7 +749,8 @@ def test_what_would_fit_is_told_with_amounts(model: Path, capsys: Capture) -> No
         "too little for the weights alone; host memory is short: the host (host0) can use" in text
     )
     assert "at least, for optimizer state; it would fit with --stage 3 --offload-param cpu" in text
-    found = re.search(r"(--host-memory \d+)", text)
+    assert "64 GiB of host memory (--host-memory)" in text
+    found = re.search(r"offload-param cpu (--host-memory \d+)", text)
     assert found is not None
     streamed = ("--stage", 3, "--offload-param", "cpu", *found[1].split())
     assert _run(*call, *streamed) == 0
@@ -757,10 +758,25 @@ def test_what_would_fit_is_told_with_amounts(model: Path, capsys: Capture) -> No
     large["num_hidden_layers"] = 12
     (model / "config.json").write_text(json.dumps(LLAMA | large))
     text = _error(capsys, *call, "--host-memory", 38)
-    assert text.endswith('it would fit with "hytrain.master": "split"\n')
+    assert text.endswith("it would fit with --master split\n")
+    assumed = text.partition(": nothing fits (assumed: ")[2].partition("): ")[0]
+    assert "fp32 master weights (--master)" in assumed
+    assert "micro-batches in either order (--accumulation)" in assumed
+    assert "--host-memory" not in assumed
+    assert _run(*call, "--host-memory", 38, "--master", "split", "--stage", 2) == 0
+    assert "Split master weights: " in capsys.readouterr().out
+    # With --out split ones are refused: they are no help.
+    out = ("--out", model / "plan.json")
+    assert "--master" not in _error(capsys, *call, "--host-memory", 38, *out).rpartition(";")[2]
+    text = _error(capsys, *call, "--host-memory", 38, "--master", "split", *out)
+    assert "--master split: training takes no plan beside it: leave --out" in text
     config = model / "ds.json"
     config.write_text(json.dumps({"hytrain": {"master": "split"}}))
-    assert _run(*call, "--host-memory", 38, "--deepspeed-config", config, "--stage", 2) == 0
+    call += ["--host-memory", 38, "--deepspeed-config", config]
+    assert _run(*call, "--stage", 2) == 0
+    capsys.readouterr()
+    text = _error(capsys, *call, "--master", "fp32")
+    assert f'--master fp32, but {config} has "hytrain.master" "split": leave the flag out' in text
 
 
 @pytest.mark.parametrize(

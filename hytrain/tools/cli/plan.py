@@ -111,6 +111,11 @@ def _add_subject(group: Any) -> None:
         choices=MOMENTS,
         help="Adam's moments, for data sheets (default: as in --deepspeed-config, else fp32)",
     )
+    group.add_argument(
+        "--master",
+        choices=(FP32, SPLIT),
+        help="master weights (default: as in --deepspeed-config, else fp32)",
+    )
 
 
 def _add_choices(group: Any) -> None:
@@ -225,7 +230,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     problem, plan = _planned(profile, options)
     if isinstance(plan, Infeasible):
         words = f"{plan.reason}{_with_less(plan.samples, profile, options)}"
-        raise PlanError(f"nothing fits: {words}{_would_fit(arguments, profile, options)}")
+        assumed = ""
+        if is_estimated:
+            given = arguments, config, profile, options
+            assumed = assumed_words(*given, is_refused=True).rstrip(".")
+            assumed = assumed and f" ({assumed[0].lower()}{assumed[1:]})"
+        raise PlanError(f"nothing fits{assumed}: {words}{_would_fit(arguments, profile, options)}")
     if is_estimated and plan.other_mode is None and plan.accumulation != "micro_batch_major":
         plan = beside_micro_batch_major(problem, plan)
     without: Any = None
@@ -319,8 +329,8 @@ def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str
         others.append((words, {"stage": 2, "offload_param": False}, 1))
     if not options.offload_param:
         others.append((streamed, {"stage": 3, "offload_param": True}, 1))
-    if profile.model.dtype == "bf16" and options.master == FP32:
-        others.append(('with "hytrain.master": "split"', {"master": SPLIT}, 1))
+    if profile.model.dtype == "bf16" and options.master == FP32 and arguments.out is None:
+        others.append(("with --master split", {"master": SPLIT}, 1))
     for times in (2, 4, 8, 16, 32) if arguments.gpus else ():
         memory = f"--host-memory {times * profile.hosts[0].memory_bytes / _GIB:g}"
         others.append((f"with {memory}", {}, times))

@@ -141,7 +141,12 @@ def _shared_sequences(
 
 
 def assumed_words(
-    arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any, options: Any
+    arguments: argparse.Namespace,
+    config: Mapping[str, Any],
+    profile: Any,
+    options: Any,
+    *,
+    is_refused: bool = False,
 ) -> str:
     """What a plan from data sheets assumes and nobody gave, with the options that give it."""
     host, model = profile.hosts[0], profile.model
@@ -159,8 +164,10 @@ def assumed_words(
     }
     if sum(len(one.ranks) for one in profile.hosts) == 1:
         words["interconnect"] = ""
-    if accumulation_of(arguments, config) is None:
-        words["accumulation"] = ""  # the plan has chosen, and says so
+    if accumulation_of(arguments, config) is None:  # a plan has chosen, and says so
+        words["accumulation"] = "micro-batches in either order" if is_refused else ""
+    if is_refused and not config and model.dtype == "bf16":
+        words["master"] = f"{options.master} master weights"
     own = [name for name, text in words.items() if text and getattr(arguments, name) is None]
     return f"Assumed: {', '.join(f'{words[name]} ({flag(name)})' for name in own)}." if own else ""
 
@@ -223,20 +230,26 @@ def moments_of(config: Mapping[str, Any]) -> MomentsName:
 
 
 def _master(arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any) -> MasterName:
-    """How a configuration to train with keeps master weights.
+    """How master weights are kept.
 
     Raises:
-        ConfigError: split ones, where they cannot be.
+        ConfigError: split ones, where they cannot be; the flag and the configuration differ.
     """
     section: Any = config.get("hytrain") or {}
-    master = section.get("master", FP32)
-    wrong = ""
+    master, path = section.get("master", FP32), arguments.deepspeed_config
+    if config and arguments.master not in (None, master):
+        raise ConfigError(
+            f'--master {arguments.master}, but {path} has "hytrain.master" "{master}": leave the '
+            "flag out, or make them equal"
+        )
+    where = f'{path}: "hytrain.master" is "{master}"' if config else f"--master {arguments.master}"
+    master, wrong = arguments.master or master, ""
     if master != FP32 and arguments.out is not None:
         wrong = f"training takes no plan beside it: leave --out {arguments.out} out"
     elif master != FP32 and profile.model.dtype != "bf16":
         wrong = f"it is for bf16 weights, and the plan is for {profile.model.dtype}"
     if wrong:
-        raise ConfigError(f'{arguments.deepspeed_config}: "hytrain.master" is "{master}": {wrong}')
+        raise ConfigError(f"{where}: {wrong}")
     return master
 
 
