@@ -350,7 +350,7 @@ class HyTrainConfig(_Section):
         if not isinstance(section, Mapping):
             raise ConfigError(
                 f'"{SECTION}" must be a JSON object, got {type(section).__name__}: '
-                f'write "{SECTION}": {{"gpu_fraction": 0.5}}'
+                f'write "{SECTION}": {{}}'
             )
         try:
             return HyTrainConfig.model_validate(dict(section))

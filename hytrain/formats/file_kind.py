@@ -19,7 +19,10 @@ _KINDS = {
         rb'^\s*\{.*"(hytrain|zero_optimization|train_(micro_)?batch_size\w*)"\s*:',
         "`hytrain explain`",
     ),
-    "model's config": (rb'^\s*\{.*"(model_type|architectures)"\s*:', "--model"),
+    "model's config": (
+        rb'^\s*\{.*"(model_type|architectures)"\s*:',
+        "--model of `hytrain explain`",
+    ),
 }
 """A pattern of each one's first bytes, and who reads it."""
 

@@ -30,6 +30,7 @@ LEAST_RESERVE = 1024**3
 """Bytes that stay free where the user gives no number: a share of what there is, but no less."""
 
 _GPU_LIMIT, _GPU_RESERVE = "GPU: there is", "GPU: kept in reserve"
+_GPU_BASE = "GPU: weights, known activations and gradients"
 _GPU_MISSING, _HOST_MISSING = "GPU: missing", "host: missing"
 _GIB = 1024**3
 # More times as many ranks as now are no advice.
@@ -450,10 +451,12 @@ def table(
     gpu_layers: Sequence[int],
     *,
     host_weights: int = 0,
+    gpu_weights: int = 0,
 ) -> str:
     """Bytes on both sides for some numbers of GPU layers, one column each, in GiB.
 
-    ``host_weights``: of ``staging_bytes``, weights that are kept on the host.
+    ``host_weights``: of ``staging_bytes``, weights that are kept on the host; ``gpu_weights``:
+    those on the GPU, if known.
 
     Raises:
         PlacementError: a number is not in 0..L, or ``gpu_base_at`` is not one number a layer.
@@ -462,6 +465,8 @@ def table(
     splits = [_split(layers, limits, staging_bytes, k, host_weights) for k in gpu_layers]
     for name in splits[0]:
         cells = [size_text(split[name]) for split in splits]
+        if name == _GPU_BASE and gpu_weights == limits.gpu_base:
+            name = "GPU: weights"
         if limits.gpu is None and name in (_GPU_LIMIT, _GPU_RESERVE, _GPU_MISSING):
             if name != _GPU_LIMIT:
                 continue
@@ -485,6 +490,7 @@ def _split(
 ) -> dict[str, int]:
     """Bytes with the first ``k`` layers on the GPU, by the names of the table's rows."""
     state, peak = state_bytes(layers[:k]), gpu_peak_bytes(layers, limits, k)
+    waiting = _gpu_rest_bytes(layers, limits, k) - limits.gpu_base
     host, gpu = taken_of_host(layers, limits, staging_bytes, k), limits.gpu
     more = {"host: offloaded activations": limits.host_base} if limits.host_base else {}
     if limits.shares_host:
@@ -492,7 +498,8 @@ def _split(
         gpu = None
     return {
         "GPU: optimizer state": state,
-        "GPU: model, known activations, waiting gradients": peak - state,
+        _GPU_BASE: peak - state - waiting,
+        "GPU: waiting gradients": waiting,
         "GPU: needed at the peak": peak,
         _GPU_LIMIT: limits.gpu or 0,
         _GPU_RESERVE: limits.gpu_reserve,

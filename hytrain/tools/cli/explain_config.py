@@ -201,7 +201,7 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
         asked.check_model(sizes)
     advice = [] if decision.bounds.fits else remedies(begins_on(rank), section, form, ranks)
     told = section, sizes, decision, advice
-    verdict = verdict_of(*told, is_muon=form.is_muon)
+    verdict = verdict_of(*told)
     if not is_alike:
         verdict = _of_ranks(verdict, short, rank, ranks)
     inputs = _block_inputs(arguments, asked, rank)

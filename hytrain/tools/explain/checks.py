@@ -109,6 +109,9 @@ def _check_deepspeeds(config: Mapping[str, Any]) -> None:
 def _check_deepspeeds_own(given: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     # Sizes of batches depend on the number of ranks, which is not known here.
     given = {key: value for key, value in given.items() if key not in BATCH_KEYS}
+    zero = given.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("stage", 0) not in (0, 1, 2, 3):
+        given["zero_optimization"] = {**zero, "stage": 2}  # it is refused already
     try:
         DeepSpeedConfig({**given, "train_micro_batch_size_per_gpu": 1})
     except ValidationError as error:

@@ -14,7 +14,7 @@ def config_words(config: HyTrainConfig, form: TrainingForm) -> str:
             _weights_words(form),
             _state_words(config, form),
             *_placement_words(config, form),
-            _clipping_words(form, is_split=config.master == SPLIT),
+            _clipping_words(form),
             _batch_words(config, form),
         ]
     )
@@ -41,14 +41,12 @@ def _state_words(config: HyTrainConfig, form: TrainingForm) -> str:
         kept = "fp32" if moments == FP32 else "bf16"
         return (
             f"Muon's state: a parameter of its matrices takes {MASTER_BYTES} bytes of master "
-            f"weight (fp32) and {4 if moments == FP32 else 2} of momentum ({kept}), on the GPU or "
-            f"streamed to it from host memory; others have Adam state: {MASTER_BYTES} and {both} "
-            f"of moments ({moments}). Whole matrices are dealt to the ranks."
+            f"weight (fp32) and {4 if moments == FP32 else 2} of momentum ({kept}); others have "
+            f"Adam state: {MASTER_BYTES} and {both} of moments ({moments})."
         )
     return (
         f"Adam state ({form.optimizer}): a parameter takes {master} bytes of master weight {whole} "
-        f"and {both} of moments ({moments}). It is in host memory, or on the GPU for the layers "
-        "that k puts there, and divided among the ranks."
+        f"and {both} of moments ({moments})."
     )
 
 
@@ -60,47 +58,27 @@ def _placement_words(config: HyTrainConfig, form: TrainingForm) -> list[str]:
         ignored = sorted(solver.model_fields_set & {"method", "alpha", "interval"})
         return [
             f"k: fixed by gpu_fraction at {config.gpu_fraction:g}: the state of that share of the "
-            "layers, counted from the first, is on the GPU. The run is refused where that takes "
-            "more than there is; the reserve is not kept.",
+            "layers is on the GPU.",
             *[f"Without effect: solver.{name}." for name in ignored],
         ]
     every = "every step" if solver.interval == 1 else f"every {solver.interval} steps"
-    how = (
-        "the smallest k whose step, predicted from measured times, is within 1 % of the shortest; "
-        "only k that fit in memory count"
-    )
+    how = "the smallest whose predicted step is within 1 % of the shortest"
     if solver.method == "closed_form":
         alpha = "measured" if solver.alpha is None else f"given: {solver.alpha:g}"
-        how = (
-            'by "closed_form": k = (t_U - t_B) / ((1 + alpha) t_U), t_U (all CPU updates) and t_B '
-            f"(backward) measured, alpha {alpha}"
-        )
-    start = "the smallest k that fits"
+        how = f'by "closed_form", alpha {alpha}'
+    start = ""
     if config.solver.start is not None:
         numbers = ", ".join(map(str, config.solver.start))
-        start = f"these numbers of layers on the ranks' GPUs: {numbers}"
-    return [f"k: solved while training, {every}: {how}. It starts with {start}."]
+        start = f" It starts with these numbers of layers on the ranks' GPUs: {numbers}."
+    return [f"k: solved while training, {every}: {how}.{start}"]
 
 
-def _clipping_words(form: TrainingForm, *, is_split: bool) -> str:
-    if form.is_direct and not form.is_muon:
-        return (
-            "Clipping: none, and no overflow check: each layer is updated as soon as it has its "
-            "gradient, which is then freed."
-        )
+def _clipping_words(form: TrainingForm) -> str:
     what = "at the gradient norm that the trainer fills in"
     if form.clipping is not None:
         what = f"at a gradient norm of {form.clipping:g}" if form.clipping > 0.0 else "none"
     checks = "a step with inf or NaN is skipped" if form.check_overflow else "no overflow check"
-    if form.is_muon:
-        how = "Matrices are updated in step(); their gradients stay on the GPU until then."
-        order = "" if what == "none" else ", before the momentum"
-        return f"Clipping: {what}{order}; {checks}. {how}"
-    how = "updated during backward; their state is written when the norm is known"
-    if is_split:
-        how += ", or where it has split master weights, after backward"
-    layers = f"Layers on the CPU are {how}. Gradients are kept until then."
-    return f"Clipping: {what}; {checks}. {layers}"
+    return f"Clipping: {what}; {checks}."
 
 
 def _batch_words(config: HyTrainConfig, form: TrainingForm) -> str:

@@ -9,7 +9,7 @@ from hytrain.config import HyTrainConfig
 from hytrain.errors import MemoryBudgetError, size_text
 from hytrain.formats.moment_kinds import MASTER_BYTES, SPLIT
 from hytrain.placement.build import first_number
-from hytrain.placement.costs import LayerBytes, MemoryLimits, layers_words
+from hytrain.placement.costs import LayerBytes, MemoryLimits, counted, layers_words
 from hytrain.placement.host_master import whole_on_host, with_whole_on_host
 from hytrain.placement.memory import (
     bounds,
@@ -142,8 +142,6 @@ def verdict_of(
     sizes: ModelSizes,
     decision: Decision,
     advice: Sequence[str],
-    *,
-    is_muon: bool = False,
 ) -> str:
     """Whether a run fits, in a line; the arguments are those of :func:`model_text`."""
     is_fixed = config.gpu_fraction != "solve"
@@ -168,13 +166,16 @@ def verdict_of(
     if limits.gpu is not None:
         fits, on_gpu = "Fits", f"{on_gpu} of the {limits.device}'s {size_text(limits.gpu)}"
     on_host = size_text(taken_of_host(decision.layer_bytes, limits, decision.staging_bytes, target))
-    start = f"the fixed {number}" if is_fixed else f"starts with {number}"
-    if is_muon and not is_fixed:
-        start += f", later as many as activations leave room for, at most {fitting.max_gpu_layers}"
+    start, most = f"starts with {number}", fitting.max_gpu_layers
+    numbers = "" if most > target else f" {_fitting_words(decision)}."
+    if is_fixed:
+        start, numbers = f"the fixed {number}", f" {_fitting_words(decision)}."
+    elif most > target:
+        start += f"; training may move up to {most} there, where activations leave room"
     each = "; of this rank" if sizes.num_ranks > 1 else ""
     return (
-        f"{fits}: {start}: {on_gpu}, {on_host} of the host's {size_text(limits.host)}{each}. "
-        f"{_fitting_words(decision)}.{_room_words(decision)}"
+        f"{fits}: {start}: {on_gpu}, {on_host} of the host's {size_text(limits.host)}{each}."
+        f"{numbers}{_room_words(decision)}"
     )
 
 
@@ -193,8 +194,10 @@ def _room_words(decision: Decision) -> str:
 def _fitting_words(decision: Decision) -> str:
     found = decision.bounds
     few, many = found.min_gpu_layers, found.max_gpu_layers
-    numbers = f"{few} to {many}" if few < many else f"Only {few}"
-    return f"{numbers} {decision.limits.device} layers fit"
+    what = f"{decision.limits.device} layer"
+    if few < many:
+        return f"{few} to {many} {what}s fit"
+    return f"Only {counted(few, what)} {'fits' if few == 1 else 'fit'}"
 
 
 def model_text(
@@ -240,4 +243,5 @@ def model_text(
         reason = decision.host_master_reason
         lines.append(f"{reason[0].upper()}{reason[1:]}.")
     rows = candidate_rows(decision, lambda _: None)
-    return "\n".join(lines) + f"\n\n{memory_text(decision, rows, None, sizes.host_weights)}"
+    weights = sizes.host_weights, sizes.training_copy_bytes
+    return "\n".join(lines) + f"\n\n{memory_text(decision, rows, None, *weights)}"

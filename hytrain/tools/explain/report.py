@@ -77,14 +77,15 @@ def memory_text(
     rows: Sequence[CandidateRow],
     columns: Sequence[int] | None = None,
     host_weights: int = 0,
+    gpu_weights: int = 0,
 ) -> str:
     """The numbers of GPU layers, and the bytes of some (None: of the first, last and chosen).
 
-    ``host_weights``: see :func:`~hytrain.placement.memory.table`.
+    ``host_weights``, ``gpu_weights``: see :func:`~hytrain.placement.memory.table`.
     """
     columns = columns or sorted({0, decision.gpu_layers_target, decision.num_layers})
     sizes = decision.layer_bytes, decision.limits, decision.staging_bytes
-    memory = table(*sizes, columns, host_weights=host_weights)
+    memory = table(*sizes, columns, host_weights=host_weights, gpu_weights=gpu_weights)
     candidates = candidates_text(rows, decision.limits.device)
     return f"Candidates\n\n{candidates}\n\nMemory\n\n{memory}"
 

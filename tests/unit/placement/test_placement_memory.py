@@ -307,11 +307,12 @@ def test_the_advised_ranks_are_the_fewest(num_ranks: int, gpu: int, host: int) -
 
 def test_table() -> None:
     text = table(LARGE, SMALL_MACHINE, GIB, [0, 2])
-    rows = {line[:49].strip(): line[49:].split("  ") for line in text.splitlines()}
+    rows = {line[:46].strip(): line[46:].split("  ") for line in text.splitlines()}
     cells = {name: [cell.strip() for cell in row if cell.strip()] for name, row in rows.items()}
     assert cells["layers on the GPU"] == ["0 of 4", "2 of 4"]
     assert cells["GPU: optimizer state"] == ["0", "24.00 GiB"]
-    assert cells["GPU: model, known activations, waiting gradients"] == ["10.00 GiB", "14.00 GiB"]
+    assert cells["GPU: weights, known activations and gradients"] == ["10.00 GiB"] * 2
+    assert cells["GPU: waiting gradients"] == ["0", "4.00 GiB"]
     assert cells["GPU: needed at the peak"] == ["10.00 GiB", "38.00 GiB"]
     assert cells["GPU: there is"] == ["30.00 GiB", "30.00 GiB"]
     assert cells["GPU: missing"] == ["0", "10.00 GiB"]
@@ -321,6 +322,8 @@ def test_table() -> None:
     assert cells["host: needed"] == ["57.00 GiB", "29.00 GiB"]
     assert cells["host: missing"] == ["28.00 GiB", "0"]
     assert len({len(line) for line in text.splitlines()}) == 1
+    text = table(LARGE, SMALL_MACHINE, GIB, [0, 2], gpu_weights=SMALL_MACHINE.gpu_base)
+    assert "\nGPU: weights             " in text
 
 
 def test_table_without_a_gpu() -> None:
