@@ -119,10 +119,13 @@ def _moments(layer: LayerState) -> dict[str, torch.Tensor]:
 
 
 def _pack(layer: LayerState) -> dict[str, Any]:
-    return {
-        "name": layer.name,
-        "begin": layer.begin,
-        "end": layer.end,
-        _MASTER: layer.read_master(0, layer.shard_size),
-        **_moments(layer),
-    }
+    tensors = {_MASTER: layer.read_master(0, layer.shard_size), **_moments(layer)}
+    parts = {kind: _with_own_storage(tensor) for kind, tensor in tensors.items()}
+    return {"name": layer.name, "begin": layer.begin, "end": layer.end, **parts}
+
+
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory: torch.save refuses tensors of two dtypes in one storage, as a block is."""
+    begin = tensor.storage_offset() * tensor.element_size()
+    part = tensor.untyped_storage()[begin : begin + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(part)

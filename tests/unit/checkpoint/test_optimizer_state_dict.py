@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.comparisons import assert_same_states
-from support.engines import environment
+from support.engines import built, environment, make_config
+from support.models import loss_of, make_batch, make_model
 from support.resume import Run, assert_same, engine_of, micro_batch, snapshot, train
 
 from hytrain.errors import CheckpointError
@@ -53,6 +54,34 @@ def test_training_goes_on_from_it(
             assert_same_states(snapshot(engine).state, after.state)
         else:
             assert found == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("gpu_fraction", [0.0, 1.0])
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_moments_in_fewer_bytes_are_saved(
+    moments: str, gpu_fraction: float, tmp_path: Path
+) -> None:
+    """Of one layer they lie in one block with its master weights, which have another dtype."""
+    config = make_config(gpu_fraction=gpu_fraction, hytrain={"moments": moments})
+    with built(make_model("mlp"), config) as engine:
+        engine.backward(loss_of(engine(**make_batch("mlp", 0))))
+        engine.step()
+        torch.save(engine.optimizer.state_dict(), tmp_path / "optimizer.pt")
+        expected = engine.fp32_state_dict()
+    with built(make_model("mlp", seed=1), config) as engine:
+        engine.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+        assert_same_states(engine.fp32_state_dict(), expected)
+
+
+def test_the_tensors_are_the_optimizers_own() -> None:
+    with engine_of(Run()) as engine:
+        train(engine, 0, 1)
+        (layer, *_), (stored, *_) = (
+            engine.optimizer.layer_states,
+            engine.optimizer.state_dict()["layers"],
+        )
+        assert stored["fp32"].data_ptr() == layer.master.data_ptr()
+        assert stored["exp_avg"].data_ptr() == layer.exp_avg.data_ptr()
 
 
 def test_taking_it_changes_nothing() -> None:
