@@ -48,13 +48,16 @@ class BatchTraining:
         if self._dealt is not None:
             count, data_iter = len(self._dealt.sizes), self._dealt.watch(data_iter)
             most = self._most_micro_batches(count)
-        steps_before = engine.micro_steps // steps
-        with optimizer.collectives.reporting_failures(), passes.summing_over_ranks():
-            batches = [next(data_iter) for _ in range(count)]
-            loss = self._make_step(self.accumulation, batches, num_valid, most - count)
-        # Also where engine.backward() made some before.
-        engine.micro_steps = (steps_before + 1) * steps
-        return loss
+        windows_before, steps_before = engine.micro_steps // steps, engine.global_steps
+        try:
+            with optimizer.collectives.reporting_failures(), passes.summing_over_ranks():
+                batches = [next(data_iter) for _ in range(count)]
+                return self._make_step(self.accumulation, batches, num_valid, most - count)
+        finally:
+            # Also where engine.backward() made some before, and where engine.step() raises the
+            # error of an asynchronous save.
+            if engine.global_steps != steps_before:
+                engine.micro_steps = (windows_before + 1) * steps
 
     def _make_step(
         self,

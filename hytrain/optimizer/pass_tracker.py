@@ -423,6 +423,8 @@ class PassTracker:
             self.discard_gradients()
             # A call of step() would make one of zeros: decay and momentum act.
             self.open_step.abort()
+            # Or a step would be taken early, without the micro-batches that were discarded.
+            self._engine.begin_window()
 
     def discard_gradients(self) -> None:
         """Forgets all gradients since the last step; weights and state are those of that step."""

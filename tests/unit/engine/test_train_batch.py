@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from support.covering import everyday
 from support.engines import built, make_config
 from support.models import Mlp, make_batch, make_model
 from training import FRACTIONS, UserError, backward, inputs
+
+from hytrain.errors import CheckpointError
 
 MODES = ["micro_batch_major", "layer_major"]
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("mode", MODES)]
@@ -71,6 +74,40 @@ def test_a_failed_step_leaves_nothing_behind(
     assert_same_states(*states)
 
 
+def _check_steps_by_hand(engine: Any) -> None:
+    """Steps of two micro-batches each."""
+    before = engine.global_steps
+    for made in (0, 1):
+        backward(engine, 3)
+        engine.step()
+        backward(engine, 4)
+        assert engine.global_steps == before + made
+        engine.step()
+        assert engine.global_steps == before + made + 1
+
+
+def test_a_failed_step_takes_micro_batches_made_by_hand_with_it(mode: str) -> None:
+    """The next step by hand has all of its micro-batches."""
+    model = Failing(UserError)
+    with built(model, _config(mode)) as engine:
+        backward(engine, 0)
+        engine.step()
+        model.fails_in = 2
+        with pytest.raises(UserError):
+            engine.train_batch(iter(_pair(1)), _rows)
+        _check_steps_by_hand(engine)
+
+
+def test_a_step_that_raises_the_error_of_a_save(mode: str) -> None:
+    """It was made, and the next one begins with its first micro-batch."""
+    with built(make_model("mlp"), _config(mode)) as engine:
+        failed = Mock(**{"check.side_effect": CheckpointError("of the save")})
+        with patch.object(engine, "_saver", failed), pytest.raises(CheckpointError):
+            engine.train_batch(iter(_pair(1)), _rows)
+        assert engine.global_steps == 1
+        _check_steps_by_hand(engine)
+
+
 def test_micro_batches_made_by_hand_before_are_part_of_the_step(mode: str) -> None:
     """The next step by hand has all of its micro-batches."""
     with built(make_model("mlp"), _config(mode)) as engine:
@@ -78,13 +115,7 @@ def test_micro_batches_made_by_hand_before_are_part_of_the_step(mode: str) -> No
         engine.step()
         engine.train_batch(iter(_pair(1)), _rows)
         assert engine.global_steps == 1
-        for made in (1, 2):
-            backward(engine, 3)
-            engine.step()
-            backward(engine, 4)
-            assert engine.global_steps == made
-            engine.step()
-            assert engine.global_steps == made + 1
+        _check_steps_by_hand(engine)
 
 
 class OneElement(Mlp):
