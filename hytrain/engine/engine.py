@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Container, Generator, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -388,8 +388,13 @@ class HyTrainEngine(DeepSpeedEngine):
         self._manual_backward_expected = False
         steps, tracing = self.global_steps, self._tracing
         with optimizer.collectives.reporting_failures():
-            with tracing.phase(PHASE_OPTIMIZER):
-                super().step(lr_kwargs)
+            try:
+                with tracing.phase(PHASE_OPTIMIZER):
+                    super().step(lr_kwargs)
+            finally:
+                # Or DeepSpeed would take each later backward for the last of a step that has raised
+                # (accumulation that the script manages).
+                self._running_engine_step = False
             is_made = self.global_steps != steps
             if is_made:
                 tracing.step_made(self.global_steps)
@@ -533,6 +538,14 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         data = self._tracing.loading(data_iter)
         return self.batch_training.train(data, num_valid or valid_labels)
+
+    def _start_timers(self, timer_names: Iterable[str]) -> None:
+        """DeepSpeed's; a timer that runs still is of a pass or a step that has raised."""
+        internals: Any = self
+        for name in timer_names:
+            if internals.timers(name).started_:
+                internals.timers(name).stop()
+        super()._start_timers(timer_names)
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         """DeepSpeed's, whose timers know one forward at a time: of several, the first counts."""

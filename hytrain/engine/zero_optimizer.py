@@ -7,6 +7,7 @@ is for what outlives a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -159,7 +160,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         if self.settings.refuse_unused:
             self._refuse_unused()
         if passes.open_step.skip_dropped():
-            self._skip()
+            # There is nothing to update with, on any rank.
+            self._record(Outcome(scale=0.0, norm=0.0, coefficient=1.0, skip=True))
             return
         self._run_hooks("pre")
         self._hyper.check()
@@ -215,23 +217,16 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
                 "which their gradient counts as zero, or use them in the loss"
             )
 
-    def _skip(self) -> None:
-        """There is nothing to update with, on any rank."""
-        self.overflow = True
-        self._global_grad_norm = 0.0
-        vars(self.optimizer)["_opt_called"] = True
-
     def _record(self, outcome: Outcome | None) -> None:
         self.overflow = outcome is not None and outcome.skip
         # torch's schedulers look for it: the basic optimizer's own step is never called.
         vars(self.optimizer)["_opt_called"] = True
         if not self.overflow:
             self._hyper.count_step()
-        self._global_grad_norm = (
-            self.pipeline.norm.norm_tensor() if outcome is None else outcome.norm
-        )
-        if self.overflow:
-            self._global_grad_norm = float("inf")  # as DeepSpeed's; not NaN
+        if outcome is None:
+            self._global_grad_norm = self.pipeline.norm.norm_tensor()
+        else:  # infinite as DeepSpeed's, not NaN
+            self._global_grad_norm = outcome.norm if math.isfinite(outcome.norm) else math.inf
         worker = self.statistics.record(
             self.pipeline,
             outcome,

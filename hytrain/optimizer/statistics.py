@@ -31,7 +31,7 @@ class StepStatistics:
         hidden_share: 1 - exposed / update, in [0, 1]; 1 where the CPU updated nothing.
         grad_norm: the unscaled gradient's norm; None where the host did not wait for it.
         clip_coefficient: 1.0 where clipping did not act; None as above.
-        skipped: whether the step was skipped for an inf or NaN.
+        skipped: whether the step was skipped: for an inf or NaN, or since zero_grad() left nothing.
         to_host_bytes_per_second, to_device_bytes_per_second: of the copies of gradients and of new
             weights; None where there were none, or none was timed (without a GPU).
     """

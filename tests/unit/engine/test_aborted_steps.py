@@ -12,7 +12,7 @@ import torch
 from support.comparisons import assert_same_states
 from support.engines import built, make_config
 from support.models import Recomputed, loss_of
-from training import FRACTIONS, Faulty, backward, followed, inputs
+from training import FRACTIONS, Faulty, backward, followed, inputs, refused_step
 
 from hytrain.errors import AbortedBackwardError, AbortedStepError
 from hytrain.kernels import grouped_adam
@@ -38,6 +38,19 @@ def test_an_exception_of_the_user(gpu_fraction: float, fault: str, block: int, w
             with model.failing(fault, block):
                 backward(run.engine, 50 + number)
             run.good_step(10 + number)
+
+
+@pytest.mark.parametrize("fault", ["fail_forward", "fail_backward"])
+def test_timers_go_on_after_an_exception(gpu_fraction: float, fault: str) -> None:
+    """DeepSpeed's own: they are started again."""
+    model = Faulty()
+    with followed(model, gpu_fraction=gpu_fraction, wall_clock_breakdown=True) as run:
+        with model.failing(fault, 2):
+            backward(run.engine, 50)
+        run.good_step(0)
+        with run.step(1):
+            backward(run.engine, 1)
+            refused_step(run.engine)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.models import Block, make_model
 from support.shadow import Shadow, Twin
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import FRACTIONS, backward, followed, inputs
+from training import FRACTIONS, backward, followed, inputs, refused_step
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("gpu_fraction", FRACTIONS)]
 
@@ -88,6 +88,23 @@ def test_accumulation_left_to_the_caller(gpu_fraction: float) -> None:
                 for number in numbers:
                     backward(run.engine, number)
         assert run.shadow.steps == 4
+
+
+def test_accumulation_left_to_the_caller_goes_on_after_a_refused_step(gpu_fraction: float) -> None:
+    """Updates that are committed directly begin in step() again."""
+    config = make_config(
+        gpu_fraction=gpu_fraction, direct=True, managed_gradient_accumulation=False
+    )
+    with built(make_model("mlp"), config) as engine:
+        shadow = Shadow(engine)
+        for numbers in ((0,), (1, 2)):
+            for number in numbers:
+                backward(engine, number)
+            refused_step(engine)
+            backward(engine, 10)
+            backward(engine, 20)
+            shadow.step()
+            shadow.check()
 
 
 @pytest.mark.parametrize("call", ["engine", "module"])

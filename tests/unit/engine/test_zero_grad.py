@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +54,25 @@ def test_a_step_without_gradients_updates_nothing(
             shadow.check()
         assert engine.skipped_steps == 4
         assert engine.global_steps == 8
+
+
+def test_reports_of_a_step_without_gradients(gpu_fraction: float, tmp_path: Path) -> None:
+    """Also of the first one: it has figures of its own."""
+    path = tmp_path / "metrics.jsonl"
+    config = make_config(
+        gpu_fraction=gpu_fraction, hytrain={"metrics": str(path)}, wall_clock_breakdown=True
+    )
+    with built(make_model("mlp"), config) as engine:
+        for number, drops in enumerate((True, False, True)):
+            backward(engine, number)
+            if drops:
+                engine.zero_grad()
+            engine.step()
+            assert engine.step_statistics().skipped is drops
+            assert (engine.get_global_grad_norm() == 0.0) is drops
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [(r["step"], r["skipped"]) for r in records if r["kind"] == "step"]
+    assert found == [(1, True), (2, False), (3, True)]
 
 
 def test_a_step_that_is_given_up(gpu_fraction: float, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,8 @@ from support.models import HIDDEN, Mlp, loss_of
 from support.shadow import Shadow, Twin
 from torch import nn
 
+from hytrain.errors import UnsupportedError
+
 ALL_FRACTIONS = [0.0, 0.5, 1.0]
 FRACTIONS = [0.5, *(pytest.param(k, marks=pytest.mark.parity_full) for k in (0.0, 1.0))]
 """Half of the layers on each side run the code of both; test-parity has the ends too."""
@@ -22,6 +24,15 @@ def inputs(number: int) -> dict[str, torch.Tensor]:
     """A batch for models that take ``inputs``."""
     generator = torch.Generator().manual_seed(number)
     return {"inputs": torch.randn(2, HIDDEN, generator=generator)}
+
+
+def refused_step(engine: Any) -> None:
+    """A step() that changes nothing, and may be repeated."""
+    group = engine.optimizer.param_groups[0]
+    group["maximize"] = True
+    with pytest.raises(UnsupportedError, match="maximize"):
+        engine.step()
+    group["maximize"] = False
 
 
 def backward(engine: Any, number: int) -> None:
