@@ -24,7 +24,14 @@ class Validation:
         self._names = names
         self._buffers = [list(block.buffers()) for block in blocks]
         self._blocks = blocks
-        self._saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        tables: list[dict[str, torch.Tensor | None]] = [
+            vars(module)["_buffers"] for module in model.modules()
+        ]
+        self._saved = [
+            (table, name, buffer, None if buffer is None else buffer.clone())
+            for table in tables
+            for name, buffer in table.items()
+        ]
         self._versions: list[int] = []
         self._first: dict[tuple[int, int], torch.Tensor] = {}
         self._differences: list[tuple[int, torch.Tensor]] = []
@@ -113,8 +120,10 @@ class Validation:
     def undo(self) -> None:
         """Buffers are what they were before the step."""
         with torch.no_grad():
-            for buffer, value in self._saved:
-                buffer.copy_(value)
+            for table, name, buffer, value in self._saved:
+                table[name] = buffer  # a forward may have put another one there
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
 
 
 def _versions(buffers: Sequence[torch.Tensor]) -> list[int]:

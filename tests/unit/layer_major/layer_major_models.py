@@ -35,6 +35,18 @@ class Dropped(Mlp):
         return self.behind(super().through(self.before(x)))
 
 
+class Numbering(Mlp):
+    """Counts its forwards in a buffer, always in another tensor, and computes with the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("number", torch.zeros(()))
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        self.number = self.number + 1
+        return super().through(x / self.number)
+
+
 @dataclass
 class Message:
     """What the blocks of Talking pass on."""

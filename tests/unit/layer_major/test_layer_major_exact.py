@@ -64,7 +64,7 @@ def test_numbers_of_micro_batches(micro_batches: int) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [models.Dropped, models.Autocast, models.InPlace],
+    [models.Dropped, models.Autocast, models.InPlace, models.Numbering],
     ids=lambda make: make.__name__,
 )
 @pytest.mark.parametrize("activations", ["keep", "offload"])
