@@ -27,7 +27,7 @@ class PositionedDataLoader(DeepSpeedDataLoader):
 
     def __iter__(self) -> PositionedDataLoader:
         resumed, self._resumed = self._resumed, None
-        if resumed is None:
+        if resumed is None or not resumed["samples"]:
             self._drawn = 0
             self._generator = torch.get_rng_state()
             super().__iter__()
@@ -60,7 +60,7 @@ class PositionedDataLoader(DeepSpeedDataLoader):
 
         On another number of ranks: after as many whole batches as all of them had drawn.
         """
-        self._resumed = position if position["samples"] else None
+        self._resumed = position
         self._drawn = 0
         self.data = None
 

@@ -91,14 +91,16 @@ def test_the_next_batches_are_the_same(shuffled: bool, begun: bool, tmp_path: Pa
         assert _draw(engine, iter(loader), 5) == again
 
 
-def test_between_two_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", [False, True], ids=["new pass", "begun before the load"])
+def test_between_two_passes(begun: bool, tmp_path: Path) -> None:
     with _built() as (engine, loader):
         list(loader)
         train(engine, 0, 1)
         engine.save_checkpoint(tmp_path)
-        expected = _draw(engine, iter(loader), 2)
+        batches = iter(loader)
+        expected = _draw(engine, batches, 2)
         engine.load_checkpoint(tmp_path)
-        assert _draw(engine, iter(loader), 2) == expected
+        assert _draw(engine, batches if begun else iter(loader), 2) == expected
 
 
 def test_weights_alone_leave_it(tmp_path: Path) -> None:
