@@ -22,6 +22,8 @@ _IN_PLACE = frozenset(
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 )
+_DATA = vars(torch._C.TensorBase)["data"].__get__  # pyright: ignore[reportPrivateUsage]
+"""``tensor.data``, which is no view."""
 
 
 class MomentValues(torch.Tensor):
@@ -40,7 +42,8 @@ class MomentValues(torch.Tensor):
         in_place = name.endswith("_") and not name.endswith("__")
         in_place |= name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE)
         written = args[0] if in_place and args else named.get("out")
-        if isinstance(written, MomentValues):
+        several = written if isinstance(written, (list, tuple)) else (written,)
+        if any(isinstance(one, MomentValues) for one in several):
             raise ConfigError(
                 "a moment that is kept in bf16 or 8 bits cannot be written through "
                 "optimizer.state, which has copies of its values: use "
@@ -49,8 +52,8 @@ class MomentValues(torch.Tensor):
         # A view is of the moment, too; what is computed is the caller's own.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **named)
-            is_view = isinstance(result, torch.Tensor) and result._is_view()
-            return result.as_subclass(MomentValues) if is_view else result
+            is_same = isinstance(result, torch.Tensor) and (result._is_view() or func == _DATA)
+            return result.as_subclass(MomentValues) if is_same else result
 
 
 class ParameterState(MutableMapping[str, torch.Tensor]):

@@ -112,6 +112,8 @@ def test_optimizer_state_is_read_and_refuses_to_be_written(engine: Any) -> None:
             lambda m=m: m.view(-1).add_(1.0),
             lambda m=m: torch.add(m, 1.0, out=m),
             lambda m=m: m.__imul__(2.0),
+            lambda m=m: m.data.zero_(),
+            lambda m=m: torch._foreach_zero_([m]),
             lambda m=m, state=state: state.update(exp_avg=m + 1.0),
         ):
             with pytest.raises(ConfigError, match="safe_set_full_optimizer_state"):
