@@ -74,16 +74,17 @@ class BatchTraining:
         total = torch.stack(counts).sum() if counts else torch.zeros((), device=device).double()
         sum_over_ranks(total)
         divisor = total.clamp(min=1.0)
+        weights, steps_before = [valid / divisor for valid in counts], engine.global_steps
         try:
-            weights = [valid / divisor for valid in counts]
-            try:
-                mean = accumulate(MicroBatches(batches, weights, device, absent))
-            except BaseException:
-                # Or the gradients of the first micro-batches would be the next step's as well.
-                passes.abandon_step()
-                raise
+            mean = accumulate(MicroBatches(batches, weights, device, absent))
             engine.set_gradient_accumulation_boundary(True)
             engine.step()
+        except BaseException:
+            # Or gradients that have come would be the next step's as well. (What an asynchronous
+            # save raises comes behind a step that was made.)
+            if engine.global_steps == steps_before:
+                passes.abandon_step()
+            raise
         finally:
             engine.set_gradient_accumulation_boundary(None)
         sum_over_ranks(mean)

@@ -533,8 +533,9 @@ class HyTrainEngine(DeepSpeedEngine):
         Raises:
             UnsupportedError: the loss, or over what it is a mean, cannot be told.
             StopIteration: the iterator has no further step.
-            Exception: the model's. Its step has left nothing behind: weights and state are those of
-                the last one, and the next call begins a step of its own.
+            Exception: the model's, or what step() refuses. The step has left nothing behind:
+                weights and state are those of the last one, and the next call begins a step of its
+                own.
         """
         data = self._tracing.loading(data_iter)
         return self.batch_training.train(data, num_valid or valid_labels)

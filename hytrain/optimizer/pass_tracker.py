@@ -416,9 +416,9 @@ class PassTracker:
         self.open_step.refuse_aborted()
 
     def abandon_step(self) -> None:
-        """Not all micro-batches of the step will come: nothing of those that came stays."""
+        """The step will not be taken: nothing of the micro-batches that came stays."""
         # What is committed cannot be taken back; the next forward says so.
-        if not self.pipeline.is_partly_committed:
+        if not (self.pipeline.is_partly_committed or self.pipeline.is_torn):
             self.timer.invalidate()
             self.discard_gradients()
             # A call of step() would make one of zeros: decay and momentum act.

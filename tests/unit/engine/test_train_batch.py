@@ -13,7 +13,7 @@ from support.engines import built, make_config
 from support.models import Mlp, make_batch, make_model
 from training import FRACTIONS, UserError, backward, inputs
 
-from hytrain.errors import CheckpointError
+from hytrain.errors import CheckpointError, UnsupportedError
 
 MODES = ["micro_batch_major", "layer_major"]
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("mode", MODES)]
@@ -68,6 +68,25 @@ def test_a_failed_step_leaves_nothing_behind(
                     with pytest.raises(error):
                         engine.train_batch(iter(_pair(90)), _rows)
                     model.fails_in = 0
+                engine.train_batch(iter(_pair(number)), _rows)
+                assert engine.global_steps == number + 1
+            states.append(engine.fp32_state_dict())
+    assert_same_states(*states)
+
+
+@pytest.mark.parametrize("gpu_fraction", FRACTIONS)
+def test_a_refused_step_leaves_nothing_behind(mode: str, gpu_fraction: float) -> None:
+    """Its gradients are there, and step() refuses the parameter groups."""
+    states: list[State] = []
+    for refuses in (True, False):
+        with built(make_model("mlp"), _config(mode, gpu_fraction=gpu_fraction)) as engine:
+            for number in range(3):
+                if refuses and number:
+                    group = engine.optimizer.param_groups[0]
+                    last = group["params"].pop()
+                    with pytest.raises(UnsupportedError, match="other parameters"):
+                        engine.train_batch(iter(_pair(90)), _rows)
+                    group["params"].append(last)
                 engine.train_batch(iter(_pair(number)), _rows)
                 assert engine.global_steps == number + 1
             states.append(engine.fp32_state_dict())
