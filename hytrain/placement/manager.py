@@ -260,7 +260,8 @@ class PlacementManager:
                 "of these, or smaller reserves"
             )
         controller.solves = False
-        controller.set_target(self._steps, number, f"gpu_fraction {value} was set")
+        reason = f"gpu_fraction {value} was set"
+        controller.decide(self._steps, number, reason, bounds=allowed, limits=limits)
         controller.apply_moves(self._steps, at_once=True)
 
     def free_gpu_memory(self, *, may_move: bool, where: str, again: str) -> str:

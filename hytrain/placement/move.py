@@ -167,7 +167,7 @@ class PlacementController:
         number, reason = self._choose(step, solution, is_certain=is_certain)
         # Warns once why nothing moves.
         if number != here or not is_known:
-            self._decide(
+            self.decide(
                 step,
                 number,
                 reason,
@@ -240,7 +240,7 @@ class PlacementController:
             return
         if most < here:
             self._little_moves.fail(step)  # others have taken memory there: not to and fro
-        self._decide(
+        self.decide(
             step,
             most,
             f"{reason}, {most} of {len(self._layers)} layers",
@@ -282,11 +282,7 @@ class PlacementController:
             )
         return Bounds(allowed.num_layers, here, here)
 
-    def set_target(self, step: int, gpu_layers: int, reason: str) -> None:
-        """Sets the number of GPU layers, decided by a user or a plan."""
-        self._decide(step, gpu_layers, reason)
-
-    def _decide(self, step: int, gpu_layers: int, reason: str, **found: Any) -> None:
+    def decide(self, step: int, gpu_layers: int, reason: str, **found: Any) -> None:
         """Sets the target; ``found`` are other fields of the decision than those of the last."""
         self.target = gpu_layers
         unknown = {"predicted_seconds": None, "measured_seconds": None, "corrections": ()}
@@ -324,7 +320,7 @@ class PlacementController:
         if self.solves and history and self._is_comparable(history[-1]):
             last = mine[0].bounds.clamp(history[-1].gpu_layers_target)
             if last != self.num_gpu_layers:
-                self.set_target(step, last, f"resumed: {last} layers were on the GPU before")
+                self.decide(step, last, f"resumed: {last} layers were on the GPU before")
 
     def _is_comparable(self, earlier: Decision) -> bool:
         now = self.decisions[-1]
@@ -400,7 +396,7 @@ class PlacementController:
         """So many layers leave the GPU, which has no memory for them."""
         self._most = self._fewer(layers)
         again = self._no_gpu_memory.fail(step)
-        self.set_target(
+        self.decide(
             step,
             self._most,
             f"{reason}; more than {self._most} layers are not tried again before step {again}",
@@ -411,7 +407,7 @@ class PlacementController:
         """The host had no memory for a layer's state: it stays on the GPU."""
         self._fewest = here = self.num_gpu_layers
         again = self._no_host_memory.fail(step)
-        self.set_target(
+        self.decide(
             step,
             here,
             f"the host had no memory for the state of layer '{layer.name}' ({error}): it stays on "

@@ -215,6 +215,9 @@ def test_what_does_not_fit_by_hand(memory: Any, first: Decision) -> None:
         assert gpu_layers(engine) == 0
         engine.set_gpu_fraction(4 / 6)
         assert gpu_layers(engine) == 4
+        decision = engine.placement_decisions()[-1]
+        assert decision.limits.gpu == peak
+        assert decision.bounds.max_gpu_layers == 4
 
 
 def test_back_to_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:

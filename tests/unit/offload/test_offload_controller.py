@@ -200,7 +200,7 @@ def test_it_is_not_asked_while_times_are_those_of_another_placement() -> None:
             assert not bench.controller.is_due(bench.step)
         bench.run(SLOW)
     assert bench.controller.is_settled
-    bench.controller.set_target(bench.step, 0, "by hand")
+    bench.controller.decide(bench.step, 0, "by hand")
     bench.controller.apply_moves(bench.step, at_once=True)
     assert bench.here == 0
     settled: list[bool] = []
@@ -451,12 +451,12 @@ def test_no_room_on_either_side() -> None:
 def test_all_at_once_stops_where_there_is_no_room() -> None:
     bench = Bench(begin=3, solves=False)
     bench.mover.gpu_has_room_for, bench.mover.host_has_room_for = 12, L - 2
-    bench.controller.set_target(1, L, "by hand")
+    bench.controller.decide(1, L, "by hand")
     bench.controller.apply_moves(1, at_once=True)
     assert bench.here == 12
     bench.controller.apply_moves(2)
     assert bench.here == 11
-    bench.controller.set_target(3, 0, "by hand")
+    bench.controller.decide(3, 0, "by hand")
     bench.controller.apply_moves(3, at_once=True)
     assert bench.here == 2
     bench.controller.apply_moves(4)
