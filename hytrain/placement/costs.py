@@ -68,8 +68,9 @@ def num_blocks(layers: Sequence[LayerBytes]) -> int:
 
 def layers_words(layers: Sequence[LayerBytes]) -> str:
     """How many, and which of them are no blocks."""
-    sides = {layer.name.partition(" ")[0] for layer in layers} & _SIDES
-    blocks, pieces = num_blocks(layers), len(layers) - len(sides)
+    first_words = [layer.name.partition(" ")[0] for layer in layers]
+    sides = _SIDES.intersection(first_words)
+    blocks, pieces = num_blocks(layers), sum(word not in _SIDES for word in first_words)
     words = counted(blocks, "block") + (f" in {pieces} pieces" if pieces > blocks else "")
     detail = f" ({words}, and what comes {' and '.join(sorted(sides, reverse=True))})"
     return counted(len(layers), "layer") + (detail if sides else "")

@@ -156,6 +156,12 @@ def test_what_is_no_block_is_told_apart() -> None:
     assert layers_words(layers[:2]) == "2 layers (1 block, and what comes before)"
 
 
+def test_what_is_between_two_stacks_is_no_piece_of_a_block() -> None:
+    names = ["before a.0", "a.0", "a.1", "before b.0", "b.0", "b.1", "after b.1"]
+    words = "7 layers (4 blocks, and what comes before and after)"
+    assert layers_words([LayerBytes(name, 1) for name in names]) == words
+
+
 def test_pieces_of_a_block_are_one_block() -> None:
     names = ["before blocks.0", "blocks.0", "blocks.0, piece 2", "blocks.1", "after blocks.1"]
     layers = [LayerBytes(name, 1) for name in names]
