@@ -29,6 +29,12 @@ _DATA = vars(torch._C.TensorBase)["data"].__get__  # pyright: ignore[reportPriva
 class MomentValues(torch.Tensor):
     """Values of a moment that is kept in another form: a write would be lost, so it is refused."""
 
+    refusal = (
+        "a moment that is kept in bf16 or 8 bits cannot be written through optimizer.state, which "
+        "has copies of its values: use deepspeed.utils.safe_set_full_optimizer_state (or "
+        "safe_set_local_...)"
+    )
+
     @classmethod
     def __torch_function__(
         cls,
@@ -42,18 +48,23 @@ class MomentValues(torch.Tensor):
         in_place = name.endswith("_") and not name.endswith("__")
         in_place |= name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE)
         written = args[0] if in_place and args else named.get("out")
-        several = written if isinstance(written, (list, tuple)) else (written,)
-        if any(isinstance(one, MomentValues) for one in several):
-            raise ConfigError(
-                "a moment that is kept in bf16 or 8 bits cannot be written through "
-                "optimizer.state, which has copies of its values: use "
-                "deepspeed.utils.safe_set_full_optimizer_state (or safe_set_local_...)"
-            )
+        for one in written if isinstance(written, (list, tuple)) else (written,):
+            if isinstance(one, MomentValues):
+                raise ConfigError(one.refusal)
         # A view is of the moment, too; what is computed is the caller's own.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **named)
             is_same = isinstance(result, torch.Tensor) and (result._is_view() or func == _DATA)
-            return result.as_subclass(MomentValues) if is_same else result
+            return result.as_subclass(cls) if is_same else result
+
+
+class StepValue(MomentValues):
+    """A parameter's step, which is its group's."""
+
+    refusal = (
+        "optimizer.state[...]['step'] cannot be written: load a checkpoint or a state_dict with "
+        "another"
+    )
 
 
 class ParameterState(MutableMapping[str, torch.Tensor]):
@@ -72,7 +83,8 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key == _STEP:
-            return torch.tensor(float(self._kept.hyper.steps[self._place.group]))
+            step = float(self._kept.hyper.steps[self._place.group])
+            return torch.tensor(step).as_subclass(StepValue)
         if key not in self._place.kinds[1:]:
             raise KeyError(key)
         place = self._place
@@ -100,10 +112,7 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         if own.shape == value.shape and torch.equal(value.to(own), own):
             return
         if key == _STEP:
-            raise ConfigError(
-                f"optimizer.state[...]['step'] is {float(own):g} and cannot be set: load a "
-                "checkpoint or a state_dict with another"
-            )
+            raise ConfigError(StepValue.refusal)
         if own.shape != value.shape:
             raise ConfigError(
                 f"optimizer.state[...]['{key}'] has shape {tuple(own.shape)} on this rank and "

@@ -130,8 +130,10 @@ def test_state_of_a_parameter(gpu_fraction: float) -> None:
         assert (safe_get_full_optimizer_state(model.embed.weight, "exp_avg") == 2.0).all()
         with pytest.raises(KeyError):
             values["fp32"]
-        with pytest.raises(ConfigError, match=r"'step'\] is 3 and cannot be set"):
+        with pytest.raises(ConfigError, match=r"'step'\] cannot be written"):
             values["step"] = torch.tensor(4.0)
+        with pytest.raises(ConfigError, match=r"'step'\] cannot be written"):
+            values["step"].zero_()
         with pytest.raises(ConfigError, match="has shape"):
             values["exp_avg"] = torch.zeros(1)
         with pytest.raises(ConfigError, match="cannot be deleted"):
