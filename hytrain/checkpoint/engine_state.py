@@ -90,11 +90,6 @@ def restore_engine(engine: Any, stored: Mapping[str, Any], *, with_scheduler: bo
     engine.loaded_checkpoint_dp_world_size = stored["dp_world_size"]
 
 
-def begin_window(engine: Any) -> None:
-    """The next micro-batch is the first of a step: gradients of an unfinished one are gone."""
-    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
-
-
 def client_state_of(
     stored: Mapping[str, Any], *, module_only: bool, with_optimizer: bool, with_scheduler: bool
 ) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any, Literal, cast
 
 import torch
 
-from hytrain.checkpoint.engine_state import begin_window
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine, create_loss_scaler
 from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.clipping import ClipSettings
@@ -51,12 +50,16 @@ class BuildSettings:
 def engine_view(engine: DeepSpeedEngine) -> EngineView:
     """What the optimizer asks of the engine while it trains; that may be under construction."""
     internals: Any = engine
+
+    def begin_window() -> None:
+        internals.micro_steps -= internals.micro_steps % internals.gradient_accumulation_steps()
+
     return EngineView(
         is_boundary=lambda: bool(internals.is_gradient_accumulation_boundary()),
         is_reducing=lambda: bool(
             not internals.inside_no_sync_ctxt and internals.enable_backward_allreduce
         ),
-        begin_window=lambda: begin_window(engine),
+        begin_window=begin_window,
     )
 
 

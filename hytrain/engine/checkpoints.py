@@ -17,7 +17,6 @@ from hytrain.checkpoint.engine_state import (
     DATA,
     PLACEMENT,
     RANDOMNESS,
-    begin_window,
     client_state_of,
     own_record,
     pack_model_states,
@@ -122,7 +121,6 @@ class EngineCheckpoints:
         if found is None:
             return None, None
         name, stored = found
-        begin_window(engine)
         try:
             self._restore_rest(stored, request)
         except HyTrainError:

@@ -102,7 +102,7 @@ class KeptState:
             for layer in self.layers:
                 if layer.update.sent:
                     layer.update.forget()
-        self._passes.discard_gradients()
+        self._passes.forget_step()
         self.pipeline.is_torn = False  # all of it is replaced
         self.flush()
 

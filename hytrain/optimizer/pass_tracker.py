@@ -401,10 +401,8 @@ class PassTracker:
             "the last backward did not finish: its gradients, and those of the step's earlier "
             "micro-batches, are discarded; the next micro-batch is the first of a step"
         )
-        self.discard_gradients()
+        self.forget_step()
         self.open_step.abort()
-        # Or the step would be taken early, without what was discarded, and so would all later ones.
-        self._engine.begin_window()
 
     def refuse_aborted(self) -> None:
         """Drops what an aborted backward left; there is no step before another backward.
@@ -420,11 +418,15 @@ class PassTracker:
         # What is committed cannot be taken back; the next forward says so.
         if not (self.pipeline.is_partly_committed or self.pipeline.is_torn):
             self.timer.invalidate()
-            self.discard_gradients()
+            self.forget_step()
             # A call of step() would make one of zeros: decay and momentum act.
             self.open_step.abort()
-            # Or a step would be taken early, without the micro-batches that were discarded.
-            self._engine.begin_window()
+
+    def forget_step(self) -> None:
+        """As :meth:`discard_gradients`; and the next micro-batch is the first of a step."""
+        self.discard_gradients()
+        # Or the step would be taken early, without what was discarded, and so would all later ones.
+        self._engine.begin_window()
 
     def discard_gradients(self) -> None:
         """Forgets all gradients since the last step; weights and state are those of that step."""

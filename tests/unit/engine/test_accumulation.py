@@ -107,6 +107,20 @@ def test_accumulation_left_to_the_caller_goes_on_after_a_refused_step(gpu_fracti
             shadow.check()
 
 
+def test_a_step_that_is_under_way_when_a_state_is_loaded(gpu_fraction: float) -> None:
+    """Its micro-batches are forgotten, and the next one has all of its own."""
+    with built(make_model("mlp"), make_config(gpu_fraction=gpu_fraction, accumulation=3)) as engine:
+        for number in range(2):
+            backward(engine, number)
+            engine.step()
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        for number in range(3):
+            assert engine.global_steps == 0
+            backward(engine, number)
+            engine.step()
+        assert engine.global_steps == 1
+
+
 @pytest.mark.parametrize("call", ["engine", "module"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_loss_backward_without_the_engine(
