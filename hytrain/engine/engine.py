@@ -907,7 +907,8 @@ class HyTrainEngine(DeepSpeedEngine):
         )
         name = None if tag is None else str(tag)
         loaded = self._checkpoints.load(Path(load_dir), name, request)
-        if self._metrics is not None:
+        has_history = loaded[0] is not None and not load_module_only
+        if self._metrics is not None and has_history:
             self._metrics.decisions.skip_history()
         self._tracing.begin(self.global_steps)
         return loaded

@@ -260,6 +260,18 @@ def test_decisions_are_written_once_where_a_checkpoint_is_loaded(tmp_path: Path)
     assert [each["gpu_layers_target"] for each in after] == [4, 0]
 
 
+def test_a_load_without_decisions_writes_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with _engine(1.0, metrics=str(path)) as engine:
+        _steps(engine, 1)
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+        _steps(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+        _steps(engine, 1)
+    assert [line["kind"] for line in _lines(path)] == ["decision", "step", "step", "step"]
+
+
 @pytest.mark.parametrize("content", ["no newline at all", 'lines\n{"other": 1'])
 def test_another_file_is_refused_and_left_as_it_is(content: str, tmp_path: Path) -> None:
     (tmp_path / "notes").write_text(content)
