@@ -10,6 +10,7 @@ import torch
 from hytrain.config import HyTrainConfig
 from hytrain.engine.deepspeed_internals import DeepSpeedEngine
 from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
+from hytrain.errors import OutOfStepError, RankFailedError
 from hytrain.layer_major.accumulation import LayerMajor, MicroBatchMajor
 from hytrain.layer_major.activations import OffloadedActivations
 from hytrain.optimizer.global_batch import MicroBatches, NumValid
@@ -79,6 +80,8 @@ class BatchTraining:
             mean = accumulate(MicroBatches(batches, weights, device, absent))
             engine.set_gradient_accumulation_boundary(True)
             engine.step()
+        except (RankFailedError, OutOfStepError):
+            raise  # nothing can be waited for that another rank takes part in
         except BaseException:
             # Or gradients that have come would be the next step's as well. (What an asynchronous
             # save raises comes behind a step that was made.)
