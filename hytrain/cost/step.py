@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from hytrain.config import CHUNK_ELEMENTS
 from hytrain.errors import PlacementError
@@ -156,19 +154,6 @@ class StepCosts:
         """GPU over CPU update time, of all layers together; 0 where the CPU needs no time."""
         cpu = self.cpu_seconds
         return sum(layer.gpu_update for layer in self.layers) / cpu if cpu > 0.0 else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        record = asdict(self)
-        record["layers"] = list(record["layers"])
-        return record
-
-    @staticmethod
-    def from_json(record: Mapping[str, Any]) -> StepCosts:
-        """The inverse of :meth:`to_json`."""
-        fields: dict[str, Any] = dict(record)
-        fields["layers"] = tuple(LayerCosts(**layer) for layer in record["layers"])
-        return StepCosts(**fields)
 
 
 @dataclass(frozen=True, slots=True)

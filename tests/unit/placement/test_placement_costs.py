@@ -40,11 +40,6 @@ def test_alpha_without_cpu_work_is_zero() -> None:
     assert step(layer(gpu_update=1)).alpha == 0.0
 
 
-@given(costs=random_costs(any_seconds))
-def test_json_round_trip(costs: StepCosts) -> None:
-    assert StepCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs
-
-
 @pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf])
 @pytest.mark.parametrize("name", TIMES)
 def test_a_layers_times_are_checked(name: str, bad: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from support.placement_runs import (
@@ -18,6 +18,7 @@ from support.placement_runs import (
 from hytrain.config import HyTrainConfig
 from hytrain.cost.step import StepCosts
 from hytrain.errors import ConfigError, PlacementError
+from hytrain.formats.record import checked
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import Bounds
 from hytrain.placement.records import Decision
@@ -198,8 +199,8 @@ def test_reports_threads_where_they_are_known() -> None:
     assert f"{total} (12 threads)\n" in costs_text(known)
     assert f"{total}\n" in costs_text(costs())
     # Records of earlier versions have none.
-    old = {name: value for name, value in costs().to_json().items() if name != "update_threads"}
-    assert StepCosts.from_json(old) == costs()
+    old = {name: value for name, value in asdict(costs()).items() if name != "update_threads"}
+    assert checked(StepCosts, old, "costs") == costs()
 
 
 def test_the_text_has_the_decision_its_outcome_and_all_tables() -> None:
