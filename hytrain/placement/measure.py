@@ -208,8 +208,10 @@ class CostEstimator:
 
     @property
     def step_seconds(self) -> float | None:
-        """The median step; None before the first sample."""
-        return median([s.seconds for s in self._samples]) if self._history else None
+        """The median step; None before enough samples of the present placement."""
+        if self._alike < CONFIRMING:
+            return None
+        return median([s.seconds for s in self._samples])
 
     @property
     def launch_bound(self) -> bool:

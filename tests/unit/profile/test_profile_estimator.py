@@ -189,7 +189,7 @@ def test_small_layers_weigh_little_and_alone_tell_nothing(large: Any, rate: floa
 
 def test_costs_are_the_measured_ones() -> None:
     estimator = make()
-    estimator.add_samples([SAMPLE])
+    estimator.add_samples([SAMPLE] * 3)
     for _ in range(2):
         update_all(estimator, 2.0)
     costs = costs_of(estimator)
@@ -327,7 +327,9 @@ def test_the_first_samples_of_a_placement_are_no_change() -> None:
     estimator.add_samples([SAMPLE] * 8)
     estimator.forget_earlier()
     assert estimator.num_samples == 0
-    assert estimator.add_samples([scaled(2.0)] * 5) == 1.0
+    estimator.add_samples([scaled(2.0)] * 2)
+    assert estimator.step_seconds is None, "it would be one of the placement before"
+    assert estimator.add_samples([scaled(2.0)] * 3) == 1.0
     assert estimator.step_seconds == 2.0 * SAMPLE.seconds
 
 
