@@ -17,6 +17,7 @@ from torch import nn
 
 from hytrain.errors import UnsupportedError
 from hytrain.model.layer_state import LayerState
+from hytrain.model.layout import ParameterSlot
 from hytrain.optimizer.autograd_task import graph_task
 from hytrain.optimizer.kept_state import KeptState
 from hytrain.zero3.layer_weights import LayerWeights
@@ -74,8 +75,9 @@ class GatheringParameters:
                 continue  # gathered by the engine: it stays when this context ends
             self._weights.gather_layer(layer)
             self._weights.gatherer.pinned.add(layer.index)
-            for state in layer.resident:
-                _remember_copy(state)  # writes go into it; of a shard they go elsewhere
+            if not self._claims[layer.index]:
+                for state in layer.resident:
+                    _remember_copy(state)  # writes go into it; of a shard they go elsewhere
             self._claims[layer.index] += 1
 
     def part(
@@ -130,16 +132,20 @@ class GatheringParameters:
                 trained.before_change()
                 if not layer.resident:
                     _remember_copy(trained)
-            if self._weights.gatherer.is_live(layer):
-                for part in layer.sharded:
-                    part.storage.keep_gathered()
+            # No others: a context around this one may be writing to parameters of the same layer.
             written = {id(parameter) for parameter in parameters}
+            if self._weights.gatherer.is_live(layer):
+                for storage in (part.storage for part in layer.sharded):
+                    for slot in storage.layout.slots:
+                        if id(slot.parameter) in written:
+                            storage.take(slot, storage.view(slot))
             for trained in layer.trained:
                 slots = [x for x in trained.layout.slots if id(x.parameter) in written]
                 self._kept.written.adopt_slots(trained, slots)
-                trained.before_write = None
-                if layer.resident:
-                    _remember_copy(trained)  # for a context around this one
+                if not layer.resident:
+                    trained.before_write = None
+                elif trained.before_write is not None:
+                    _remember_written(trained, slots)
 
     def _release(self, layer: LayerWeights) -> None:
         if not self._claims[layer.index]:
@@ -162,3 +168,14 @@ def _remember_copy(state: LayerState) -> None:
     """Which elements are written only tells the copy, where it is half of a split master weight."""
     if state.form.rounds_away:
         state.before_write = state.read_copy()
+
+
+def _remember_written(state: LayerState, slots: Sequence[ParameterSlot]) -> None:
+    """What was written to some parameters is adopted, and no news any more."""
+    before, now = state.before_write, state.read_copy()
+    assert before is not None
+    for slot in slots:
+        begin, end = max(slot.offset, state.begin), min(slot.offset + slot.numel, state.end)
+        if begin < end:
+            part = slice(begin - state.begin, end - state.begin)
+            before[part] = now[part]

@@ -275,10 +275,18 @@ def test_elements_that_were_not_written_where_gathered_stay(
         some.append(engine.module.get_parameter("head.weight"))  # of the inner one's layer
         with deepspeed.zero.GatheredParameters(some, modifier_rank=0), torch.no_grad():
             some[0][0, :3] = 0.25
+            some[2].view(-1)[5] = 0.75
+            with deepspeed.zero.GatheredParameters([inner]):
+                pass
             with deepspeed.zero.GatheredParameters([inner], modifier_rank=0):
                 inner.data[0] = 0.5  # of which torch keeps no count
             some[1].view(-1)[4] = 0.125
-        written = {names[0]: (slice(3), 0.25), names[1]: (4, 0.125), names[2]: (0, 0.5)}
+        written = {
+            names[0]: (slice(3), 0.25),
+            names[1]: (4, 0.125),
+            names[2]: (0, 0.5),
+            "head.weight": (5, 0.75),
+        }
         for name, tensors in engine.fp32_state_dict().items():
             expected = before[name]["fp32"].clone()
             if name in written:
