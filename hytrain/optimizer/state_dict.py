@@ -65,9 +65,9 @@ def load_state_dict(
         CheckpointError: it is something else, or another layout's, on whichever rank; nothing
             was touched.
     """
-    found = given
-    if not isinstance(found, Mapping):
-        found = found[state.collectives.rank] if len(found) == state.collectives.world_size else {}
+    found: Any = given
+    if isinstance(given, Sequence) and len(given) == state.collectives.world_size:
+        found = given[state.collectives.rank]
     failure = _why_not(state, found)
     raise_together(failure, state.collectives)
     state.forget_gradients()
@@ -82,11 +82,11 @@ def load_state_dict(
     state.publish_masters()
 
 
-def _why_not(state: KeptState, found: Mapping[str, Any]) -> str | None:
+def _why_not(state: KeptState, found: Any) -> str | None:
     """What keeps a state from being loaded; None: nothing."""
     mine = [(layer.name, layer.begin, layer.end) for layer in state.layers]
     sizes = [len(group["params"]) for group in state.hyper.groups]
-    if found.get(_FORMAT) != _VERSION:
+    if not isinstance(found, Mapping) or found.get(_FORMAT) != _VERSION:
         seen = "it was not made by the state_dict() of this optimizer, on as many ranks"
     elif [(x["name"], x["begin"], x["end"]) for x in found["layers"]] != mine:
         seen = "its layers or shards are others than this rank's"

@@ -115,6 +115,8 @@ WRONG = {
     "layout": (_of_another_layout, "layers or shards are others"),
     "groups": (_of_other_groups, "parameter groups are others"),
     "ranks": (lambda stored: [stored, stored], "on as many ranks"),
+    "nothing": (lambda _stored: None, "not made by the state_dict"),
+    "nothing of this rank": (lambda _stored: [None], "not made by the state_dict"),
 }
 
 
