@@ -44,7 +44,8 @@ class ModelSizes:
         largest_parameter: elements of the largest trained one.
         num_ranks: ranks that share the state.
         rank: this one.
-        shards_weights: ZeRO-3: the first backward keeps no whole gradients.
+        shards_weights: ZeRO-3, on one rank with weights in host memory only: the first backward
+            keeps no whole gradients.
     """
 
     source: str
@@ -74,12 +75,13 @@ def first_decision(
     GPU; ``activation_bytes``: known ones on the GPU; ``kept_gradients``: see
     :class:`MemoryLimits`; ``shares_host``: its memory is the host's."""
     solver, base = config.solver, sizes.training_copy_bytes + activation_bytes
-    if sizes.num_ranks > 1:
+    whole = zip(sizes.parameters, sizes.layers, strict=True)
+    gradients = [parameters * layer.gradient_itemsize for parameters, layer in whole]
+    if sizes.shards_weights:
+        base += 2 * max(gradients)  # one is reduced, or sent, while the next one comes
+    elif sizes.num_ranks > 1:
         # The first backward learns the order of the layers and keeps all gradients until its end.
-        whole = zip(sizes.parameters, sizes.layers, strict=True)
-        gradients = [parameters * layer.gradient_itemsize for parameters, layer in whole]
-        # Under ZeRO-3 one is reduced while the next one comes.
-        base += 2 * max(gradients) if sizes.shards_weights else sum(gradients)
+        base += sum(gradients)
     limits = MemoryLimits(
         gpu=gpu_bytes,
         gpu_reserve=gpu_reserve(solver.gpu_memory_reserve_bytes, gpu_bytes or 0),

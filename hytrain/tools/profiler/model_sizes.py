@@ -67,7 +67,7 @@ def read_model_sizes(
         staging_bytes=plan.staging_bytes + on_host,
         num_ranks=num_ranks,
         rank=rank,
-        shards_weights=form.shards_weights,
+        shards_weights=any(layer.sharded for layer in cut),
         copies_bytes=plan.copy_bytes,
         host_weights=on_host,
         largest_parameter=max(slot.numel for part in parts for slot in part.layout.slots),
