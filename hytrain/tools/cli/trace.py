@@ -25,6 +25,7 @@ def add(trace: argparse.ArgumentParser) -> None:
     commands = trace.add_subparsers(required=True, metavar="{report,compare}")
     report = commands.add_parser("report", help="where the time of a run goes", description=_REPORT)
     report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON, gzipped or not")
+    report.add_argument("--verbose", action="store_true", help="also all tables")
     report.set_defaults(run=_report)
     compare = commands.add_parser("compare", help="two runs side by side", description=_COMPARE)
     for name, words in (("A", "the trace before"), ("B", "the trace after")):
@@ -63,7 +64,7 @@ def _report(arguments: argparse.Namespace) -> int:
         words = dict(zip(("overlap", "waits", "change"), sentences(analysis), strict=True))
         print(json.dumps({"sentences": words} | as_json(analysis), indent=1))
     else:
-        print(fold(report(analysis)))
+        print(fold(report(analysis, verbose=arguments.verbose)))
     return 0
 
 

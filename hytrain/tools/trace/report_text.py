@@ -17,6 +17,8 @@ _BESIDE: Final = step_times.ACTIVITIES[3:]
 """What is no compute of the GPU."""
 _MOST_LAYERS: Final = 8
 _MOST_STEPS: Final = 20
+_COMPARED: Final = 0.06
+"""Seconds: shorter steps differ by more than what they are compared for."""
 
 _WAITS_FOR: Final = {
     kinds.D2H: "copies to the host",
@@ -24,10 +26,10 @@ _WAITS_FOR: Final = {
     kinds.H2D: "copies to the GPU",
     kinds.COMMUNICATION: "communication",
     causes.CLIPPING: "updates repeated because of clipping",
-    causes.LATE_GRADIENT_COPY: "gradient copies that began late",
-    causes.LATE_WEIGHT_COPY: "weight copies that began late",
-    causes.STARVED_CPU: "a CPU Adam thread that began late (starved)",
-    causes.LATE_COLLECTIVE: "a collective that was issued late",
+    causes.LATE_GRADIENT_COPY: "late gradient copies",
+    causes.LATE_WEIGHT_COPY: "late weight copies",
+    causes.STARVED_CPU: "late (starved) threads of CPU Adam",
+    causes.LATE_COLLECTIVE: "collectives issued late",
     causes.LAUNCH: "the host to launch its work",
     causes.DATA_LOADING: "data loading",
     causes.SYNCHRONIZATION: "a synchronization with the host",
@@ -172,12 +174,18 @@ def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     return "\n".join(align(rows, left=left)) if len(rows) > 1 else ""
 
 
-def report(analysis: Analysis) -> str:
-    """All of it; to be folded to a terminal's width."""
-    blocks = ["\n".join(sentences(analysis)), _steps(analysis)]
+def report(analysis: Analysis, *, verbose: bool = False) -> str:
+    """To be folded to a terminal's width; ``verbose``: with all tables."""
+    blocks = ["\n".join(sentences(analysis))]
+    blocks += [_fixes(analysis)] if analysis.has_gpu or verbose else []
+    measured = [_measured(analysis, rank) for rank in analysis.ranks]
+    blocks += ["\n".join(measured)]
+    if not verbose:
+        return "\n\n".join([block for block in blocks if block] + ["--verbose: all tables."])
+    blocks.append(_steps(analysis))
     for rank in analysis.ranks:
         blocks += _rank(analysis, rank)
-    blocks += [_slow_layers(analysis), _fixes(analysis)]
+    blocks.append(_slow_layers(analysis))
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -207,15 +215,11 @@ def _rank(analysis: Analysis, rank: RankTrace) -> list[str]:
     is_slowest = len(analysis.ranks) > 1 and analysis.slowest == rank.rank
     title = f"Rank {rank.rank}" + (", the slowest" if is_slowest else "")
     source = "" if rank.header is not None else ", not hytrain's"
-    blocks = [
+    return [
         f"{title}: {rank.path.name}{source}",
         *(_activities(analysis, steps), _idle(analysis, rank.rank), _layers(steps)),
         *(_critical(analysis, rank.rank), _rates(analysis, rank.rank)),
-        _measured(analysis, rank),
     ]
-    if rank.unknown:
-        blocks.append("Unknown: " + "; ".join(rank.unknown) + ".")
-    return blocks
 
 
 def _activities(analysis: Analysis, steps: Sequence[StepTimes]) -> str:
@@ -246,7 +250,7 @@ def _layers(steps: Sequence[StepTimes]) -> str:
     if not layers:
         return ""
     passes = (kinds.FORWARD, kinds.BACKWARD)
-    rows: list[tuple[float, tuple[str, ...]]] = []
+    rows: list[tuple[float, int, tuple[str, ...]]] = []
     for layer in layers:
         beside = [overlap(steps, name, layer) for name in _SHORT]
         blocking = sum(one.blocking for one in beside)
@@ -256,11 +260,11 @@ def _layers(steps: Sequence[StepTimes]) -> str:
             blocking,
         ]
         weight = blocking + sum(one.exposed for one in beside) * 1e-6
-        rows.append((weight, (str(layer), *(_ns(n / len(steps)) for n in numbers))))
-    chosen = sorted(rows, key=lambda row: -row[0])[:_MOST_LAYERS]
+        rows.append((weight, layer, (str(layer), *(_ns(n / len(steps)) for n in numbers))))
+    chosen = sorted(sorted(rows, reverse=True)[:_MOST_LAYERS], key=lambda row: row[1])
     heading = ("layer, ms a step", *passes, *(f"{n} exposed" for n in _SHORT.values()), "blocking")
     left = len(rows) - len(chosen)
-    table = "\n".join(align([heading, *(cells for _, cells in chosen)]))
+    table = "\n".join(align([heading, *(cells for *_, cells in chosen)]))
     return table + (f"\n... and {left} layers with less (--json)" if left else "")
 
 
@@ -299,14 +303,18 @@ def _quantity(value: float | None, unit: str) -> str:
 
 
 def _measured(analysis: Analysis, rank: RankTrace) -> str:
-    words = [f"Measured step {_ms(analysis.step_seconds(rank.rank))} ms"]
+    step, several = analysis.step_seconds(rank.rank), len(analysis.ranks) > 1
+    is_long = step >= _COMPARED
+    words = [f"Rank {rank.rank}: measured" if several else "Measured"]
+    words[0] += f" step {_ms(step)} ms"
     header, power = rank.header, analysis.energy[rank.rank]
     if header is not None and header.predicted_step_s is not None:
-        error = analysis.step_seconds(rank.rank) / header.predicted_step_s - 1.0
-        words.append(f"{longer_by(error)} than predicted ({_ms(header.predicted_step_s)} ms)")
+        error = longer_by(step / header.predicted_step_s - 1.0)
+        than = f"{error} than predicted" if is_long else "predicted"
+        words.append(f"{than} ({_ms(header.predicted_step_s)} ms)")
     if header is not None and header.unprofiled_step_s is not None:
         words.append(f"steps that are not recorded {_ms(header.unprofiled_step_s)} ms")
-    if header is not None and header.recording_overhead is not None:
+    if header is not None and header.recording_overhead is not None and is_long:
         words.append(f"recorded ones are {longer_by(header.recording_overhead)}")
     if power is not None:
         for name, joules in (("GPU", power.gpu), ("CPU", power.cpu)):
@@ -319,12 +327,13 @@ def _measured(analysis: Analysis, rank: RankTrace) -> str:
             f" The recorder's ring was full: {header.dropped_spans} spans are missing, and what "
             "they would explain is unresolved."
         )
-    return "; ".join(words) + "." + lost
+    unknown = f"\nUnknown: {'; '.join(rank.unknown)}." if rank.unknown else ""
+    return "; ".join(words) + "." + lost + unknown
 
 
 def _slow_layers(analysis: Analysis) -> str:
     rows = [("slow layers, ms a step", "rank", "layer", "takes", "usual", "beside")]
-    for one in analysis.slow_layers[:_MOST_LAYERS]:
+    for one in sorted(analysis.slow_layers[:_MOST_LAYERS], key=lambda one: (one.rank, one.layer)):
         beside = "other ranks" if one.is_beside_ranks else "other layers"
         times = _ms(one.seconds), _ms(one.usual)
         rows.append((one.activity, str(one.rank), str(one.layer), *times, beside))
