@@ -176,10 +176,8 @@ class ShardCollectives:
         # The gate first: an abort may have to wait for collectives that are queued behind it.
         if self._gate is not None:
             self._gate.open_for_good()
-        self._process_group()._get_backend(torch.device("cuda")).abort()
-
-    def _process_group(self) -> Any:
-        return self.group or distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+        group: Any = self.group or distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+        group._get_backend(torch.device("cuda")).abort()
 
     def _run(
         self,

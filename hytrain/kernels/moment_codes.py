@@ -16,8 +16,6 @@ import torch
 from hytrain.kernels.host_memory import host_zeros
 from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment
 
-__all__ = ["part_of", "read_moment", "write_moment"]
-
 _PIECE = 2**17
 """Elements, whole blocks, that are worked on at once: temporaries take a hundred bytes each."""
 _NOT_FINITE = 255

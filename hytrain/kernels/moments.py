@@ -17,17 +17,6 @@ from hytrain import _C
 from hytrain.errors import KernelArgumentError
 from hytrain.kernels.split_weights import is_split
 
-__all__ = [
-    "MOMENT_BLOCK",
-    "EightBit",
-    "Moment",
-    "Rounding",
-    "moment_kind",
-    "native_moments",
-    "rounding_key",
-    "zero_moment",
-]
-
 MOMENT_BLOCK = _C.moment_block
 """Elements that share an exponent, from a parameter's start on; its last block may be short."""
 

@@ -387,11 +387,6 @@ class CpuUpdater:
         self.pinned.close()
 
 
-def staging_bytes(layers: Sequence[LayerState], settings: CpuSettings) -> int:
-    """Pinned bytes beside the pending gradients: the ring and the outgoing buffers."""
-    return slot_plan(layers, settings).staging_bytes
-
-
 def slot_plan(layers: Sequence[LayerState], settings: CpuSettings) -> SlotPlan:
     """The pinned memory that these layers' updates need; their state need not be there."""
     return _plan(layers, _chunks(layers, settings), settings)

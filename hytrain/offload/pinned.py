@@ -70,10 +70,6 @@ class PinnedMemory:
         """Address of the next layer's float64."""
         return self._norms.take(8, _CACHE_LINE)
 
-    def _missing(self, on_host: Sequence[bool]) -> list[int]:
-        needed = self._plan.counts(on_host)
-        return [max(0, n - c) for n, c in zip(needed, self._counts(), strict=True)]
-
     def _counts(self) -> list[int]:
         counts = [0] * len(self._plan.classes)
         for slots in self._slots:
@@ -95,8 +91,9 @@ class PinnedMemory:
                 outgoing = self._arena(self._plan.buffer_bytes)
                 taken.callback(outgoing.close)
             coming: list[_Slots] = []
-            for number, count in enumerate(self._missing(on_host)):
-                for part in self._parts(number, count):
+            needed = zip(self._plan.counts(on_host), self._counts(), strict=True)
+            for number, (count, there) in enumerate(needed):
+                for part in self._parts(number, max(0, count - there)):
                     slots = _Slots(number, part, self._arena(self._slot_bytes(number) * part))
                     taken.callback(slots.arena.close)
                     coming.append(slots)

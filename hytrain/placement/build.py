@@ -19,7 +19,7 @@ from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import GROUP, host_memory_pools
 from hytrain.model.layer_state import LayerState
 from hytrain.model.state_format import StateFormat
-from hytrain.offload.cpu_updater import CpuSettings, pinned_bytes, staging_bytes
+from hytrain.offload.cpu_updater import CpuSettings, pinned_bytes, slot_plan
 from hytrain.offload.streamed_update import piece_bytes, work_bytes
 from hytrain.offload.threads import ThreadChoice
 from hytrain.offload.update_pipeline import UpdatePipeline
@@ -150,7 +150,7 @@ def _choose_form(
         for state in states:
             state.form = form.of(state.form.optimizer)
         layers = tuple(layer_bytes_of(state, direct=cpu.direct) for state in states)
-        return layers, staging_bytes(states, cpu)
+        return layers, slot_plan(states, cpu).staging_bytes
 
     if config.master != SPLIT or cpu.direct:
         return *keep(form), ""
