@@ -17,7 +17,7 @@ from hytrain.layer_major.block_calls import BlockCalls
 from hytrain.layer_major.graph_cut import NotLayerMajor
 from hytrain.layer_major.layer_passes import LayerPasses
 from hytrain.layer_major.step import LayerMajorStep
-from hytrain.layer_major.validation import Validation
+from hytrain.layer_major.validation import Place, SavedBuffers, Validation, buffers_of
 from hytrain.optimizer.global_batch import BatchEngine, MicroBatches
 from hytrain.optimizer.pass_tracker import PassTracker
 from hytrain.optimizer.randomness import MicroBatchRandomness
@@ -87,6 +87,8 @@ class LayerMajor:
         self._calls = BlockCalls(self._layers.blocks, self._layers.names)
         self._micro_batch_major = MicroBatchMajor(engine, passes, model)
         self._switches = TrainingSwitches(model, self._layers.blocks)
+        self._changing: list[Place] = []
+        """Buffers that a forward changes."""
         self.refusal: str | None = None
         if not self._layers.blocks:
             self._refuse("no stack of blocks was found in it")
@@ -114,9 +116,14 @@ class LayerMajor:
             run = self._layers.join
             if share.batches:
                 run = self._step(share, mean, randomness, validation).run
+            is_first = validation is not None
+            buffers = SavedBuffers(buffers_of(self._model) if is_first else self._changing)
             reason = self._try(run, validation)
             if reason is None:
+                if is_first:
+                    self._changing = buffers.changed()
                 return mean
+            buffers.restore()
             randomness.restart()
             mean = self._micro_batch_major.run(share, randomness)
             # It went well, so it was not the user's code that failed.
@@ -127,7 +134,8 @@ class LayerMajor:
         self, share: MicroBatches, randomness: MicroBatchRandomness
     ) -> Validation:
         """One plain forward after another, for their losses; an error of the user's shows here."""
-        validation = Validation(self._model, self._calls.blocks, self._calls.names)
+        validation = Validation(self._calls.blocks, self._calls.names)
+        buffers = SavedBuffers(buffers_of(self._model))
         mean = share.mean()
         with torch.no_grad():
             for _ in range(share.absent):
@@ -138,7 +146,7 @@ class LayerMajor:
                     output = self._forward(share, number)
                 validation.plain_losses.append(share.weigh(number, output, mean))
                 del output
-        validation.undo()
+        buffers.restore()
         randomness.restart()
         return validation
 
@@ -189,8 +197,6 @@ class LayerMajor:
         self._engine.give_up_forward()
         if validation is None:
             self._refuse_late(reason)
-        else:
-            validation.undo()
         # Nothing of what was begun counts: the step's micro-batches are computed anew.
         self._passes.timer.invalidate()
         self._passes.discard_gradients()

@@ -14,24 +14,56 @@ _TOLERANCE = 1e-3
 """Of the sum of absolute values. Kernels that add up in any order stay far below it."""
 
 
+Place = tuple[dict[str, torch.Tensor | None], str]
+"""A module's buffers, and the name of one of them."""
+
+
+def buffers_of(model: nn.Module) -> list[Place]:
+    """All buffers of a model."""
+    tables: list[dict[str, torch.Tensor | None]] = [
+        vars(module)["_buffers"] for module in model.modules()
+    ]
+    return [(table, name) for table in tables for name in table]
+
+
+class SavedBuffers:
+    """Some buffers as they are now: a forward may write to them, or put others in their places."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._saved = [
+            (table, name, buffer, None if buffer is None else (buffer.clone(), buffer._version))
+            for table, name in places
+            for buffer in (table.get(name),)
+        ]
+
+    def changed(self) -> list[Place]:
+        """Those that are not what they were."""
+        return [
+            (table, name)
+            for table, name, buffer, saved in self._saved
+            if table.get(name) is not buffer
+            or (buffer is not None and saved is not None and buffer._version != saved[1])
+        ]
+
+    def restore(self) -> None:
+        """All of them are what they were."""
+        with torch.no_grad():
+            for table, name, buffer, saved in self._saved:
+                table[name] = buffer
+                if buffer is not None and saved is not None:
+                    buffer.copy_(saved[0])
+
+
 class Validation:
     """Compares a step's losses with those of plain forwards, and its second passes with its first.
 
     Nothing here waits for the device before :meth:`check`.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
         self._names = names
         self._buffers = [list(block.buffers()) for block in blocks]
         self._blocks = blocks
-        tables: list[dict[str, torch.Tensor | None]] = [
-            vars(module)["_buffers"] for module in model.modules()
-        ]
-        self._saved = [
-            (table, name, buffer, None if buffer is None else buffer.clone())
-            for table in tables
-            for name, buffer in table.items()
-        ]
         self._versions: list[int] = []
         self._first: dict[tuple[int, int], torch.Tensor] = {}
         self._differences: list[tuple[int, torch.Tensor]] = []
@@ -116,14 +148,6 @@ class Validation:
                     "through the layers together (a forward leaves something behind in the model, "
                     "and the next one overwrites it)"
                 )
-
-    def undo(self) -> None:
-        """Buffers are what they were before the step."""
-        with torch.no_grad():
-            for table, name, buffer, value in self._saved:
-                table[name] = buffer  # a forward may have put another one there
-                if buffer is not None and value is not None:
-                    buffer.copy_(value)
 
 
 def _versions(buffers: Sequence[torch.Tensor]) -> list[int]:

@@ -42,9 +42,13 @@ class Numbering(Mlp):
         super().__init__()
         self.register_buffer("number", torch.zeros(()))
 
-    def through(self, x: torch.Tensor) -> torch.Tensor:
+    def numbered(self, x: torch.Tensor) -> torch.Tensor:
+        """What goes into the blocks."""
         self.number = self.number + 1
-        return super().through(x / self.number)
+        return x / self.number
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        return super().through(self.numbered(x))
 
 
 @dataclass
