@@ -49,6 +49,8 @@ class PositionedDataLoader(DeepSpeedDataLoader):
 
     def position(self) -> dict[str, Any]:
         """For a checkpoint; the same on ranks that have drawn as many batches."""
+        if self._resumed is not None:
+            return dict(self._resumed)  # nothing has been drawn since it was loaded
         return {
             "samples": self._drawn * self.batch_size * self._replicas(),
             "generator": self._generator,

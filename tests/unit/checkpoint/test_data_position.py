@@ -103,6 +103,19 @@ def test_between_two_passes(begun: bool, tmp_path: Path) -> None:
         assert _draw(engine, batches if begun else iter(loader), 2) == expected
 
 
+def test_a_save_behind_a_load_keeps_it(tmp_path: Path) -> None:
+    """Before anything is drawn."""
+    with _built(shuffled=True) as (engine, loader):
+        batches = iter(loader)
+        _draw(engine, batches, 2)
+        engine.save_checkpoint(tmp_path, "drawn")
+        expected = _draw(engine, batches, 3)
+        engine.load_checkpoint(tmp_path, "drawn")
+        engine.save_checkpoint(tmp_path, "loaded")
+        engine.load_checkpoint(tmp_path, "loaded")
+        assert _draw(engine, iter(loader), 3) == expected
+
+
 def test_weights_alone_leave_it(tmp_path: Path) -> None:
     with _built() as (engine, loader):
         _draw(engine, iter(loader), 2)
