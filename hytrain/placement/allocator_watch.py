@@ -74,7 +74,8 @@ class AllocatorWatch:
         if self._retries is None or step % LOOK_EVERY != 0:
             return
         now = self._retries()
-        grown = 0 if self._known is None else now - self._known
+        # The user may have reset the allocator's statistics.
+        grown = 0 if self._known is None else max(0, now - self._known)
         self._known = now
         if grown and self._before:
             logger.warning(

@@ -33,8 +33,8 @@ def test_warns_once_of_retries_that_go_on_and_counts_no_more(
 
 @pytest.mark.parametrize(
     "counts",
-    [[7, 7, 7, 7], [0, 3, 3, 5, 5, 6, 6], [5, 6]],
-    ids=["before the first look", "now and then", "only once"],
+    [[7, 7, 7, 7], [0, 3, 3, 5, 5, 6, 6], [5, 6], [0, 5, 0, 0]],
+    ids=["before the first look", "now and then", "only once", "statistics were reset"],
 )
 def test_a_retry_now_and_then_is_no_harm(
     caplog: pytest.LogCaptureFixture, counts: list[int]
