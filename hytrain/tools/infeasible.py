@@ -12,13 +12,11 @@ class Infeasible:
     Attributes:
         reason: for people; names what is missing, and where.
         missing: GiB; 0 where it is not memory that is missing.
-        gpu: the first GPU that lacks it; None where all together do.
         is_close: it is not proven that nothing fits, but nothing was found.
         samples: of the batch, what the GPUs compute at most; 0 where these are not too many.
     """
 
     reason: str
     missing: float = 0.0
-    gpu: int | None = None
     is_close: bool = False
     samples: int = 0

@@ -451,6 +451,13 @@ def test_inputs_of_other_ranks_are_their_own(config: Path, model: Path, capsys: 
     assert capsys.readouterr().out.startswith("Fits: ")
 
 
+def test_ranks_that_no_job_has_are_refused(config: Path, model: Path, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["explain", str(config), "--model", str(model), "--ranks", "300000000"])
+    assert left.value.code == 2
+    assert "'300000000' is not a number of ranks from 1 to 65536" in capsys.readouterr().err
+
+
 def test_streamed_weights_of_one_rank_have_two_gradients_at_a_time(
     config: Path, model: Path, capsys: Capture
 ) -> None:

@@ -36,6 +36,7 @@ def _number(
 
 
 positive_int = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+rank_count = _number(int, lambda n: 1 <= n <= 2**16, "a number of ranks from 1 to 65536")
 rank_number = _number(int, lambda n: n >= 0, "a rank: ranks are whole numbers and count from 0")
 # Not so large or small that products and quotients leave a float's range.
 positive_float = _number(float, lambda x: 1e-30 < x < 1e30, "a number above 0")

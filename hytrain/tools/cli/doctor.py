@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hytrain.errors import ConfigError
-from hytrain.tools.cli.arguments import positive_int
+from hytrain.tools.cli.arguments import positive_int, rank_count
 
 _FEWEST = 2**16
 
@@ -22,7 +22,7 @@ def add(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument(
         "--ranks",
-        type=positive_int,
+        type=rank_count,
         default=1,
         help="how many will train on this host (default: 1)",
     )

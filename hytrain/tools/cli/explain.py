@@ -14,6 +14,7 @@ from hytrain.tools.cli.arguments import (
     gibibytes,
     given_flags,
     positive_int,
+    rank_count,
     rank_number,
 )
 from hytrain.tools.model_path import read_model_file
@@ -49,7 +50,7 @@ def add(explain: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model", type=Path, metavar="PATH", help="a transformers config.json or its folder"
     )
-    model.add_argument("--ranks", type=positive_int, help="ranks that share the state (default: 1)")
+    model.add_argument("--ranks", type=rank_count, help="ranks that share the state (default: 1)")
     model.add_argument(
         "--gpu-memory",
         type=lambda text: [gibibytes(part) for part in text.split(",")],

@@ -47,7 +47,7 @@ def result_text(problem: Problem, result: Result) -> str:
         f"{result.seconds:.3f} s, {result.evaluations} shortest paths, {result.count} boxes",
     ]
     if len(result.best) > 1:
-        lines += ["", *align(_ranking(problem, result), left=(2, 3, 5))]
+        lines += ["", *align(_ranking(result), left=(2, 3, 5))]
     return "\n".join(lines)
 
 
@@ -87,7 +87,7 @@ def _samples(split: tuple[int, ...]) -> str:
     return ", ".join(f"{count} x {share}" for count, share in runs)
 
 
-def _ranking(problem: Problem, result: Result) -> list[list[str]]:
+def _ranking(result: Result) -> list[list[str]]:
     rows = [["plan", "ms", "order", "groups", "micro-batches", "dp x tp"]]
     for number, one in enumerate(result.best, start=1):
         plan = one.plan

@@ -120,7 +120,6 @@ def _rank_is_missing(problem: PlanProblem, rank: int, gpu: GpuProfile, batch: in
         f"rank {rank} ({gpu.name}) can use {gpu.memory_bytes / _GIB:.2f} GiB, {lacking:.2f} GiB "
         f"too little for {what}",
         lacking,
-        rank,
     )
 
 

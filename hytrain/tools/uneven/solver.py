@@ -198,7 +198,6 @@ def _refused(problem: UnevenProblem) -> Infeasible | None:
                 f"GPU {index} ({gpu.name}) needs {least:.2f} GiB for the smallest micro-batch but "
                 f"may use only {limit:.2f}: {least - limit:.2f} GiB are missing",
                 least - limit,
-                index,
             )
     return None
 
