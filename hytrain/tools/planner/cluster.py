@@ -104,7 +104,6 @@ class GpuProfile:
         multiprocessors: by which it is told apart from others of its name; 0 where not known.
         limit_bytes: likewise, memory of the device or the process's part of it; None for
             memory_bytes.
-        most_samples: of a micro-batch; None for no limit.
         sizes: micro-batches that may be chosen, 1 and more, ascending; None for all. The last one
             of a rank, which has what is left, may be of any size below.
         accumulation_ms: what adding a further micro-batch's gradient takes, a layer, against the
@@ -127,7 +126,6 @@ class GpuProfile:
     stored_bytes: Table | None = None
     multiprocessors: int = 0
     limit_bytes: int | None = None
-    most_samples: int | None = None
     sizes: tuple[int, ...] | None = None
     accumulation_ms: Table = FREE
     fetch_rate: float | None = None
@@ -155,10 +153,9 @@ class GpuProfile:
 
     def micro_sizes(self, batch: int) -> Sequence[int]:
         """Micro-batches that may be used for so many samples."""
-        most = min(batch, self.most_samples or batch)
         if self.sizes is None:
-            return range(1, most + 1)
-        return tuple(size for size in self.sizes if size <= most)
+            return range(1, batch + 1)
+        return tuple(size for size in self.sizes if size <= batch)
 
     def micro_batches(self, samples: int) -> Sequence[int]:
         """In which a rank may compute so many samples: :meth:`micro_sizes`, or all at once.
@@ -166,10 +163,8 @@ class GpuProfile:
         All at once is what is left of a larger micro-batch, so that must be one to choose.
         """
         sizes = self.micro_sizes(samples)
-        largest = min(
-            samples if self.sizes is None else self.sizes[-1], self.most_samples or samples
-        )
-        return sizes if samples in sizes or samples > largest else (*sizes, samples)
+        is_rest = self.sizes is not None and samples < self.sizes[-1] and samples not in sizes
+        return (*sizes, samples) if is_rest else sizes
 
 
 @dataclass(frozen=True, slots=True)

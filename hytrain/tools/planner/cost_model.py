@@ -122,7 +122,7 @@ def sizes_to_choose(problem: PlanProblem, gpu: GpuProfile, samples: int) -> Sequ
     if problem.rounds is None:
         return gpu.micro_batches(samples)
     largest = samples if gpu.sizes is None else gpu.sizes[-1]
-    return range(1, min(samples, largest, gpu.most_samples or samples) + 1)
+    return range(1, min(samples, largest) + 1)
 
 
 def workload(

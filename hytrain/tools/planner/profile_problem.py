@@ -241,9 +241,8 @@ def gpu_profile(
         stored_bytes=_stored_table(device, model, idle),
         multiprocessors=device.multiprocessors,
         limit_bytes=limit,
-        # Beyond what was measured nobody knows what fits, and there is little to gain.
-        most_samples=device.layer[-1].samples,
-        # Fewer samples than were measured take as long as those.
+        # Fewer samples than were measured take as long as those. Beyond nobody knows what fits, and
+        # there is little to gain.
         sizes=(*range(1, device.layer[0].samples), *(row.samples for row in device.layer)),
         accumulation_ms=_accumulation(device, model),
         fetch_rate=device.copies.from_host,

@@ -251,7 +251,7 @@ class _Oracle:
 
     def _menu(self, gpu: GpuProfile) -> list[_Item]:
         batch = self._problem.batch
-        largest = min(gpu.sizes[-1] if gpu.sizes else batch, gpu.most_samples or batch, batch)
+        largest = min(gpu.sizes[-1] if gpu.sizes else batch, batch)
         found: list[_Item] = []
         for policy in self._problem.activations:
             for size in range(1, largest + 1):

@@ -95,7 +95,6 @@ def _gpu(draw: random.Random, number: int, model: Model) -> GpuProfile:
         outside_ms=Table(((1.0, ms), (float(most), most * ms))),
         stored_bytes=Table(tuple(sorted(stored.items()))),
         sizes=tuple(size for size in _SIZES if size <= most),
-        most_samples=most,
         layer_peak_bytes=Table(tuple(sorted(layer.items()))),
     )
 
@@ -146,7 +145,6 @@ def hosts_of_offloading_ranks(gigabytes: int) -> PlanProblem:
             update_rate=1e10,
             copy_rate=2e10,
             sizes=_SIZES[:8],
-            most_samples=16,
         )
         for size, ms in speeds
     ]

@@ -191,7 +191,7 @@ def test_gpu_updates_are_on_the_host_before_they_are_fetched() -> None:
 def test_a_model_whose_weights_exceed_the_gpu_is_planned() -> None:
     # 20 GB of weights, 20 of gradients and 120 of state on 4 GB, of which 1 GB is for work.
     model = Model("large", LAYERS, 10 * GB, 10**6)
-    one = replace(GPU, memory_bytes=4 * GB, most_samples=2)
+    one = replace(GPU, memory_bytes=4 * GB, sizes=tuple(range(1, 3)))
     given_problem = problem(one, model=model)
     resident = make_plan(replace(given_problem, offload_param=False))
     assert isinstance(resident, Infeasible)
@@ -218,7 +218,7 @@ def test_a_model_whose_weights_exceed_the_gpu_is_planned() -> None:
 def test_fetches_count_in_every_round() -> None:
     # Eight rounds are 8 x 2 x 8 GB of a host that moves 20 GB/s, and 8 GB are written.
     model = Model("large", LAYERS, 4 * GB, 10**6)
-    one = replace(GPU, memory_bytes=80 * GB, most_samples=1)
+    one = replace(GPU, memory_bytes=80 * GB, sizes=tuple(range(1, 2)))
     given_problem = problem(one, one, model=model, batch=16, activations=("recompute",))
     host = replace(given_problem.cluster.hosts[0], bandwidth=2e10)
     given_problem = with_hosts(given_problem, host)

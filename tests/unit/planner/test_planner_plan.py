@@ -164,8 +164,8 @@ def test_what_fits_has_room_for_the_gradients_of_a_first_backward() -> None:
 def test_stage_3_ranks_make_as_many_micro_batches() -> None:
     # The fast rank could compute its samples at once; but layers are gathered together.
     stored = Table(((1.0, 2e9), (2.0, 3e9)))
-    fast = replace(gpu("fast", 80, 1.0), most_samples=16, stored_bytes=stored)
-    slow = replace(gpu("slow", 80, 2.0), most_samples=2, stored_bytes=stored)
+    fast = replace(gpu("fast", 80, 1.0), sizes=tuple(range(1, 17)), stored_bytes=stored)
+    slow = replace(gpu("slow", 80, 2.0), sizes=tuple(range(1, 3)), stored_bytes=stored)
     given_problem = problem(host(fast, slow), batch=24, stage=3, activations=("store", "keep"))
     # With collectives that cost something, fewer micro-batches would gain.
     free = replace(given_problem.cluster, all_gather_ms=FREE, reduce_scatter_ms=FREE)
@@ -184,7 +184,9 @@ def _launching(name: str, ms: float, most: int) -> GpuProfile:
     """Many samples at once are faster: 20 ms of a layer's forward, however few there are."""
     times = Table(((1.0, 20.0 + ms), (2.0, 20.0 + 2.0 * ms)))
     stored = Table(((1.0, 2e9), (2.0, 3e9)))
-    return replace(gpu(name, 80, ms), forward_ms=times, most_samples=most, stored_bytes=stored)
+    return replace(
+        gpu(name, 80, ms), forward_ms=times, sizes=tuple(range(1, most + 1)), stored_bytes=stored
+    )
 
 
 def test_layer_by_layer_stage_3_ranks_make_as_many_micro_batches_as_each_likes() -> None:
@@ -222,7 +224,7 @@ def test_a_rank_without_samples_is_of_the_others_mode() -> None:
 
 def test_chooses_the_better_mode_and_reports_it() -> None:
     stored = Table(((1.0, 2e9), (2.0, 3e9)))
-    ranks = [replace(gpu("a", 80, 1.0), most_samples=1, stored_bytes=stored)] * 2
+    ranks = [replace(gpu("a", 80, 1.0), sizes=tuple(range(1, 2)), stored_bytes=stored)] * 2
     given_problem = problem(host(*ranks), batch=16, stage=3, activations=("store", "keep"))
     alone = {
         policy: planned(replace(given_problem, activations=(policy,))).predicted_seconds

@@ -41,7 +41,6 @@ def test_a_problem_has_what_was_measured() -> None:
     assert fast.recompute_ms.at(4) == pytest.approx(0.2 + 0.5 * 4)
     assert fast.outside_ms.at(8) == pytest.approx(9.6)
     assert fast.copy_rate == 4.5e10
-    assert fast.most_samples == 8
     assert host.memory_bytes == 255 * GIB
     assert host.rank_update_rate == pytest.approx(0.87 * 4e9)  # 16 of 32 cores each
     model = problem.model
@@ -185,7 +184,7 @@ def test_micro_batches_are_chosen_of_those_that_were_measured() -> None:
         (1, 2, 4, 8),
         (1, 2, 4, 8),
     ]
-    assert tuple(replace(fast, sizes=None, most_samples=3).micro_batches(5)) == (1, 2, 3)
+    assert tuple(replace(fast, sizes=(1, 2, 3)).micro_batches(5)) == (1, 2, 3)
 
 
 def test_adding_gradients_takes_what_was_measured_of_a_layer_and_outside() -> None:

@@ -42,7 +42,6 @@ def _gpu(name: str, gigabytes: int, ms: float) -> GpuProfile:
         update_rate=1e10,
         copy_rate=2e10,
         sizes=(1, 2, 3, 4, 6, 8, 12, 16),
-        most_samples=16,
     )
 
 
@@ -144,7 +143,7 @@ def device(name: str, launch: float, ms: float, most: int) -> GpuProfile:
         idle_bytes=0,
         update_rate=1e15,
         copy_rate=2e10,
-        most_samples=most,
+        sizes=tuple(range(1, most + 1)),
     )
 
 
