@@ -56,7 +56,7 @@ class HostBlock:
         at = 0
         for tensor in tensors:
             size = tensor.numel() * tensor.element_size()
-            flat = self._memory[at : at + size].view(tensor.dtype)
+            flat = with_own_storage(self._memory[at : at + size]).view(tensor.dtype)
             found.append(flat.as_strided(tensor.size(), tensor.stride()))
             at += -(-size // _ALIGNMENT) * _ALIGNMENT
         return found
@@ -64,6 +64,15 @@ class HostBlock:
     def close(self) -> None:
         """Unpins it. No copy may be in flight. Tensors that are still referred to stay readable."""
         self._arena.close()
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, 1-D. What is saved or sent of a tensor is all of its storage; and torch.save
+    refuses tensors of two dtypes in one.
+    """
+    begin = tensor.storage_offset() * tensor.element_size()
+    part = tensor.untyped_storage()[begin : begin + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(part)
 
 
 def pinned_zeros(num_bytes: int, device: torch.device, purpose: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ from hytrain.comm.exchange import raise_together
 from hytrain.formats.moment_kinds import FP32
 from hytrain.kernels.moments import EightBit
 from hytrain.model.layer_state import LayerState
+from hytrain.offload.host_blocks import with_own_storage
 from hytrain.optimizer.kept_state import KeptState
 
 _FORMAT = "hytrain_state"
@@ -120,12 +121,5 @@ def _moments(layer: LayerState) -> dict[str, torch.Tensor]:
 
 def _pack(layer: LayerState) -> dict[str, Any]:
     tensors = {_MASTER: layer.read_master(0, layer.shard_size), **_moments(layer)}
-    parts = {kind: _with_own_storage(tensor) for kind, tensor in tensors.items()}
+    parts = {kind: with_own_storage(tensor) for kind, tensor in tensors.items()}
     return {"name": layer.name, "begin": layer.begin, "end": layer.end, **parts}
-
-
-def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory: torch.save refuses tensors of two dtypes in one storage, as a block is."""
-    begin = tensor.storage_offset() * tensor.element_size()
-    part = tensor.untyped_storage()[begin : begin + tensor.nbytes]
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import logging
 import mmap
 import random
@@ -151,6 +152,19 @@ def test_blocks_are_cut_to_the_layout_of_tensors() -> None:
     block.close()
     del block
     assert torch.equal(copies[0], tensors[0])  # who keeps one keeps its memory
+
+
+def test_what_is_cut_from_a_block_is_saved_by_itself() -> None:
+    tensors = [torch.randn(64, 64).bfloat16(), torch.randn(5)]
+    copies = HostBlock(block_bytes(tensors), CPU, pin=True, purpose="a test").cut(tensors)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
+    file = io.BytesIO()
+    torch.save(copies, file)
+    file.seek(0)
+    for found, tensor in zip(torch.load(file), tensors, strict=True):
+        assert torch.equal(found, tensor)
+    assert [copy.untyped_storage().nbytes() for copy in copies] == [8192, 20]
 
 
 def test_a_block_that_is_left_to_the_collector_is_unregistered_first(driver: Driver) -> None:
