@@ -156,7 +156,7 @@ class Energy:
     gpu: float | None
     cpu: float | None
     tokens_per_joule: float | None
-    """Of what was counted."""
+    """Of what was counted; None where processors were, and may have worked for other ranks too."""
 
 
 def energy(rank: RankTrace) -> Energy | None:
@@ -168,6 +168,8 @@ def energy(rank: RankTrace) -> Energy | None:
         return None
     total = (gpu or 0.0) + (cpu or 0.0)
     tokens = rank.header.tokens_per_step if rank.header is not None else None
+    if cpu is not None and rank.world_size > 1:
+        tokens = None  # this rank's, beside the joules of all of its host's
     return Energy(gpu, cpu, tokens / total if tokens is not None and total > 0.0 else None)
 
 

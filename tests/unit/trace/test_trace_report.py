@@ -20,7 +20,7 @@ from support.trace_schedule import (
 
 from hytrain.tools import cli
 from hytrain.tools.trace import causes, kinds
-from hytrain.tools.trace.analysis import Analysis, analyse
+from hytrain.tools.trace.analysis import Analysis, analyse, energy
 from hytrain.tools.trace.load import load
 from hytrain.tools.trace.report_text import sentences, verdict
 from hytrain.tools.trace.step_times import PARTS
@@ -108,6 +108,13 @@ def test_rates_energy_and_what_was_predicted(tmp_path: Path, capsys: Capture) ->
     assert power is not None
     assert (power.gpu, power.cpu) == (6.5, None)
     assert power.tokens_per_joule == pytest.approx(1000 / 6.5)
+    # Those of processors are all ranks', and so may not be told with one rank's tokens.
+    (rank,) = analysis.ranks
+    steps = tuple(replace(step, cpu_joules=3.5) for step in rank.steps)
+    for ranks, tokens in ((1, pytest.approx(100.0)), (2, None)):
+        counted = energy(replace(rank, steps=steps, world_size=ranks))
+        assert counted is not None
+        assert (counted.gpu, counted.cpu, counted.tokens_per_joule) == (6.5, 3.5, tokens)
     assert cli.main(["trace", "report", str(tmp_path / "trace_rank0.json"), "--verbose"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert " ms; predicted (10.00 ms); " in text
