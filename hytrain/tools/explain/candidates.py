@@ -21,8 +21,8 @@ from hytrain.tools.explain.history import Median
 MISFIT = 0.25
 """Predicted over measured, less 1. On GPUs predictions far from the solved k were off by up to 16 %
 (experiments/solve_k)."""
-_STEPS = 3
-"""A median of fewer may be an evaluation or a save."""
+_STEPS = 5
+"""A median of fewer is compared with no prediction: it may be an evaluation or a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class CandidateRow:
         host_bytes: what the host holds.
         fits: whether both fit, with the reserves.
         measured: the steady steps at this number; None where none ran.
-        error: predicted over measured, less 1.
+        error: predicted over measured, less 1; None where fewer than 5 steps were measured.
         marks: "chosen" of the decision's target, if that fits ("first step" where nothing had been
             measured, "fixed" where k is), and "closed form" of its number.
     """
@@ -78,7 +78,8 @@ def candidate_rows(
         predicted = None if one is None else one.step_seconds + added[number]
         measured = measured_at(number)
         error = None
-        if predicted is not None and measured is not None and measured.seconds > 0.0:
+        is_known = measured is not None and measured.num_steps >= _STEPS and measured.seconds > 0.0
+        if predicted is not None and measured is not None and is_known:
             error = predicted / measured.seconds - 1.0
         rows.append(
             CandidateRow(
@@ -107,11 +108,7 @@ def _target_mark(decision: Decision) -> str:
 
 def worst_misfit(rows: Sequence[CandidateRow]) -> CandidateRow | None:
     """The measured number whose prediction is further off than a fitting model's ever was."""
-    errors = {
-        abs(row.error): row
-        for row in rows
-        if row.error is not None and row.measured is not None and row.measured.num_steps >= _STEPS
-    }
+    errors = {abs(row.error): row for row in rows if row.error is not None}
     worst = max(errors, default=0.0)
     return errors[worst] if worst > MISFIT else None
 

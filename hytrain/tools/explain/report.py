@@ -11,6 +11,7 @@ from typing import Any
 
 from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.formats.text_table import align
+from hytrain.placement.costs import counted
 from hytrain.placement.memory import table
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import (
@@ -158,7 +159,7 @@ def _history_table(history: History) -> str:
         "do not count."
     )
     if len(shown) <= last:
-        lines.append(f"({last + 1 - len(shown)} more that moved nothing)")
+        lines.append(f"{counted(last + 1 - len(shown), 'decision')} changed nothing")
     if len(shown) > _MOST_DECISIONS:
         lines.append(f"({len(shown) - _MOST_DECISIONS} older ones)")
     return "\n".join(lines)
@@ -245,7 +246,8 @@ def candidates_text(rows: Sequence[CandidateRow], device: str = "GPU") -> str:
         )
     if is_measured:
         lines.append(
-            "measured: the median of the steady steps with that k. error: predicted over measured."
+            "measured: the median of the steady steps with that k. error: predicted over measured, "
+            "of at least 5 steps."
         )
     return "\n".join(lines)
 

@@ -255,8 +255,8 @@ def test_predictions_that_do_not_fit_are_said_and_no_advice_is_made_of_them(
         assert f"the shortest step is that of 13 layers, {factor * predicted:.3f} s" in head
 
 
-def test_two_steps_refute_no_prediction() -> None:
-    assert "do not fit" in run_text(read_history(_run_of(0.1, steps=6)))
+def test_four_steps_refute_no_prediction() -> None:
+    assert "do not fit" in run_text(read_history(_run_of(0.1, steps=8)))
     assert "do not fit" not in run_text(read_history(_run_of(0.1, steps=5)))
 
 
