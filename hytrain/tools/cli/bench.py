@@ -50,16 +50,16 @@ def _kernel(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
     else:
         print(f"{fold(headline(result))}\n\n{format_table(result)}")
-        deepspeed = ""
+        deepspeed = of_sweep = ""
+        if result["machine"]["beyond_caches"]:
+            of_sweep = "of read_write: of the rate of plain reads and writes of as many bytes; "
         if result["deepspeed_path"] is not None:
             deepspeed = "; deepspeed_path: with what ZeRO offload does around its Adam"
         print(
             fold(
-                "Gparam/s: billion parameters a second; of read_write: of the rate of plain reads "
-                "and writes of as many bytes; over fp32: speed over the same pass with fp32 "
-                "moments. commit: an update; preview: of the weights alone, as long as the "
-                "gradient's norm is not known"
-                f"{deepspeed}."
+                f"Gparam/s: billion parameters a second; {of_sweep}over fp32: speed over the same "
+                "pass with fp32 moments. commit: an update; preview: of the weights alone, as long "
+                f"as the gradient's norm is not known{deepspeed}."
             )
         )
         missing = [name for name, figures in result.items() if figures is None]

@@ -139,9 +139,11 @@ def format_table(result: Mapping[str, Any]) -> str:
                 name,
                 f"{figures['gparams_per_s']:.3f}",
                 f"{figures['gbytes_per_s']:.1f}",
-                f"{figures['of_read_write']:.1%}" if is_of_memory else "-",
+                f"{figures['of_read_write']:.1%}" if is_of_memory else "",
                 "" if over is None else f"{over:.2f}",
                 str(figures["num_threads"]),
             ]
         )
-    return "\n".join(align(rows))
+    # Without the columns that have nothing.
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    return "\n".join(align([*zip(*columns, strict=True)]))
