@@ -22,6 +22,19 @@ from hytrain.tools.doctor.findings import (
 from hytrain.tools.doctor.measure import measure_rates, numa_facts
 
 _WORDS = {"good": "", "note": "note", "bad": "BAD"}
+_MEANINGS = {
+    "instruction set": "of the kernels that update",
+    "compile lock": "held while DeepSpeed compiles: starts wait for it",
+    "cores": "for updates and the script",
+    "NUMA": "memory near some of the cores",
+    "locked memory": "how much may be pinned (ulimit -l)",
+    "huge pages": "of the state's memory: updates miss the TLB less",
+    "memory bandwidth": "what limits updates",
+    "GPU to host": "how gradients go",
+    "host to GPU": "how weights come back",
+    "fsync": "until a small file is on the disk: a checkpoint has thousands",
+}
+"""Of lines that need no advice."""
 
 
 def examine(folder: Path, ranks: int, elements: int | None) -> list[Finding]:
@@ -50,15 +63,15 @@ def examine(folder: Path, ranks: int, elements: int | None) -> list[Finding]:
 
 
 def report_text(findings: Sequence[Finding]) -> str:
-    """A table: what was looked at, what it is, whether it is well, what to do.
-
-    How many are bad is the first line, and the last, which a terminal still shows.
-    """
-    rows = [("", "seen", "verdict", "what to do")]
-    rows += [(f.name, f.seen, _WORDS[f.verdict], f.advice) for f in findings]
+    """How many are bad, and a table: what was looked at, what it is, whether it is well, and what
+    to do, or what it means."""
+    rows = [("", "seen", "verdict", "what to do, or what it is")]
+    rows += [
+        (f.name, f.seen, _WORDS[f.verdict], f.advice or _MEANINGS.get(f.name, "")) for f in findings
+    ]
     lines = align(rows, left=(0, 1, 2, 3))
     bad = sum(finding.verdict == "bad" for finding in findings)
     notes = sum(finding.verdict == "note" for finding in findings)
     verdict = f"{bad} bad, {notes} to note, {len(findings) - bad - notes} as they should be"
     table = [line.rstrip() for text in lines for line in text.splitlines()]
-    return "\n".join([verdict, "", *table, verdict])
+    return "\n".join([verdict, "", *table])
