@@ -542,7 +542,9 @@ def test_what_was_given_is_not_assumed(model: Path, tmp_path: Path, capsys: Capt
     call += ["--host-memory", 99, "--host-bandwidth", 9, "--clipped-share", 0, "--seq-len", 512]
     assert _run(*call) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Assumed: fp32 moments (--moments), ZeRO-2 (--stage). rank" in text
+    assert "Assumed: fp32 moments (--moments), ZeRO-2 (--stage). NVIDIA H100" in text
+    assert "on host0: 8 samples in micro-batches of 8, activations stored; the state of " in text
+    assert "rank" not in text  # no table of one GPU
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": 1}}))
     assert _run(*call, "--deepspeed-config", config) == 0

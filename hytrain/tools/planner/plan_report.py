@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hytrain.formats.plan_file import PlannedRank
-from hytrain.formats.policies import Accumulation
+from hytrain.formats.policies import Accumulation, Activations
 from hytrain.formats.text_table import align
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import GpuProfile
@@ -35,11 +35,16 @@ _CLOSE = 0.1
 # (experiments/solve_k/planned_steps.json).
 _LAUNCH_SECONDS = 3e-3
 _LEGEND = (
-    "samples (of a micro-batch); activations: store or recompute (one micro-batch after another), "
-    "keep or offload (layer by layer: layers' inputs on the GPU or the host); shard: part of the "
-    "optimizer state; GPU layers: whose state is on the GPU; step: the least that this rank "
-    "alone takes; limited by: what it waits for, and memory if it is full"
+    "samples (of a micro-batch); shard: part of the optimizer state; GPU layers: whose state is on "
+    "the GPU; step: the least that this rank alone takes; limited by: what it waits for, "
+    "and memory if it is full"
 )
+_ACTIVATIONS: dict[Activations, str] = {
+    "store": "activations stored",
+    "recompute": "activations recomputed",
+    "keep": "layer by layer, inputs of layers kept on the GPU",
+    "offload": "layer by layer, inputs of layers offloaded to the host",
+}
 _HEADING = (
     *("rank", "samples", "activations", "shard", "GPU layers", "step ms", "GPU GiB", "host GiB"),
     "limited by",
@@ -52,7 +57,13 @@ def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = N
     ``without_offload``: the plan for weights that stay on the GPU, where they are planned to be in
     host memory and that fits all the same.
     """
-    parts = [_devices(problem), "", _ranks(problem, plan), _LEGEND, *_quality_words(problem, plan)]
+    if len(plan.ranks) == 1:
+        parts = [_one_gpu(problem, plan)]
+    else:
+        used = dict.fromkeys(one.activations for one in plan.ranks if one.microbatch_size)
+        legend = "; ".join([_LEGEND, *(f"{name}: {_ACTIVATIONS[name]}" for name in used)])
+        parts = [_devices(problem), "", _ranks(problem, plan), legend]
+    parts += _quality_words(problem, plan)
     parts += _collective_words(problem, plan) + _clipped_words(plan) + _mode_words(plan)
     parts += _unsteady_words(problem, plan)
     if not problem.keeps_gradients:
@@ -122,6 +133,23 @@ def _devices(problem: PlanProblem) -> str:
     for number, (host, gpu) in enumerate(problem.cluster.ranks):
         rows.append((str(number), host.name, device_words(gpu), f"{gpu.memory_bytes / _GIB:.1f}"))
     return "\n".join(align(rows, left=(0, 1, 2)))
+
+
+def _one_gpu(problem: PlanProblem, plan: Plan) -> str:
+    """In place of the tables."""
+    (rank,), ((host, gpu),), ((_, waited),) = (
+        plan.ranks,
+        problem.cluster.ranks,
+        passes(problem, plan),
+    )
+    layers = problem.model.num_updates
+    return (
+        f"{device_words(gpu)}, on {host.name}: {rank.batch_size} samples in micro-batches of "
+        f"{rank.microbatch_size}, {_ACTIVATIONS[rank.activations]}; the state of {rank.gpu_layers} "
+        f"of {layers} layers on the GPU (k = {rank.gpu_layers / layers:.2g}); "
+        f"{rank.gpu_bytes / _GIB:.1f} of the GPU's {gpu.memory_bytes / _GIB:.1f} GiB, "
+        f"{rank.host_bytes / _GIB:.1f} GiB of the host; limited by {limit_words(rank, gpu, waited)}"
+    )
 
 
 def _ranks(problem: PlanProblem, plan: Plan) -> str:
@@ -204,8 +232,8 @@ def _clipped_words(plan: Plan) -> list[str]:
     if abs(clipped - unclipped) <= _DIFFERENT * unclipped:
         return []
     return [
-        f"a step that is clipped takes {1e3 * clipped:.1f} ms, one that is not "
-        f"{1e3 * unclipped:.1f}; predicted for {plan.clipped_share:.0%} clipped"
+        f"in this plan a clipped step takes {1e3 * clipped:.1f} ms, an "
+        f"unclipped one {1e3 * unclipped:.1f}; predicted for {plan.clipped_share:.0%} clipped"
     ]
 
 

@@ -224,8 +224,8 @@ def test_the_table_says_what_clipping_costs_where_it_does() -> None:
     assert plan.clipped_seconds > 1.01 * plan.unclipped_seconds
     (line,) = [line for line in plan_text(poor, plan).splitlines() if "clipped" in line]
     assert line == (
-        f"a step that is clipped takes {1e3 * plan.clipped_seconds:.1f} ms, one that is not "
-        f"{1e3 * plan.unclipped_seconds:.1f}; predicted for 100% clipped"
+        f"in this plan a clipped step takes {1e3 * plan.clipped_seconds:.1f} ms, an "
+        f"unclipped one {1e3 * plan.unclipped_seconds:.1f}; predicted for 100% clipped"
     )
     same = replace(plan, clipped_seconds=1.005 * plan.unclipped_seconds)
     assert "clipped" not in plan_text(poor, same)
