@@ -34,6 +34,10 @@ _MOST_RANKS = 2**20
 Kind = Literal["hytrain", "universal", "deepspeed", "unfinished", "damaged"]
 
 
+_INSIDE = ("*/*", "*/checkpoint-*/*")
+"""Where folders in a folder have checkpoints: their own, or a Trainer's."""
+
+
 def locate(given: Path, tag: str | None) -> Path:
     """The folder of one checkpoint.
 
@@ -50,6 +54,11 @@ def locate(given: Path, tag: str | None) -> Path:
         tags = ", ".join(saved_checkpoints(given))
         if tags:
             raise CheckpointError(f"{given} has no file '{LATEST[0]}': give --tag, one of {tags}")
+        marks = [f"{at}/{mark}" for at in _INSIDE for mark in ("zero", "*_states.pt")]
+        inside = {path.relative_to(given).parts[0] for mark in marks for path in given.glob(mark)}
+        if inside:
+            names = ", ".join(str(given / name) for name in sorted(inside))
+            raise CheckpointError(f"{given} has no checkpoint, but these have: {names}: give one")
         raise CheckpointError(
             f"{given} has no checkpoint: no file '{LATEST[0]}', no folder with a zero/ or a file "
             "*_states.pt in it, and no checkpoint-N of a Trainer's with these; give the folder "
@@ -215,8 +224,8 @@ def verify(folder: Path) -> Verdict:
             problems += files.missing(_read(files)[1] if is_universal else _shards(files))
     except Exception as error:
         problems.append(_told(paths, error))
-    read = files.found.values()
-    return Verdict(str(folder), has_manifest, len(read), sum(read), tuple(problems))
+    num_files = len(files.found) + has_manifest
+    return Verdict(str(folder), has_manifest, num_files, _size(folder), tuple(problems))
 
 
 def _read(files: StoredFiles) -> tuple[Mapping[str, Any], list[str]]:

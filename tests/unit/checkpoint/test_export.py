@@ -225,8 +225,15 @@ def test_damage_is_refused_before_anything_is_written(
     assert verdict["problems"] == []
     assert verdict["has_manifest"]
     assert verdict["num_bytes"] == sum(
-        path.stat().st_size for path in saved.tag.rglob("*.pt") if path.is_file()
+        path.stat().st_size for path in saved.tag.rglob("*") if path.is_file()
     )
+    assert cli.main(["checkpoint", "info", str(saved.folder), "--json"]) == 0
+    (fact,) = json.loads(capsys.readouterr().out)
+    assert fact["num_bytes"] == verdict["num_bytes"]
+    for command in (["checkpoint", "info"], ["checkpoint", "verify"]):
+        assert cli.main([*command, str(saved.folder.parent)]) == 2
+        said = f"has no checkpoint, but these have: {saved.folder}"
+        assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
