@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,21 +119,15 @@ def _idle_row(steps: Sequence[StepTimes]) -> Row:
 
 
 def _hidden(spans: Spans, busy: Intervals) -> NDArray[np.uint8]:
-    first, last = (_covered_before(busy.begin, busy.end, t) for t in (spans.begin, spans.end))
-    under = last - first
+    if not len(busy):
+        return np.zeros(len(spans), np.uint8)
+    lengths = busy.end - busy.begin
+    total = np.cumsum(lengths)
+    # How much of it lies before each of its begins and ends, and so before any time between.
+    times = np.column_stack([busy.begin, busy.end]).ravel()
+    before = np.column_stack([total - lengths, total]).ravel()
+    under = np.interp(spans.end, times, before) - np.interp(spans.begin, times, before)
     return np.round(100 * under / np.maximum(spans.end - spans.begin, 1)).astype(np.uint8)
-
-
-def _covered_before(
-    begin: NDArray[np.int64], end: NDArray[np.int64], wanted: NDArray[Any]
-) -> NDArray[np.float64]:
-    """At each time how much of disjoint intervals lies before it."""
-    if not len(begin):
-        return np.zeros(len(wanted))
-    times = np.column_stack([begin, end]).ravel()
-    total = np.cumsum(end - begin)
-    before = np.column_stack([total - (end - begin), total]).ravel()
-    return np.interp(wanted, times, before)
 
 
 def _without_overlap(spans: Spans) -> Iterator[NDArray[np.intp]]:
