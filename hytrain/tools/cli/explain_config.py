@@ -123,26 +123,21 @@ def _read_config(arguments: argparse.Namespace) -> _Asked:
 
 def _load(file: Path) -> tuple[dict[str, Any], list[str]]:
     """A configuration as DeepSpeed reads it, and a warning where Trainer and accelerate do not."""
-    text, problem = file.read_text(encoding="utf-8"), None
+    text, where = file.read_text(encoding="utf-8"), ""
     try:
         json.loads(text)
     except RecursionError:
         pass
     except json.JSONDecodeError as error:
-        problem = error
+        where, text = f"line {error.lineno}, column {error.colno}: ", error.msg * bool(text.strip())
     try:
         config = load_config(str(file))
     except ConfigError:
-        if problem is None or not text.strip():
+        if not where or not text:
             raise
-        where = f"line {problem.lineno}, column {problem.colno}: {problem.msg}"
-        raise ConfigError(f"{file} is not JSON ({where})") from None
-    if problem is None:
-        return config, []
-    where = f"{file} line {problem.lineno}, column {problem.colno}"
-    return config, [
-        f"Warning: {where}: DeepSpeed reads this, Trainer and accelerate do not: {problem.msg}."
-    ]
+        raise ConfigError(f"{file} is not JSON ({where}{text})") from None
+    words = f"Warning: {file} {where}DeepSpeed reads this, Trainer and accelerate do not: {text}."
+    return config, [words] * bool(where)
 
 
 def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:

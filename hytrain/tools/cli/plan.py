@@ -230,11 +230,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     problem, plan = _planned(profile, options)
     if isinstance(plan, Infeasible):
         words = f"{plan.reason}{_with_less(plan.samples, profile, options)}"
-        assumed = ""
-        if is_estimated:
-            given = arguments, config, profile, options
-            assumed = assumed_words(*given, is_refused=True).rstrip(".")
-            assumed = assumed and f" ({assumed[0].lower()}{assumed[1:]})"
+        given = arguments, config, profile, options
+        assumed = assumed_words(*given, is_refused=True) if is_estimated else ""
+        assumed = f" ({assumed[:-1]})".replace("Assumed", "assumed") * bool(assumed)
         raise PlanError(f"nothing fits{assumed}: {words}{_would_fit(arguments, profile, options)}")
     if is_estimated and plan.other_mode is None and plan.accumulation != "micro_batch_major":
         plan = beside_micro_batch_major(problem, plan)

@@ -25,9 +25,6 @@ _WORDS = {"good": "", "note": "note", "bad": "BAD"}
 _MEANINGS = {
     "instruction set": "of the kernels that update",
     "compile lock": "held while DeepSpeed compiles: starts wait for it",
-    "cores": "for updates and the script",
-    "NUMA": "memory near some of the cores",
-    "locked memory": "how much may be pinned (ulimit -l)",
     "huge pages": "of the state's memory: updates miss the TLB less",
     "memory bandwidth": "what limits updates",
     "GPU to host": "how gradients go",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hytrain.formats.plan_file import PlannedRank
-from hytrain.formats.policies import Accumulation, Activations
+from hytrain.formats.policies import Accumulation
 from hytrain.formats.text_table import align
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import GpuProfile
@@ -39,7 +39,7 @@ _LEGEND = (
     "the GPU; step: the least that this rank alone takes; limited by: what it waits for, "
     "and memory if it is full"
 )
-_ACTIVATIONS: dict[Activations, str] = {
+_ACTIVATIONS = {
     "store": "activations stored",
     "recompute": "activations recomputed",
     "keep": "layer by layer, inputs of layers kept on the GPU",
@@ -137,18 +137,14 @@ def _devices(problem: PlanProblem) -> str:
 
 def _one_gpu(problem: PlanProblem, plan: Plan) -> str:
     """In place of the tables."""
-    (rank,), ((host, gpu),), ((_, waited),) = (
-        plan.ranks,
-        problem.cluster.ranks,
-        passes(problem, plan),
-    )
-    layers = problem.model.num_updates
+    rank, (host, gpu), layers = plan.ranks[0], problem.cluster.ranks[0], problem.model.num_updates
+    limit = limit_words(rank, gpu, passes(problem, plan)[0][1])
     return (
         f"{device_words(gpu)}, on {host.name}: {rank.batch_size} samples in micro-batches of "
         f"{rank.microbatch_size}, {_ACTIVATIONS[rank.activations]}; the state of {rank.gpu_layers} "
         f"of {layers} layers on the GPU (k = {rank.gpu_layers / layers:.2g}); "
         f"{rank.gpu_bytes / _GIB:.1f} of the GPU's {gpu.memory_bytes / _GIB:.1f} GiB, "
-        f"{rank.host_bytes / _GIB:.1f} GiB of the host; limited by {limit_words(rank, gpu, waited)}"
+        f"{rank.host_bytes / _GIB:.1f} GiB of the host; limited by {limit}"
     )
 
 

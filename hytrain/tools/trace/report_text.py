@@ -303,10 +303,10 @@ def _quantity(value: float | None, unit: str) -> str:
 
 
 def _measured(analysis: Analysis, rank: RankTrace) -> str:
-    step, several = analysis.step_seconds(rank.rank), len(analysis.ranks) > 1
+    step = analysis.step_seconds(rank.rank)
     is_long = step >= _COMPARED
-    words = [f"Rank {rank.rank}: measured" if several else "Measured"]
-    words[0] += f" step {_ms(step)} ms"
+    who = f"Rank {rank.rank}: measured" if len(analysis.ranks) > 1 else "Measured"
+    words = [f"{who} step {_ms(step)} ms"]
     header, power = rank.header, analysis.energy[rank.rank]
     if header is not None and header.predicted_step_s is not None:
         error = longer_by(step / header.predicted_step_s - 1.0)
