@@ -37,9 +37,9 @@ from hytrain.tools.planner.cluster import (
 from hytrain.tools.planner.curves import FREE, Table
 from hytrain.tools.planner.problem import Model, PlanProblem
 
-# Pinned staging of a rank, as a share of its CPU-placed state rounded up to whole bytes a
-# parameter: measured 0.9 (README).
-_STAGING_BYTES = 1
+# At most, of a rank: pinned buffers through which gradients and new weights pass, whose size does
+# not grow with the model (offload/slots.py).
+_STAGING_BYTES = 2**29
 # Where that was not measured: of a CPU update measured alone, what is left beside copies both ways
 # and the launching thread. On an H200's host 0.91 to 0.92 with 8 to 15 of 16 cores, 0.80 with all
 # (2026-11-22, experiments/zero3/results.json).
@@ -143,7 +143,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
         stage=options.stage,
         activations=options.activations,
         gpu_state_bytes=state_bytes_each(model.moments, options.master),
-        host_state_bytes=host_state + itemsize + _STAGING_BYTES,
+        host_state_bytes=host_state + itemsize,
         # commit_then_preview reads and writes the state, reads two gradients and writes the copy;
         # a gradient comes from the GPU and a copy goes there.
         update_bytes=2 * host_state + 5 * itemsize,
@@ -425,7 +425,8 @@ def _host(host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions) -
     table = Table(
         tuple((float(row.threads), rate) for row, rate in zip(host.updates, best, strict=True))
     )
-    memory = max(0, host.memory_bytes - options.host_reserve(host.memory_bytes))
+    taken = options.host_reserve(host.memory_bytes) + _STAGING_BYTES * len(gpus)
+    memory = max(0, host.memory_bytes - taken)
     return Host(host.host, tuple(gpus), host.cores, memory, host.bandwidth, table)
 
 
