@@ -133,11 +133,12 @@ def write_script(folder: Path, model: Path, chats: Path, system: Json, *, on_cpu
     script = next(text for kind, text in blocks if kind == "python" and "SFTTrainer" in text)
     config = json.loads(next(text for kind, text in blocks if kind == "json"))
     steps = 4 if on_cpu else system["steps"]
-    more = f'max_steps={steps}, logging_steps=10, report_to="none",'
+    more = 'logging_steps=10, report_to="none",'
     replaced = {
         '"Qwen/Qwen3-8B"': repr(str(model)),
         '"trl-lib/Capybara"': f'"json", data_files={str(chats)!r}',
         "    bf16=True,": f"    bf16=True, {more}" + (" use_cpu=True," if on_cpu else ""),
+        "max_steps=200,": f"max_steps={steps},",
         "    trainer.train()": "    trainer.add_callback(_Times())\n    trainer.train()",
     }
     if "section" in system:
