@@ -123,13 +123,14 @@ def _read_config(arguments: argparse.Namespace) -> _Asked:
 
 def _load(file: Path) -> tuple[dict[str, Any], list[str]]:
     """A configuration as DeepSpeed reads it, and a warning where Trainer and accelerate do not."""
-    text, where = file.read_text(encoding="utf-8"), ""
+    text = where = ""
     try:
+        text = file.read_text(encoding="utf-8")
         json.loads(text)
-    except RecursionError:
-        pass
     except json.JSONDecodeError as error:
         where, text = f"line {error.lineno}, column {error.colno}: ", error.msg * bool(text.strip())
+    except (RecursionError, ValueError):
+        pass  # load_config says what is wrong: too deep, too many digits, no UTF-8
     try:
         config = load_config(str(file))
     except ConfigError:

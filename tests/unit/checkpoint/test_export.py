@@ -230,9 +230,11 @@ def test_damage_is_refused_before_anything_is_written(
     assert cli.main(["checkpoint", "info", str(saved.folder), "--json"]) == 0
     (fact,) = json.loads(capsys.readouterr().out)
     assert fact["num_bytes"] == verdict["num_bytes"]
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "one").symlink_to(saved.folder)
     for command in (["checkpoint", "info"], ["checkpoint", "verify"]):
-        assert cli.main([*command, str(saved.folder.parent)]) == 2
-        said = f"has no checkpoint, but these have: {saved.folder}"
+        assert cli.main([*command, str(tmp_path / "runs")]) == 2
+        said = f"has no checkpoint, but these have: {tmp_path / 'runs' / 'one'}"
         assert said in " ".join(capsys.readouterr().err.split())
 
 

@@ -77,8 +77,9 @@ def test_a_report_says_that_there_was_no_gpu(
     assert text.startswith("The device (the CPU: no GPU was recorded) computes ")
     for of_gpu in ("of peak", "GPU busy", "GPU is idle", "fix, each alone"):
         assert of_gpu not in text
-    assert "rate while it runs" in text
     assert "\nRecord a run with a GPU: " in text, "no advice"
+    assert cli.main(["trace", "report", "--verbose", str(trace.file.path)]) == 0
+    assert "rate while it runs" in capsys.readouterr().out
 
 
 def test_what_it_cost_is_measured_beside_it(trace: Trace) -> None:

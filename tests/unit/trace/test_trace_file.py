@@ -152,10 +152,12 @@ def test_what_no_trace_has_is_an_error_or_nothing(change: dict[str, Any], tmp_pa
     assert cli.main(["trace", "report", str(file)]) in ((2,) if is_broken else (0, 2))
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[" + "9" * 6000 + "]", "", "\x00", '{"a":' * 9])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[" + "9" * 6000 + "]", "", "\x00", '{"a":' * 9, "\xff"]
+)
 def test_json_that_no_reader_takes(text: str, tmp_path: Path) -> None:
     file = tmp_path / "file.json"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     for command in (["trace", "report"], ["explain"], ["plan", "--profile"]):
         assert cli.main([*command, str(file)]) == 2
 
