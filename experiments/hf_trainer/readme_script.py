@@ -47,12 +47,12 @@ ADAM: Json = {
     "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
 }
 SYSTEMS: dict[str, Json] = {
-    "readme": {"model": "8B", "steps": 80},
+    "readme": {"model": "8B", "steps": 80, "saves": True},
     "hytrain 4B": {"model": "4B", "steps": 80, "section": {}},
     # Trainer's own optimizer would be torch's, on the CPU: DeepSpeed's CPU Adam is faster.
     "zero2_offload 4B": {"model": "4B", "steps": 14, "section": None},
     # fp32 weights under bf16 autocast, all state on the GPU, which is not limited.
-    "trainer_alone 4B": {"model": "4B", "steps": 30, "deepspeed": False},
+    "trainer_alone 4B": {"model": "4B", "steps": 30, "section": None, "deepspeed": False},
 }
 HEAD = '''
 import json as _json, os as _os, time as _time, torch as _torch
@@ -141,21 +141,20 @@ def write_script(folder: Path, model: Path, chats: Path, system: Json, *, on_cpu
         "max_steps=200,": f"max_steps={steps},",
         "    trainer.train()": "    trainer.add_callback(_Times())\n    trainer.train()",
     }
-    if "section" in system:
+    section = system.get("section", config.pop("hytrain"))
+    if not system.get("saves", False):
         replaced["    trainer.save_model"] = "    0 and trainer.save_model"
-        config["hytrain"] = system["section"]
     if not system.get("deepspeed", True):
-        replaced |= {"    trainer.save_model": "    0 and trainer.save_model"}
         replaced |= {'    deepspeed="ds_config.json",\n': "", '"bfloat16"': '"float32"'}
-    if system.get("section", config) is None or not system.get("deepspeed", True):
+    if section is None:
         replaced["with hytrain.register():"] = "if True:"
+        config |= {"optimizer": ADAM, "zero_force_ds_cpu_optimizer": True}
+    else:
+        config["hytrain"] = section
     for old, new in replaced.items():
         if old not in script:
             raise ValueError(f"README.md's script has no {old!r} any more: change this file")
         script = script.replace(old, new)
-    if config["hytrain"] is None:
-        del config["hytrain"]
-        config |= {"optimizer": ADAM, "zero_force_ds_cpu_optimizer": True}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ds_config.json").write_text(json.dumps(config, indent=1))
     (folder / "train.py").write_text(HEAD + script)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,14 +26,10 @@ _DATA = vars(torch._C.TensorBase)["data"].__get__  # pyright: ignore[reportPriva
 """``tensor.data``, which is no view."""
 
 
-class MomentValues(torch.Tensor):
-    """Values of a moment that is kept in another form: a write would be lost, so it is refused."""
+class ReadOnlyValues(torch.Tensor):
+    """Copies of values that are kept elsewhere: a write would be lost, so it is refused."""
 
-    refusal = (
-        "a moment that is kept in bf16 or 8 bits cannot be written through optimizer.state, which "
-        "has copies of its values: use deepspeed.utils.safe_set_full_optimizer_state (or "
-        "safe_set_local_...)"
-    )
+    refusal: ClassVar[str]
 
     @classmethod
     def __torch_function__(
@@ -49,7 +45,7 @@ class MomentValues(torch.Tensor):
         in_place |= name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE)
         written = args[0] if in_place and args else named.get("out")
         for one in written if isinstance(written, (list, tuple)) else (written,):
-            if isinstance(one, MomentValues):
+            if isinstance(one, ReadOnlyValues):
                 raise ConfigError(one.refusal)
         # A view is of the moment, too; what is computed is the caller's own.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
@@ -58,7 +54,17 @@ class MomentValues(torch.Tensor):
             return result.as_subclass(cls) if is_same else result
 
 
-class StepValue(MomentValues):
+class MomentValues(ReadOnlyValues):
+    """A moment's, which is kept in another form."""
+
+    refusal = (
+        "a moment that is kept in bf16 or 8 bits cannot be written through optimizer.state, which "
+        "has copies of its values: use deepspeed.utils.safe_set_full_optimizer_state (or "
+        "safe_set_local_...)"
+    )
+
+
+class StepValue(ReadOnlyValues):
     """A parameter's step, which is its group's."""
 
     refusal = (

@@ -51,13 +51,13 @@ class StepWarnings:
         """When the engine is built."""
         self._model = model
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        self._told_of_mode = False
+        self._has_looked = False
 
     def after_step(self) -> None:
         """Each warning once."""
         self._warn_of_thawed()
-        if not self._model.training and not self._told_of_mode:
-            self._told_of_mode = True
+        if not self._model.training and not self._has_looked:
+            self._has_looked = True  # through all modules: once
             self._warn_of_eval_mode()
 
     def _warn_of_eval_mode(self) -> None:
