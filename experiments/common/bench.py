@@ -9,6 +9,7 @@ that no GPU holds); and its limits: "cap" (share of the GPU's memory that the pr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import os
@@ -168,7 +169,7 @@ class Bench:
         if self.has_k:
             found |= {"gpu_layers": self.system.gpu_layers(), "of": self.system.num_layers}
             if (costs := self.system.costs()) is not None:
-                found["costs"] = costs.to_json()
+                found["costs"] = dataclasses.asdict(costs)
                 found["predicted_seconds"] = list(predict(costs).step_seconds)
         self.recorder.reached(f"{found['step_seconds']:.4f} s a step")
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def costs_record(costs: StepCosts | None) -> Json | None:
             return {key: rounded(v) for key, v in value.items()}
         return float(f"{value:.4g}") if isinstance(value, float) else value
 
-    record = costs.to_json()
+    record = dataclasses.asdict(costs)
     first, *blocks, last = record.pop("layers")
     block = {key: median([each[key] for each in blocks]) for key in first}
     record |= {"first": first, "block": block | {"name": "block"}, "blocks": len(blocks)}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from experiments.common.bench import Bench, empty_cache, limit_memory, make_model
 from experiments.common.records import Json
@@ -73,7 +74,7 @@ def _closed_form_layers(timed: Json) -> int | None:
     """What the published closed form makes of the costs at the solved k; halves up, as solved."""
     if "costs" not in timed:
         return None
-    costs = StepCosts.from_json(timed["costs"])
+    costs = TypeAdapter(StepCosts).validate_python(timed["costs"])
     share = closed_form(costs.backward_seconds, costs.cpu_seconds, costs.alpha)
     return math.floor(share * timed["of"] + 0.5)
 
@@ -92,7 +93,7 @@ def _point(bench: Bench, layers: int, solved: Json) -> Json:
         bench.step()
     timed = bench.timed(**TIMED)
     if "costs" in solved and timed["clipped"] is not None:
-        costs = StepCosts.from_json(solved["costs"])
+        costs = TypeAdapter(StepCosts).validate_python(solved["costs"])
         costs = dataclasses.replace(costs, clipped_share=timed["clipped"])
         timed["predicted_for_its_clipping"] = predict(costs).step_seconds[timed["gpu_layers"]]
     return timed
