@@ -1,4 +1,4 @@
-"""The README's script on random weights: 8 B as it stands, 4 B beside DeepSpeed and Trainer alone.
+"""The README's script on random weights: 8 B beside 8-bit Adam on the GPU, 4 B beside DeepSpeed.
 
     python experiments/hf_trainer/readme_script.py --gpu-gib 78 --out DIR
     python experiments/hf_trainer/readme_script.py --toy --out DIR     # on a CPU
@@ -48,12 +48,17 @@ ADAM: Json = {
 }
 SYSTEMS: dict[str, Json] = {
     "readme": {"model": "8B", "steps": 80, "saves": True},
+    "hytrain 8B": {"model": "8B", "steps": 50},
+    # bf16 weights without masters, all state on the GPU; it needs bitsandbytes.
+    "adamw_bnb_8bit 8B": {"model": "8B", "steps": 30, "section": None, "deepspeed": False,
+                          "optim": "adamw_bnb_8bit"},
     "hytrain 4B": {"model": "4B", "steps": 80, "section": {}},
     # Trainer's own optimizer would be torch's, on the CPU: DeepSpeed's CPU Adam is faster.
     "zero2_offload 4B": {"model": "4B", "steps": 14, "section": None},
     # fp32 weights under bf16 autocast, all state on the GPU, which is not limited.
-    "trainer_alone 4B": {"model": "4B", "steps": 30, "section": None, "deepspeed": False},
-}
+    "trainer_alone 4B": {"model": "4B", "steps": 30, "section": None, "deepspeed": False,
+                         "dtype": "float32", "limited": False},
+}  # fmt: skip
 HEAD = '''
 import json as _json, os as _os, time as _time, torch as _torch
 from transformers import TrainerCallback as _Callback
@@ -134,6 +139,7 @@ def write_script(folder: Path, model: Path, chats: Path, system: Json, *, on_cpu
     config = json.loads(next(text for kind, text in blocks if kind == "json"))
     steps = 4 if on_cpu else system["steps"]
     more = 'logging_steps=10, report_to="none",'
+    more += f' optim="{system["optim"]}",' if "optim" in system else ""
     replaced = {
         '"Qwen/Qwen3-8B"': repr(str(model)),
         '"trl-lib/Capybara"': f'"json", data_files={str(chats)!r}',
@@ -141,11 +147,12 @@ def write_script(folder: Path, model: Path, chats: Path, system: Json, *, on_cpu
         "max_steps=200,": f"max_steps={steps},",
         "    trainer.train()": "    trainer.add_callback(_Times())\n    trainer.train()",
     }
+    replaced |= {'"bfloat16"': f'"{system["dtype"]}"'} if "dtype" in system else {}
     section = system.get("section", config.pop("hytrain"))
     if not system.get("saves", False):
         replaced["    trainer.save_model"] = "    0 and trainer.save_model"
     if not system.get("deepspeed", True):
-        replaced |= {'    deepspeed="ds_config.json",\n': "", '"bfloat16"': '"float32"'}
+        replaced['    deepspeed="ds_config.json",\n'] = ""
     if section is None:
         replaced["with hytrain.register():"] = "if True:"
         config |= {"optimizer": ADAM, "zero_force_ds_cpu_optimizer": True}
@@ -168,7 +175,8 @@ def run(folder: Path, system: Json, share: float | None) -> Json:
     if system.get("deepspeed", True):
         launch += ["-m", "deepspeed.launcher.runner", "--num_accelerators", "1"]
         launch += ["--master_port", str(free_port())]
-        environment |= {} if share is None else {"GPU_SHARE": str(share)}
+    if share is not None and system.get("limited", True):
+        environment["GPU_SHARE"] = str(share)
     begun = time.monotonic()
     with (folder / "log.txt").open("w") as log:
         ended = subprocess.run(

@@ -79,7 +79,7 @@ class LongContext:
             own = step.host + step.pinned
         else:
             elements = 0 if self.is_reference else self.elements
-            own = int(DEEPSPEED_BYTES * elements) // dist.get_world_size()
+            own = int(DEEPSPEED_BYTES * elements) // int(os.environ["WORLD_SIZE"])
         left = int(self.job["host_gib"] * GIB) - OTHER_HOST_BYTES - own
         if not isinstance(self.system, systems.HyTrain):
             left = max(left, LEAST_HOST_BYTES)

@@ -49,7 +49,7 @@ def between_on_rank(rank: int, port: int) -> None:
         cases.numbers_of_forwards(stage)
         cases.second_order(stage, is_normed=False)
         cases.late_hooks(stage)
-        cases.tiles(stage, (3, 3, 2, 3))
+        cases.tiles(stage, ((3, 3), (3, 3), (2, 2), (3, 3)))
 
 
 def test_between_steps() -> None:

@@ -171,14 +171,15 @@ MOST_MISSING = 0.08
 """Share of machines. Noise of 5 %, drift and thresholds that keep a number against both leave some
 that settle next to the best, mostly short by a point of the step."""
 FAR = 0.12
-"""Of a step; none may be so far off, but for steps in which a number is still being tried."""
+"""Of a step; none may stay so far off: after SETTLING + STAYING steps, or FOLLOWING a change."""
 
 
 def check(found: list[list[Miss]], most_missing: float = MOST_MISSING) -> None:
     missing = sum(bool(each) for each in found)
     text = [f"{m.seed} {m.what} {m.by:.3f} {m.machine}" for each in found for m in each]
     assert missing <= most_missing * len(found), "\n".join(text)
-    steps = [m for each in found for m in each if m.what not in ("moves", "measures", LATE)]
+    passing = ("not at the best", LATE, "moves", "measures")  # if it stays: "left the best" as well
+    steps = [m for each in found for m in each if m.what not in passing]
     assert all(miss.by < FAR for miss in steps), "\n".join(text)
 
 
