@@ -177,11 +177,26 @@ class StateAccess:
     def set_local_hp_param(
         self, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None
     ) -> None:
-        """Sets what this rank owns of it; see :meth:`set_full_hp_param`."""
+        """Sets what this rank owns of it; see :meth:`set_full_hp_param`. No collective.
+
+        A training copy that is whole on every rank follows a master weight at the next step, as
+        DeepSpeed's do: before, the other ranks do not know the values.
+
+        Raises:
+            ConfigError: as there; such a copy is half of split master weights.
+        """
         place = self._places.get(id(param))
-        if place is not None:
-            whole = self._spread(place, value)
-            self._write_state(place, optim_state_key, whole, self._piece(place))
+        if place is None:
+            return
+        whole, weights = self._spread(place, value), self._piece(place)
+        if not place.layer.storage.is_sharded and self._kept.collectives.world_size > 1:
+            if optim_state_key is None and place.layer.form.is_split:
+                raise ConfigError(
+                    f'"{place.name}" is whole on every rank, and master weights are split: use '
+                    "deepspeed.utils.safe_set_full_fp32_param, with one value on all ranks"
+                )
+            weights = None
+        self._write_state(place, optim_state_key, whole, weights)
 
     def _read_state(self, place: ParameterPlace, key: str | None) -> torch.Tensor:
         kind = _kind(place, key)
@@ -192,7 +207,7 @@ class StateAccess:
     def _write_state(
         self, place: ParameterPlace, key: str | None, flat: torch.Tensor, weights: Piece | None
     ) -> None:
-        """This rank's piece of all elements; of master weights the training copy follows at once.
+        """This rank's piece of all elements; ``weights``: of the training copy, which follows.
 
         An update that is taken back restores it from there.
         """

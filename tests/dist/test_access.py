@@ -185,6 +185,32 @@ def test_local_parts(fractions: Sequence[float]) -> None:
         shadow.check()
 
 
+@pytest.mark.parametrize("master", ["fp32", "split"])
+@on_ranks(2)
+def test_local_parts_of_what_every_rank_has(master: str) -> None:
+    """Ranks compute with the same copy before the next step, and after it."""
+    config = _config(UNEVEN, 3)
+    config["hytrain"]["master"] = master
+    with built(make_model("mlp"), config) as engine:
+        weight = next(p for p in engine.module.parameters() if p.ds_persist)
+        take_steps(engine, range(2))
+        before = weight.detach().clone()
+        part = safe_get_local_fp32_param(weight)
+        if master == "split":
+            with pytest.raises(ConfigError, match="safe_set_full_fp32_param"):
+                safe_set_local_fp32_param(weight, 2 * part)
+            assert_same_bits("part", safe_get_local_fp32_param(weight), part)
+            return
+        safe_set_local_fp32_param(weight, 2 * part)
+        assert_same_bits("part", safe_get_local_fp32_param(weight), 2 * part)
+        assert_same_bits("copy", weight.detach(), before)
+        shadow = RankShadow(engine)
+        shadow.take_steps(range(2, 4))
+        shadow.check()
+        assert_equal_on_all_ranks(shadow.states)
+        assert not torch.equal(weight.detach(), before)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2)
 def test_state_dict_round_trip(stage: int) -> None:
