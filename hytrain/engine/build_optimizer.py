@@ -139,7 +139,8 @@ def _build_on(
         cpu_settings,
         collectives,
         streams.device,
-        kept_gradients=_kept_gradients(weights, config, settings, collectives.world_size),
+        stage=settings.stage,
+        micro_batches=settings.micro_batches,
     )
     threads = place_threads(
         settings.host,
@@ -183,23 +184,6 @@ def _build_on(
     except BaseException:
         cpu.close()  # no engine will: its thread and its pinned memory would stay
         raise
-
-
-def _kept_gradients(
-    weights: BuiltWeights, config: HyTrainConfig, settings: BuildSettings, world_size: int
-) -> int:
-    """Bytes of gradients that a step keeps from one micro-batch to the next.
-
-    Layer by layer the first step does, where a committed update would not let it begin anew.
-    """
-    is_layer_major = config.accumulation == "layer_major"
-    if settings.micro_batches == 1 or (is_layer_major and not settings.clip.direct):
-        return 0
-    is_reduced = settings.stage >= 2 and world_size > 1
-    return sum(
-        (state.shard_size if is_reduced else state.layout.size) * state.gradient_dtype.itemsize
-        for state in weights.states
-    )
 
 
 def _step_settings(

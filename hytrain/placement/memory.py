@@ -118,14 +118,14 @@ def updated_on_cpu(layers: Sequence[LayerBytes]) -> list[LayerBytes]:
     return [layer for layer in layers if not layer.is_streamed]
 
 
-def streaming_bytes(layers: Sequence[LayerBytes], k: int) -> int:
-    """Of the GPU, for state that is streamed with the first ``k`` layers there, and its updates."""
+def placed_bytes(layers: Sequence[LayerBytes], k: int) -> int:
+    """Of the GPU, for state with the first ``k`` layers there: what is streamed takes some, too."""
     work = max((layer.work_bytes for layer in layers), default=0)
-    return work + buffer_bytes(layers, k)
+    return state_bytes(layers[:k]) + work + buffer_bytes(layers, k)
 
 
 def buffer_bytes(layers: Sequence[LayerBytes], k: int) -> int:
-    """The part of them that pieces of state are copied to."""
+    """Of these, what pieces of streamed state are copied to."""
     largest = max((layer.piece_bytes for layer in layers), default=0)
     return IN_FLIGHT * largest * any(layer.is_streamed for layer in layers[k:])
 
@@ -162,8 +162,7 @@ def gpu_peak_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -
         PlacementError: ``k`` is not in 0..L, or ``gpu_base_at`` is not one number a layer.
     """
     _check(layers, limits, k)
-    fixed = state_bytes(layers[:k]) + streaming_bytes(layers, k)
-    return fixed + _gpu_rest_bytes(layers, limits, k)
+    return placed_bytes(layers, k) + _gpu_rest_bytes(layers, limits, k)
 
 
 def _gpu_rest_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> int:
@@ -201,7 +200,7 @@ def gradient_room(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) ->
     if limits.gpu is None or not limits.gpu_base_at:
         return None
     # Two have been left room to in any case: see GradientRoom.
-    free = limits.gpu - limits.gpu_reserve - state_bytes(layers[:k]) - streaming_bytes(layers, k)
+    free = limits.gpu - limits.gpu_reserve - placed_bytes(layers, k)
     free += 2 * max(gradient_bytes([layer]) for layer in layers)
     each = zip(layers, limits.gpu_base_at, _waiting_at(layers, k), strict=True)
     return [(free - base - waiting) // layer.gradient_itemsize for layer, base, waiting in each]

@@ -18,6 +18,18 @@ LOOK_EVERY = 10
 """Steps between two looks at memory: asking takes tenths of a millisecond."""
 
 
+def limits_within(solver: SolverConfig, gpu: int | None, gpu_base: int, host: int) -> MemoryLimits:
+    """What a rank may use of this much memory before its first step."""
+    return MemoryLimits(
+        gpu=gpu,
+        gpu_reserve=gpu_reserve(solver.gpu_memory_reserve_bytes, gpu or 0),
+        gpu_base=gpu_base,
+        host=host,
+        host_reserve=host_reserve(solver.host_memory_reserve_bytes, host),
+        host_base=solver.host_activation_bytes,
+    )
+
+
 class MemoryProbe:
     """Follows what is allocated on the GPU as backward goes down the layers.
 
@@ -128,15 +140,9 @@ class MemoryProbe:
         if shares_host:
             host += torch.cuda.memory_reserved(self._device)
         gone = 0 if first_host is None else max(0, first_host - host)
-        limits = MemoryLimits(
-            gpu=gpu,
-            gpu_reserve=gpu_reserve(solver.gpu_memory_reserve_bytes, gpu or 0),
-            gpu_base=gpu_base,
-            host=host,
-            host_reserve=host_reserve(solver.host_memory_reserve_bytes, host),
-            host_base=max(0, solver.host_activation_bytes - gone),
-            shares_host=shares_host,
-        )
+        limits = limits_within(solver, gpu, gpu_base, host)
+        host_base = max(0, limits.host_base - gone)
+        limits = replace(limits, host_base=host_base, shares_host=shares_host)
         return self.with_base(limits)
 
     def with_base(self, limits: MemoryLimits) -> MemoryLimits:

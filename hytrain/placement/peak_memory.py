@@ -17,8 +17,7 @@ from hytrain.placement.costs import LayerBytes
 from hytrain.placement.memory import (
     gradient_bytes,
     host_state_bytes,
-    state_bytes,
-    streaming_bytes,
+    placed_bytes,
     updated_on_cpu,
     waiting_bytes,
 )
@@ -97,7 +96,7 @@ def predict_peaks(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
         return _of_one_memory(inputs)
     away, here = inputs.layers[: inputs.gpu_layers], inputs.layers[inputs.gpu_layers :]
     layers, k = inputs.layers, inputs.gpu_layers
-    base = inputs.gpu_base + state_bytes(away) + streaming_bytes(layers, k)
+    base = inputs.gpu_base + placed_bytes(layers, k)
     on_cpu = updated_on_cpu(here)
     on_host = host_state_bytes(on_cpu)
     gathered, left = _gathered(inputs), gradient_bytes(on_cpu)
@@ -126,9 +125,9 @@ def predict_peaks(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
 
 def _of_one_memory(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
     """On a CPU: what would be the device's is the host's."""
-    away, here = inputs.layers[: inputs.gpu_layers], inputs.layers[inputs.gpu_layers :]
-    state, left = state_bytes(away) + host_state_bytes(here), gradient_bytes(updated_on_cpu(here))
-    state += streaming_bytes(inputs.layers, inputs.gpu_layers)
+    here = inputs.layers[inputs.gpu_layers :]
+    state = placed_bytes(inputs.layers, inputs.gpu_layers) + host_state_bytes(here)
+    left = gradient_bytes(updated_on_cpu(here))
     gathered = _gathered(inputs)
     # A backward may be that far ahead of the update; autograd's own of one layer is copied.
     ahead = sum(inputs.gradients) + max(inputs.gradients)

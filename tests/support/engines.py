@@ -138,7 +138,9 @@ def built(model: nn.Module, config: dict[str, Any], **keywords: Any) -> Iterator
 @contextmanager
 def room_for_whole_masters(has_room: bool) -> Iterator[None]:
     """Whether engines built in the block have whole master weights on the CPU beside split ones."""
-    with patch("hytrain.placement.build.whole_on_host", lambda *_: (has_room, "as asked for")):
+    with patch(
+        "hytrain.placement.first_decision.whole_on_host", lambda *_: (has_room, "as asked for")
+    ):
         yield
 
 

@@ -31,6 +31,7 @@ LLAMA: dict[str, Any] = {
 }
 # Per block: 4 * 64^2 attention, 3 * 64 * 128 feed-forward, two norms of 64.
 BLOCK = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+PARAMETERS = 3 * BLOCK + 2 * 256 * 64 + 64
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -40,6 +41,8 @@ CONFIG: dict[str, Any] = {
     "zero_force_ds_cpu_optimizer": False,
     "hytrain": {},
 }
+
+SHARDED = {**CONFIG["zero_optimization"], "stage": 3, "stage3_param_persistence_threshold": 0}
 
 
 @pytest.fixture
@@ -218,8 +221,10 @@ def test_what_training_refuses_is_refused(
     ("change", "ranks", "is_kept"),
     [
         ({}, 1, True),
-        ({"zero_optimization": {**CONFIG["zero_optimization"], "stage": 3}}, 2, True),
+        ({"zero_optimization": SHARDED}, 2, True),
         ({}, 2, False),  # the first backward keeps as much
+        # So do layers that are small enough to be whole on each rank.
+        ({"zero_optimization": {**CONFIG["zero_optimization"], "stage": 3}}, 2, False),
         ({"hytrain": {"accumulation": "layer_major"}}, 1, False),
     ],
 )
@@ -234,8 +239,7 @@ def test_gradients_kept_between_micro_batches_are_counted(
         assert cli.main(["explain", str(path), "--model", str(model), *options]) == 0
         found = json.loads(capsys.readouterr().out)
         bases.append(found["candidates"][0]["gpu_bytes"])
-    parameters = 3 * BLOCK + 2 * 256 * 64 + 64
-    assert bases[1] - bases[0] >= 2 * parameters // ranks * is_kept
+    assert bases[1] - bases[0] >= 2 * PARAMETERS // ranks * is_kept
     assert (bases[1] > bases[0]) == is_kept
 
 
@@ -954,10 +958,34 @@ def test_a_fixed_number_that_does_not_fit_is_no_success(
     assert cli.main([*call, "--gpu-memory", "1.0015"]) == 1
     words = " ".join(capsys.readouterr().out.split())
     assert 'GPU layers fit: set "hytrain.gpu_fraction": "solve", or a share of these.' in words
+    # State, weights and reserve, but not the gradients that wait for their update.
+    assert cli.main([*call, "--gpu-memory", f"{15 * PARAMETERS / 2**30:.15f}"]) == 1
+    words = " ".join(capsys.readouterr().out.split())
+    assert "more than the GPU has: the run would fail in its first step." in words
     call[-1] = "0.001"
     assert cli.main([*call, "--gpu-memory", "64"]) == 1
     words = " ".join(capsys.readouterr().out.split())
     assert "more than the host has: the system may end the run." in words
+
+
+def test_offloaded_activations_count_beside_a_fixed_number(
+    config: Path, model: Path, capsys: Capture
+) -> None:
+    section = {"gpu_fraction": 0.0, "solver": {"host_activation_bytes": 2 << 30}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hytrain": section}))
+    call = ["explain", str(config), "--model", str(model), "--gpu-memory", "64"]
+    assert cli.main([*call, "--host-memory", "2"]) == 1
+    words = " ".join(capsys.readouterr().out.split())
+    assert "more than the host has: the system may end the run." in words
+
+
+def test_what_training_starts_with_is_not_asked_of_a_fixed_number(
+    config: Path, model: Path
+) -> None:
+    section = {"gpu_fraction": 0.5, "solver": {"start": [1, 2]}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hytrain": section}))
+    call = ["explain", str(config), "--model", str(model), "--gpu-memory", "64"]
+    assert cli.main([*call, "--host-memory", "64"]) == 0
 
 
 def test_muon(config: Path, model: Path, capsys: Capture) -> None:

@@ -159,10 +159,7 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
             section: HyTrainConfig, form: TrainingForm, ranks: int, has_inputs: bool
         ) -> Decision:
             sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks, rank=rank)
-            kept, counted = (
-                _kept_gradients(section, form, sizes),
-                inputs if has_inputs else _Inputs(),
-            )
+            counted = inputs if has_inputs else _Inputs()
             solver = section.solver
             if counted.on_host > solver.host_activation_bytes:
                 update = {"host_activation_bytes": counted.on_host}
@@ -173,7 +170,6 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
                 gpus[rank],
                 host // ranks,
                 counted.on_gpu,
-                kept_gradients=kept,
                 shares_host=shares_host,
             )
 
@@ -290,15 +286,6 @@ def _inputs_words(inputs: _Inputs, section: HyTrainConfig) -> str:
         "hytrain.solver.host_activation_bytes). What one block and the loss take while they are "
         "computed comes on top, on the GPU."
     )
-
-
-def _kept_gradients(section: HyTrainConfig, form: TrainingForm, sizes: ModelSizes) -> int:
-    """Bytes on the GPU between micro-batches that are not in what the first backward keeps."""
-    is_counted = sizes.num_ranks > 1 and not form.shards_weights
-    is_layer_major = section.accumulation == "layer_major"
-    if form.accumulation == 1 or is_counted or (is_layer_major and not form.is_direct):
-        return 0
-    return sum(layer.parameters * layer.gradient_itemsize for layer in sizes.layers)
 
 
 def _assumed(arguments: argparse.Namespace, gpu: int | None, host: int) -> list[str]:

@@ -153,7 +153,7 @@ def with_plan(
     refuse_other_job(plan, job, path)
 
     def check_model(sizes: ModelSizes) -> None:
-        blocks, parameters = num_blocks(sizes.layers), sum(sizes.parameters)
+        blocks, parameters = num_blocks(sizes.state.layers), sum(sizes.parameters)
         model = replace(job, num_layers=blocks, parameters=parameters, frozen=0)
         refuse_other_job(plan, model, path)
 

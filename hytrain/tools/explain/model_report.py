@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import MemoryBudgetError, size_text
-from hytrain.formats.moment_kinds import MASTER_BYTES, SPLIT
-from hytrain.placement.build import first_number
-from hytrain.placement.costs import LayerBytes, MemoryLimits, counted, layers_words
-from hytrain.placement.host_master import whole_on_host, with_whole_on_host
+from hytrain.placement.costs import counted, layers_words
+from hytrain.placement.first_decision import StateSizes, decide_first
 from hytrain.placement.memory import (
-    bounds,
     check_fits,
     gpu_peak_bytes,
-    gpu_reserve,
-    host_bytes,
-    host_reserve,
     missing_words,
+    placed_bytes,
     taken_of_host,
 )
+from hytrain.placement.memory_probe import limits_within
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows
 from hytrain.tools.explain.report import memory_text
@@ -35,30 +31,17 @@ class ModelSizes:
 
     Attributes:
         source: where the model's shape is from.
-        layers: this rank's shards, in forward order.
+        state: what its optimizer state takes; weights that are kept on the host count as staging.
         parameters: of each whole layer.
         training_copy_bytes: of weights on this rank's GPU at the peak of a step.
-        staging_bytes: pinned staging on the host, weights that are kept there included.
-        copies_bytes: of it, what takes training copies that split master weights need there.
-        host_weights: of it, weights.
-        largest_parameter: elements of the largest trained one.
-        num_ranks: ranks that share the state.
-        rank: this one.
-        shards_weights: ZeRO-3, on one rank with weights in host memory only: the first backward
-            keeps no whole gradients.
+        host_weights: of those that are kept on the host.
     """
 
     source: str
-    layers: tuple[LayerBytes, ...]
+    state: StateSizes
     parameters: tuple[int, ...]
     training_copy_bytes: int
-    staging_bytes: int
-    num_ranks: int
-    rank: int
-    shards_weights: bool = False
-    copies_bytes: int = 0
     host_weights: int = 0
-    largest_parameter: int = 0
 
 
 def first_decision(
@@ -68,58 +51,15 @@ def first_decision(
     host_bytes: int,
     activation_bytes: int = 0,
     *,
-    kept_gradients: int = 0,
     shares_host: bool = False,
 ) -> Decision:
-    """What a run begins with, before anything but sizes is known; ``gpu_bytes``: None without a
-    GPU; ``activation_bytes``: known ones on the GPU; ``kept_gradients``: see
-    :class:`MemoryLimits`; ``shares_host``: its memory is the host's."""
-    solver, base = config.solver, sizes.training_copy_bytes + activation_bytes
-    whole = zip(sizes.parameters, sizes.layers, strict=True)
-    gradients = [parameters * layer.gradient_itemsize for parameters, layer in whole]
-    if sizes.shards_weights:
-        base += 2 * max(gradients)  # one is reduced, or sent, while the next one comes
-    elif sizes.num_ranks > 1:
-        # The first backward learns the order of the layers and keeps all gradients until its end.
-        base += sum(gradients)
-    limits = MemoryLimits(
-        gpu=gpu_bytes,
-        gpu_reserve=gpu_reserve(solver.gpu_memory_reserve_bytes, gpu_bytes or 0),
-        gpu_base=base,
-        host=host_bytes,
-        host_reserve=host_reserve(solver.host_memory_reserve_bytes, host_bytes),
-        host_base=solver.host_activation_bytes,
-        kept_gradients=kept_gradients,
-        shares_host=shares_host,
-    )
-    layers, staging, why = sizes.layers, sizes.staging_bytes, ""
-    if config.master == SPLIT and layers[0].keeps_pending:
-        whole, least = with_whole_on_host(layers), staging - sizes.copies_bytes
-        fraction = config.gpu_fraction
-        fixed = None if fraction == "solve" else round(fraction * len(layers))
-        # As training: a fixed number is refused where a save does not fit beside it.
-        saved = 0 if fixed is None else 2 * MASTER_BYTES * sizes.largest_parameter
-        is_whole, why = whole_on_host(whole, limits, least + saved, fixed)
-        if is_whole:
-            layers, staging = whole, least
-    fitting = bounds(layers, limits, staging)
-    target, reason = 0, "no number fits"
-    if fitting.fits:
-        target, reason = first_number(solver.start, fitting, sizes.rank, sizes.num_ranks)
-    if isinstance(config.gpu_fraction, float):
-        target, reason = round(config.gpu_fraction * len(sizes.layers)), "gpu_fraction is fixed"
-    return Decision(
-        step=0,
-        gpu_layers_before=target,
-        gpu_layers_target=target,
-        num_layers=len(sizes.layers),
-        reason=reason,
-        bounds=fitting,
-        layer_bytes=layers,
-        limits=limits,
-        staging_bytes=staging,
-        host_master_reason=why,
-    )
+    """What a run begins with; ``gpu_bytes``: None without a GPU; ``activation_bytes``: known ones
+    on the GPU; ``shares_host``: its memory is the host's."""
+    base = sizes.training_copy_bytes + activation_bytes + sizes.state.first_backward_bytes
+    # Training finds weights on the host there, and a reserve is a share of what is left.
+    limits = limits_within(config.solver, gpu_bytes, base, host_bytes - sizes.host_weights)
+    limits = replace(limits, host=host_bytes, shares_host=shares_host)
+    return decide_first(config, sizes.state, limits)
 
 
 def has_room(config: HyTrainConfig, decision: Decision) -> bool:
@@ -128,13 +68,17 @@ def has_room(config: HyTrainConfig, decision: Decision) -> bool:
     return found.fits if config.gpu_fraction == "solve" else found.allow(decision.gpu_layers_target)
 
 
-def _misfit(decision: Decision) -> str:
+def _misfit(sizes: ModelSizes, decision: Decision) -> str:
     """What becomes of a run whose fixed number does not fit with the reserves."""
-    limits, target = decision.limits, decision.gpu_layers_target
-    gpu = gpu_peak_bytes(decision.layer_bytes, limits, target)
-    if limits.gpu is not None and gpu > limits.gpu:
-        return "takes more than the GPU has: the run would be refused"
-    if host_bytes(decision.layer_bytes, target, decision.staging_bytes) > limits.host:
+    layers, limits, target = decision.layer_bytes, decision.limits, decision.gpu_layers_target
+    if limits.gpu is not None and not limits.shares_host:
+        # Training refuses without counting activations, or gradients that wait for their update.
+        base = sizes.training_copy_bytes + sizes.state.first_backward_bytes
+        if base + placed_bytes(layers, target) > limits.gpu:
+            return "takes more than the GPU has: the run would be refused"
+        if gpu_peak_bytes(layers, limits, target) > limits.gpu:
+            return "takes more than the GPU has: the run would fail in its first step"
+    if taken_of_host(layers, limits, decision.staging_bytes, target) > limits.host:
         return "takes more than the host has: the system may end the run"
     return "fits only in what is kept in reserve: the run would start, and take that"
 
@@ -151,7 +95,7 @@ def verdict_of(
     number = f"k = {target / decision.num_layers:.3g}"
     number += f" ({target} of {decision.num_layers} layers on the {limits.device})"
     if is_fixed and not has_room(config, decision):
-        text = f"Does not fit: the fixed {number} {_misfit(decision)}."
+        text = f"Does not fit: the fixed {number} {_misfit(sizes, decision)}."
         if not fitting.fits:
             return f"{text} No number fits; try {advice[0]}."
         text += f" {_fitting_words(decision)}"
@@ -174,7 +118,7 @@ def verdict_of(
         start, numbers = f"the fixed {number}", f" {_fitting_words(decision)}."
     elif most > target:
         start += f"; training may move up to {most} there, where activations leave room"
-    each = "; of this rank" if sizes.num_ranks > 1 else ""
+    each = "; of this rank" if sizes.state.num_ranks > 1 else ""
     return (
         f"{fits}: {start}: {on_gpu}, {on_host} of the host's {size_text(limits.host)}{each}."
         f"{numbers}{_room_words(decision)}"
@@ -220,12 +164,13 @@ def model_text(
         is_muon: whether Muon updates.
     """
     shared = ""
-    if sizes.num_ranks > 1:
-        own = sum(layer.parameters for layer in sizes.layers)
-        shared = f"; rank {sizes.rank} of {sizes.num_ranks} owns the state of {own / 1e6:,.1f} M"
+    state = sizes.state
+    if state.num_ranks > 1:
+        own = sum(layer.parameters for layer in state.layers)
+        shared = f"; rank {state.rank} of {state.num_ranks} owns the state of {own / 1e6:,.1f} M"
     lines = [
         f"Model: {sizes.source}: {sum(sizes.parameters) / 1e6:,.1f} M parameters in "
-        f"{layers_words(sizes.layers)}{shared}. Activations are not counted, except what --seq "
+        f"{layers_words(state.layers)}{shared}. Activations are not counted, except what --seq "
         "gives: a run measures them in its first step."
     ]
     if not is_muon:  # which has no plans

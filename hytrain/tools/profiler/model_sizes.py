@@ -7,6 +7,7 @@ The model is made on torch's meta device, where weights have shapes and no memor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,9 @@ from hytrain.kernels.device_optimizer import DeviceOptimizer
 from hytrain.kernels.muon import MUON
 from hytrain.model.layer_state import LayerState
 from hytrain.model.state_format import StateFormat
-from hytrain.offload.cpu_updater import CpuSettings, slot_plan
+from hytrain.offload.cpu_updater import CpuSettings
 from hytrain.optimizer.model_cut import CutLayer, CutPart, cut_model, live_bytes
-from hytrain.placement.build import layer_bytes_of
+from hytrain.placement.first_decision import state_sizes
 from hytrain.tools.explain.model_report import ModelSizes
 from hytrain.tools.explain.training_form import TrainingForm
 from hytrain.tools.profiler.language_model import build_language_model, hidden_size, read_config
@@ -56,21 +57,24 @@ def read_model_sizes(
     cut = cut_model(model, group_of, config, num_ranks, gathers, optimizers)
     parts = [part for layer in cut for part in layer.trained]
     states = [_without_memory(part, config, form, rank) for part in parts]
-    settings = CpuSettings(1, config.offload.chunk_elements, direct=form.is_direct)
-    plan = slot_plan(states, settings)
+    state = state_sizes(
+        states,
+        config,
+        CpuSettings(1, config.offload.chunk_elements, direct=form.is_direct),
+        largest_parameter=max(slot.numel for part in parts for slot in part.layout.slots),
+        rank=rank,
+        num_ranks=num_ranks,
+        shards_weights=any(layer.sharded for layer in cut),
+        stage=form.stage,
+        micro_batches=form.accumulation,
+    )
     on_gpu, on_host = _weights(model, cut, gathers, form, rank)
     return ModelSizes(
         source=str(path),
-        layers=tuple(layer_bytes_of(state, direct=form.is_direct) for state in states),
+        state=replace(state, staging_bytes=state.staging_bytes + on_host),
         parameters=tuple(part.layout.numel for part in parts),
         training_copy_bytes=on_gpu,
-        staging_bytes=plan.staging_bytes + on_host,
-        num_ranks=num_ranks,
-        rank=rank,
-        shards_weights=any(layer.sharded for layer in cut),
-        copies_bytes=plan.copy_bytes,
         host_weights=on_host,
-        largest_parameter=max(slot.numel for part in parts for slot in part.layout.slots),
     )
 
 

@@ -22,6 +22,7 @@ from hytrain.config import HyTrainConfig
 from hytrain.formats.profile_file import ProfiledModel, ProfileFile
 from hytrain.kernels.host_memory import PAGE
 from hytrain.optimizer import model_cut
+from hytrain.tools.explain.model_report import first_decision
 from hytrain.tools.explain.training_form import TrainingForm, read_form
 from hytrain.tools.planner.cost_model import Collectives, Workload, gpu_bytes, host_bytes, workload
 from hytrain.tools.planner.problem import PlanProblem
@@ -40,6 +41,7 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 97,
     "tie_word_embeddings": False,
 }
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
 # A block has 41 088 parameters, the embedding 6 208: what stays there at the turn, what is ahead.
 KEYS: list[dict[str, int]] = [
     {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
@@ -122,7 +124,7 @@ def test_weights_are_where_a_run_will_have_them(
         assert on_gpu == pytest.approx(sizes.training_copy_bytes, rel=0.01)
         # The host's weights, beside what staging takes with or without them.
         weights = host_bytes(problem, 0.0, shard, work.offloaded) - problem.host_state_bytes * shard
-        actual = sizes.staging_bytes - there.staging_bytes
+        actual = sizes.state.staging_bytes - there.state.staging_bytes
         assert weights == pytest.approx(actual, rel=0.01)
 
 
@@ -143,29 +145,47 @@ def test_explain_counts_the_pieces_that_a_run_has(config_file: Path) -> None:
     with patch.object(model_cut, "MOST_ELEMENTS", 30_000), built(model, make_config()) as engine:
         sizes = read_model_sizes(config_file, HyTrainConfig(), form, num_ranks=1, rank=0)
         states = [(state.name, state.shard_size) for state in engine.optimizer.layer_states]
-    assert [(layer.name, layer.parameters) for layer in sizes.layers] == states
+    assert [(layer.name, layer.parameters) for layer in sizes.state.layers] == states
     assert len(states) > LLAMA["num_hidden_layers"] + 2
     assert max(size for _, size in states) <= 30_000
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize(("moments", "clipping"), [("fp32", 0.0), ("bf16", 1.0), ("8bit", 1.0)])
-def test_explain_counts_what_an_engine_with_muon_takes(
-    config_file: Path, moments: str, clipping: float
+@pytest.mark.parametrize(
+    ("clipping", "section", "others"),
+    [
+        (0.0, {}, MUON),
+        (1.0, {"moments": "bf16"}, MUON),
+        (1.0, {"moments": "8bit"}, MUON),
+        (1.0, {"gpu_fraction": 0.5}, {}),
+        (1.0, {"gpu_fraction": 0.5, "solver": {"start": [1, 2]}}, {}),
+        (0.0, {"moments": "bf16", "solver": {"start": [3]}}, {"gradient_accumulation_steps": 2}),
+        (1.0, {"accumulation": "layer_major"}, {"gradient_accumulation_steps": 2}),
+        (1.0, {"master": "split"}, {}),
+        (1.0, {"master": "split", "gpu_fraction": 0.0}, {"gradient_accumulation_steps": 2}),
+    ],
+)
+def test_explain_shows_what_a_run_begins_with(
+    config_file: Path, clipping: float, section: dict[str, Any], others: dict[str, Any]
 ) -> None:
-    config = make_config(clipping=clipping, hytrain={"moments": moments})
-    config["optimizer"] = {"type": "Muon", "params": {"lr": 0.02}}
+    config = make_config(clipping=clipping, hytrain=section) | others
     model = build_language_model(read_config(config_file), config_file).bfloat16()
     with built(model, config) as engine:
         decision = engine.optimizer.placement.decisions[0]
-    section = HyTrainConfig.from_deepspeed(config)
-    assert section is not None
-    sizes = read_model_sizes(config_file, section, read_form(config), num_ranks=1, rank=0)
-    assert sizes.layers == decision.layer_bytes
-    assert sizes.staging_bytes == decision.staging_bytes
-    matrices = [layer for layer in sizes.layers if layer.is_streamed]
-    assert len(matrices) == LLAMA["num_hidden_layers"]
-    assert all(layer.piece_bytes and layer.work_bytes for layer in matrices)
+        terms = engine.optimizer.placement._peak_inputs(0)
+    own = HyTrainConfig.from_deepspeed(config)
+    assert own is not None
+    sizes = read_model_sizes(config_file, own, read_form(config), num_ranks=1, rank=0)
+    told = first_decision(own, sizes, None, decision.limits.host)
+    # A GPU that there is not has weights in explain; a number that is given is not bounded.
+    limits = replace(told.limits, gpu_base=0)
+    assert replace(told, limits=limits, bounds=decision.bounds) == decision
+    state = sizes.state
+    assert (state.gradients, state.kept_gradients) == (terms.gradients, terms.kept_gradients)
+    assert state.largest_parameter == terms.largest_parameter
+    streamed = [layer for layer in decision.layer_bytes if layer.is_streamed]
+    assert len(streamed) == (LLAMA["num_hidden_layers"] if others is MUON else 0)
+    assert all(layer.piece_bytes and layer.work_bytes for layer in streamed)
 
 
 def _shape(config_file: Path, kind: str) -> ProfiledModel:

@@ -20,6 +20,7 @@ from hytrain.cost.step import StepCosts
 from hytrain.errors import ConfigError, PlacementError
 from hytrain.formats.record import checked
 from hytrain.placement.costs import LayerBytes
+from hytrain.placement.first_decision import StateSizes
 from hytrain.placement.memory import Bounds
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows, closed_form_layers
@@ -368,15 +369,14 @@ def test_wrong_values_of_the_configuration_are_named(key: str, value: object) ->
 
 def _sizes(num_ranks: int = 1) -> ModelSizes:
     whole = (98_000_000, *[113_000_000] * 24, 98_000_000)
-    return ModelSizes(
-        source="a model",
+    state = StateSizes(
         layers=tuple(LayerBytes(f"layer {i}", n // num_ranks) for i, n in enumerate(whole)),
-        parameters=whole,
-        training_copy_bytes=2 * sum(whole),
+        gradients=tuple(2 * n for n in whole),
         staging_bytes=GIB // 4,
+        largest_parameter=98_000_000,
         num_ranks=num_ranks,
-        rank=0,
     )
+    return ModelSizes("a model", state, whole, 2 * sum(whole))
 
 
 def _text(config: HyTrainConfig, gpu_gib: int, host_gib: int) -> str:
@@ -392,6 +392,12 @@ def test_several_ranks_need_room_for_all_gradients_of_the_first_backward() -> No
         first_decision(config, _sizes(n), 139 * GIB, 128 * GIB).limits.gpu_base for n in (1, 2)
     )
     assert two - one == 2 * sum(_sizes().parameters)
+
+
+def test_a_reserve_is_a_share_of_what_weights_on_the_host_leave() -> None:
+    sizes = replace(_sizes(), host_weights=28 * GIB)
+    limits = first_decision(HyTrainConfig(), sizes, 139 * GIB, 128 * GIB).limits
+    assert (limits.host, limits.host_reserve) == (128 * GIB, 3 * GIB)
 
 
 @pytest.mark.parametrize(("host_gib", "is_limited"), [(128, False), (30, True)])

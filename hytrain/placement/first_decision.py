@@ -1,0 +1,178 @@
+"""The decision that a job begins with, before anything but sizes is known: training makes it, and
+``hytrain explain`` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hytrain.config import HyTrainConfig
+from hytrain.errors import ConfigError
+from hytrain.formats.moment_kinds import MASTER_BYTES, SPLIT
+from hytrain.model.layer_state import LayerState
+from hytrain.offload.cpu_updater import CpuSettings, slot_plan
+from hytrain.offload.streamed_update import piece_bytes, work_bytes
+from hytrain.placement.costs import LayerBytes, MemoryLimits
+from hytrain.placement.host_master import whole_on_host, with_whole_on_host
+from hytrain.placement.memory import Bounds, bounds
+from hytrain.placement.records import Decision
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """What a rank's first decision is made from, beside memory.
+
+    Attributes:
+        layers: this rank's shards, in forward order; split master weights are split on both sides.
+        gradients: bytes of each layer's gradient as one rank computes it.
+        staging_bytes: pinned staging on the host.
+        copies_bytes: of it, what takes training copies that split master weights need there.
+        largest_parameter: elements of the largest parameter.
+        rank: this one.
+        num_ranks: ranks that share the state.
+        shards_weights: ZeRO-3 keeps shards of the training copy only: the first backward keeps no
+            whole gradients.
+        kept_gradients: bytes of gradients that a step keeps from one micro-batch to the next.
+    """
+
+    layers: tuple[LayerBytes, ...]
+    gradients: tuple[int, ...]
+    staging_bytes: int
+    largest_parameter: int
+    rank: int = 0
+    num_ranks: int = 1
+    shards_weights: bool = False
+    copies_bytes: int = 0
+    kept_gradients: int = 0
+
+    @property
+    def first_backward_bytes(self) -> int:
+        """What gradients take on the GPU in it, beside those that wait there for an update."""
+        if self.shards_weights:
+            return 2 * max(self.gradients)  # one is reduced, or sent, while the next one comes
+        # That of several ranks learns the order of the layers and keeps all until its end.
+        return sum(self.gradients) if self.num_ranks > 1 else 0
+
+
+def state_sizes(
+    states: Sequence[LayerState],
+    config: HyTrainConfig,
+    cpu: CpuSettings,
+    *,
+    largest_parameter: int,
+    rank: int,
+    num_ranks: int,
+    shards_weights: bool,
+    stage: int,
+    micro_batches: int,
+) -> StateSizes:
+    """The sizes of layers whose state need not be there yet; ``micro_batches``: of a step."""
+    plan, kept = slot_plan(states, cpu), 0
+    # Layer by layer the first step keeps them where a committed update would not let it begin anew.
+    if micro_batches > 1 and (config.accumulation != "layer_major" or cpu.direct):
+        is_reduced = stage >= 2 and num_ranks > 1
+        kept = sum(
+            (state.shard_size if is_reduced else state.layout.size) * state.gradient_dtype.itemsize
+            for state in states
+        )
+    return StateSizes(
+        layers=tuple(_layer_bytes(state, direct=cpu.direct) for state in states),
+        gradients=tuple(state.layout.size * state.gradient_dtype.itemsize for state in states),
+        staging_bytes=plan.staging_bytes,
+        largest_parameter=largest_parameter,
+        rank=rank,
+        num_ranks=num_ranks,
+        shards_weights=shards_weights,
+        copies_bytes=plan.copy_bytes,
+        kept_gradients=kept,
+    )
+
+
+def _layer_bytes(state: LayerState, *, direct: bool) -> LayerBytes:
+    """What a layer takes on this rank."""
+    return LayerBytes(
+        state.name,
+        state.shard_size,
+        state.gradient_dtype.itemsize,
+        max(segment.dtype.itemsize for segment in state.layout.segments),
+        keeps_pending=not direct,
+        moments=state.form.name,
+        master=state.form.master,
+        streamed_states=state.form.optimizer and len(state.form.optimizer.states),
+        piece_bytes=piece_bytes(state),
+        work_bytes=work_bytes(state),
+    )
+
+
+def decide_first(config: HyTrainConfig, sizes: StateSizes, limits: MemoryLimits) -> Decision:
+    """Where a rank's layers are to begin with.
+
+    A fixed ``gpu_fraction`` is taken as it is. Otherwise the first step runs at the smallest k that
+    fits, or at ``solver.start``: activations are not known yet. Where none fits, that is what the
+    decision's ``bounds`` say.
+
+    Each rank chooses by itself how master weights on the host are kept: results are the same, bit
+    for bit.
+
+    Raises:
+        ConfigError: ``solver.start`` is for another number of ranks.
+    """
+    if sizes.num_ranks == 1 or sizes.shards_weights:
+        # Elsewhere what is known has all gradients of the first backward, which are no fewer.
+        limits = replace(limits, kept_gradients=sizes.kept_gradients)
+    layers, staging, why = _host_master(config, sizes, limits)
+    fitting = bounds(layers, limits, staging)
+    number, reason = _first_number(config, sizes, fitting)
+    return Decision(
+        step=0,
+        gpu_layers_before=number,
+        gpu_layers_target=number,
+        num_layers=len(layers),
+        reason=reason,
+        bounds=fitting,
+        layer_bytes=layers,
+        limits=limits,
+        staging_bytes=staging,
+        host_master_reason=why,
+    )
+
+
+def _host_master(
+    config: HyTrainConfig, sizes: StateSizes, limits: MemoryLimits
+) -> tuple[tuple[LayerBytes, ...], int, str]:
+    """The layers and pinned staging with master weights on the host as they are kept, and why."""
+    layers, staging = sizes.layers, sizes.staging_bytes
+    if config.master != SPLIT or not layers[0].keeps_pending:
+        return layers, staging, ""
+    whole, least = with_whole_on_host(layers), staging - sizes.copies_bytes
+    fraction = config.gpu_fraction
+    fixed = None if fraction == "solve" else round(fraction * len(layers))
+    # A fixed number is refused where a save does not fit beside it: then late updates do.
+    saved = 0 if fixed is None else 2 * MASTER_BYTES * sizes.largest_parameter
+    is_whole, why = whole_on_host(whole, limits, least + saved, fixed)
+    return (whole, least, why) if is_whole else (layers, staging, why)
+
+
+def _first_number(config: HyTrainConfig, sizes: StateSizes, allowed: Bounds) -> tuple[int, str]:
+    """GPU layers of the first steps, and why."""
+    fraction, start = config.gpu_fraction, config.solver.start
+    if fraction != "solve":
+        return round(fraction * allowed.num_layers), f"gpu_fraction is {fraction}"
+    if start is not None and len(start) != sizes.num_ranks:
+        raise ConfigError(
+            f'"hytrain.solver.start" has {len(start)} numbers but the job has '
+            f"{sizes.num_ranks} ranks: give one number a rank"
+        )
+    if not allowed.fits:
+        return 0, "no number fits"
+    if start is None:
+        number = allowed.min_gpu_layers
+        return number, (
+            "before the first step, when times and activations are not known: the fewest GPU "
+            f"layers that fit, {number} of {allowed.num_layers}"
+        )
+    number = allowed.clamp(start[sizes.rank])
+    return number, (
+        f"before the first step: solver.start is {start[sizes.rank]}, which is "
+        f"{number} of {allowed.num_layers} layers within the bounds of memory"
+    )
