@@ -1,8 +1,10 @@
-"""What models take in README.md and docs/memory.md is what `hytrain explain` computes."""
+"""What `hytrain explain` and `hytrain plan` say in the documents is what they print."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +76,46 @@ def test_the_table_is_computed(
         found = found or [round(on_host["gpu_bytes"] / 2**30)]
         found.append(round(on_host["host_bytes"] / 2**30))
     assert found == _rows("README.md")[model]
+
+
+def _commands(page: str, beginning: str) -> list[tuple[list[str], str]]:
+    """Arguments and the output shown of a page's commands that begin so."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^    \$ hytrain (.*(?:\n(?: {4}.*)?)*)", text, flags=re.MULTILINE)
+    found = [re.split(r"(?<!\\)\n {4}", block, maxsplit=1) for block in blocks]
+    return [
+        (shlex.split(command.replace("\\\n", " ")), re.sub("^ {4}", "", output, flags=re.MULTILINE))
+        for command, output in found
+        if command.startswith(beginning)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "beginning"),
+    [
+        ("docs/cli.md", "explain ds_config.json"),
+        ("docs/cli.md", "plan --gpus"),
+        ("docs/unequal_gpus.md", "plan --gpus"),
+    ],
+)
+def test_outputs_are_what_the_commands_print(
+    page: str,
+    beginning: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers", reason="a shape is a configuration of transformers")
+    monkeypatch.chdir(tmp_path)
+    for name in ("Qwen3-4B", "Qwen3-8B"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(SHAPES[name]))
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "zero_optimization": zero}
+    config |= {"train_micro_batch_size_per_gpu": "auto", "zero_force_ds_cpu_optimizer": False}
+    Path("ds_config.json").write_text(json.dumps(config | {"hytrain": {"moments": "8bit"}}))
+    ((arguments, shown),) = _commands(page, beginning)
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    for part in shown.strip("\n").split("\n[...]"):
+        assert part.strip("\n") in printed
