@@ -50,7 +50,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class PlanError(HyTrainError, ValueError):
-    """A profile or a plan cannot be used: unreadable, of another job, or nothing fits."""
+    """A profile or a plan cannot be used: unreadable, or of another job."""
 
 
 class TraceError(HyTrainError, ValueError):

@@ -24,6 +24,18 @@ _CODE_BLOCK = 64
 """Elements that share an exponent, of one byte, where moments are 8-bit codes."""
 
 
+def smaller_states(
+    moments: MomentsName, master: MasterName, *, can_split: bool
+) -> list[tuple[MomentsName, MasterName]]:
+    """These moments and master weights, and those that take fewer bytes, the smallest change first;
+    ``can_split``: whether master weights may be split."""
+    masters: list[MasterName] = [master]
+    if can_split and master != SPLIT:
+        masters.append(SPLIT)
+    kinds = MOMENTS[MOMENTS.index(moments) :]
+    return [(kind, one) for one in masters for kind in kinds]
+
+
 def moment_bytes(moments: str, parameters: int) -> int:
     """Bytes of both moments of so many parameters."""
     exponents = -(-parameters // _CODE_BLOCK) if moments == "8bit" else 0

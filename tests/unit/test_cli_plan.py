@@ -64,6 +64,15 @@ def _error(capsys: Capture, *arguments: object) -> str:
     return captured.err
 
 
+def _misfit(capsys: Capture, *arguments: object) -> str:
+    """What is said where nothing fits, in a line; as printed no line is too long."""
+    assert _run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert max(map(len, captured.err.splitlines())) <= 100
+    return " ".join(captured.err.split())
+
+
 def _json(capsys: Capture, *arguments: object) -> dict[str, Any]:
     assert _run(*arguments, "--json") == 0
     return json.loads(capsys.readouterr().out)
@@ -201,7 +210,7 @@ def test_files_are_looked_at_before_anything_is_planned(
     config = tmp_path / "ds.json"
     config.write_text("{}")
     before = {path: path.read_bytes() for path in (profile, config, model / "config.json")}
-    monkeypatch.setattr("hytrain.tools.cli.plan._profile", None)  # no work is done
+    monkeypatch.setattr("hytrain.tools.cli.plan.profile_of", None)  # no work is done
     given = ("--profile", profile, "--batch", 8, "--deepspeed-config", config, "--model", model)
     for path, owner in (
         (profile, "--profile"),
@@ -223,7 +232,7 @@ def test_files_are_looked_at_before_anything_is_planned(
 def test_batches_that_would_take_minutes_are_refused_at_once(
     profile: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hytrain.tools.cli.plan._profile", None)  # no work is done
+    monkeypatch.setattr("hytrain.tools.cli.plan.profile_of", None)  # no work is done
     text = _error(capsys, "--profile", profile, "--batch", 65_537)
     assert "--batch 65537: at most 65536 samples are planned for" in text
 
@@ -244,9 +253,9 @@ def test_nothing_that_fits_is_an_error_that_says_what_is_missing(
     made = a_profile("one", device)
     poor = a_host("one", device, gigabytes=2)
     path = _write(tmp_path, made.model_copy(update={"hosts": (poor,)}))
-    text = _error(capsys, "--profile", path, "--batch", 4)
-    assert "nothing fits" in text
-    assert "GiB is missing" in text
+    text = _misfit(capsys, "--profile", path, "--batch", 4)
+    assert text.startswith("Does not fit: 16.25 GiB missing. The GPUs and hosts can hold 4.2% of")
+    assert text.endswith("memory for 16.25 GiB is missing, on any host or GPU.")
 
 
 def _small(folder: Path, gigabytes: float, host: int) -> Path:
@@ -262,8 +271,8 @@ def test_weights_go_to_the_host_where_that_is_asked_for(tmp_path: Path, capsys: 
     arguments = ("--profile", path, "--batch", 4)
     # Below stage 3 and with it, what would help is said; the former wherever it is enough.
     for stage in ((), ("--stage", 3)):
-        text = _error(capsys, *arguments, *stage)
-        assert text.rstrip().endswith("; it would fit with --stage 3 --offload-param cpu")
+        text = _misfit(capsys, *arguments, *stage)
+        assert re.match(r"Does not fit: .*; try --stage 3 --offload-param cpu \([^,]*\)\. ", text)
     out = tmp_path / "plan.json"
     record = _json(capsys, *arguments, "--stage", 3, "--offload-param", "cpu", "--out", out)
     assert record["offload_param"] == read_plan(out).offload_param == "cpu"
@@ -273,7 +282,7 @@ def test_weights_go_to_the_host_where_that_is_asked_for(tmp_path: Path, capsys: 
     assert "only stage 3" in _error(capsys, *arguments, "--offload-param", "cpu")
     # Where not even that helps, nothing is promised.
     poor = _small(tmp_path, 4.5, 8)
-    assert "would fit" not in _error(capsys, "--profile", poor, "--batch", 4)
+    assert "try" not in _misfit(capsys, "--profile", poor, "--batch", 4)
 
 
 def test_stage_and_offload_param_are_those_of_the_configuration(
@@ -349,8 +358,8 @@ def test_a_lower_stage_is_named_where_it_fits(tmp_path: Path, capsys: Capture) -
         "--accumulation",
         "layer_major",
     )
-    text = _error(capsys, *arguments, "--stage", 3)
-    assert text.rstrip().endswith("; it would fit with --stage 2")
+    text = _misfit(capsys, *arguments, "--stage", 3)
+    assert "; try --stage 2 (" in text
     assert _run(*arguments, "--stage", 2) == 0
     capsys.readouterr()
 
@@ -359,8 +368,8 @@ def test_what_fits_on_the_gpu_is_named(tmp_path: Path, capsys: Capture) -> None:
     # The host holds the state, but not the weights besides.
     path = _small(tmp_path, 12, 12)
     arguments = ("--profile", path, "--batch", 1)
-    text = _error(capsys, *arguments, "--stage", 3, "--offload-param", "cpu")
-    assert text.rstrip().endswith("; it would fit without --offload-param")
+    text = _misfit(capsys, *arguments, "--stage", 3, "--offload-param", "cpu")
+    assert "; try without --offload-param (" in text
     assert _run(*arguments, "--stage", 3) == 0
     capsys.readouterr()
 
@@ -380,7 +389,7 @@ def test_a_first_backward_may_do_without_its_gradients(tmp_path: Path, capsys: C
 def test_what_is_short_is_said_of_the_plan_that_lacks_less(tmp_path: Path, capsys: Capture) -> None:
     # With gradients the GPU lacks more than both do without them; 20 GB of host would do.
     arguments = ("--batch", 4, "--stage", 3)
-    text = _error(capsys, "--profile", _small(tmp_path, 6, 18), *arguments)
+    text = _misfit(capsys, "--profile", _small(tmp_path, 6, 18), *arguments)
     assert "GiB is missing, on any host or GPU" in text
     assert _run("--profile", _small(tmp_path, 6, 20), *arguments) == 0
     capsys.readouterr()
@@ -684,20 +693,22 @@ def test_a_batch_that_is_too_large_is_said_to_be(model: Path, capsys: Capture) -
     large = {"num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 13824}
     (model / "config.json").write_text(json.dumps(LLAMA | large))
     call = ["--gpus", "a10040gb", "--model", model, "--host-memory", 512, "--batch"]
-    text = _error(capsys, *call, 512)
+    text = _misfit(capsys, *call, 512)
     found = re.search(r"it is enough for (\d+) of the batch's 512 samples", text)
     assert found is not None
     assert "GiB of gradients stay on each GPU between micro-batches" in text
-    assert "; it would fit with --stage 3 --offload-param cpu" in text
     most = int(found[1])
-    assert f"plan with --batch {most}, or less" in text
+    assert f"; try --batch {most} or less (" in text
+    assert "), or --stage 3 --offload-param cpu (" in text
     assert sum(rank["batch_size"] for rank in _json(capsys, *call, most)["ranks"]) == most
     # Where the smaller batch lacks host memory, it is no advice.
     call[5] = 64
-    text = _error(capsys, *call, 512)
-    assert "plan with --batch" not in text
+    text = _misfit(capsys, *call, 512)
+    assert "try --batch" not in text
     assert f"; with --batch {most}, the GPUs and hosts can hold " in text
-    assert "is missing, on any host or GPU" in _error(capsys, *call, most)
+    alone = _misfit(capsys, *call, most)
+    assert "is missing, on any host or GPU" in alone
+    assert text.partition(" GiB missing")[0] == alone.partition(" GiB missing")[0]
 
 
 def test_a_plan_is_no_slower_than_its_even_split(
@@ -726,55 +737,80 @@ def test_short_host_memory_is_told_beside_short_gpu_memory(model: Path, capsys: 
     large = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288}
     (model / "config.json").write_text(json.dumps(LLAMA | large | {"vocab_size": 151936}))
     call = ["--model", model, "--batch", 8, "--stage", 3, "--gpus"]
-    text = _error(capsys, *call, "l4")
+    text = _misfit(capsys, *call, "l4")
     sides = re.findall(r"(GPU|host) memory is short: the .*? can use (\S+) .*? hold (\S+) at", text)
     assert [side for side, *_ in sides] == ["GPU", "host"]
     assert all(float(usable) < float(least) for _, usable, least in sides)
     assert sides[1][1] == "61.58"  # 64 GiB, the reserve and staging
     # Without the first backward's gradients the GPU is large enough: the host is what is short.
-    text = _error(capsys, *call, "rtx4090", "--offload-param", "cpu")
+    text = _misfit(capsys, *call, "rtx4090", "--offload-param", "cpu")
     assert "with 22.60 GiB of GPU memory and 61.58 of host memory: memory for " in text
     # The weights alone are too much for the GPU, and the state for the host; a large host has room.
     (model / "config.json").write_text(json.dumps(LLAMA | large | {"num_hidden_layers": 60}))
     call[5] = 2
     words = "; host memory is short: the host (host0) can use "
-    assert words in _error(capsys, *call, "rtx4090").partition("weights alone")[2]
-    assert words not in _error(capsys, *call, "rtx4090", "--host-memory", 512)
+    assert words in _misfit(capsys, *call, "rtx4090").partition("weights alone")[2]
+    assert words not in _misfit(capsys, *call, "rtx4090", "--host-memory", 512)
 
 
 def test_what_would_fit_is_told_with_amounts(model: Path, capsys: Capture) -> None:
     large = {"num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 13824}
     (model / "config.json").write_text(json.dumps(LLAMA | large))
     call = ["--gpus", "l4", "--model", model, "--batch", 1]
-    text = _error(capsys, *call)
+    text = _misfit(capsys, *call)
     assert (
         "too little for the weights alone; host memory is short: the host (host0) can use" in text
     )
-    assert "at least, for optimizer state; it would fit with --stage 3 --offload-param cpu" in text
     assert "64 GiB of host memory (--host-memory)" in text
-    found = re.search(r"offload-param cpu (--host-memory \d+)", text)
-    assert found is not None
-    streamed = ("--stage", 3, "--offload-param", "cpu", *found[1].split())
-    assert _run(*call, *streamed) == 0
-    capsys.readouterr()
-    large["num_hidden_layers"] = 12
+    # Smaller state and more memory; with 90 GiB the former alone.
+    streamed = ["--stage", "3", "--offload-param", "cpu"]
+    assert _planned_remedies(capsys, text, *call) == [
+        [*streamed, "--moments", "8bit", "--host-memory", "128"]
+    ]
+    call += ["--host-memory", 90]
+    found = _planned_remedies(capsys, _misfit(capsys, *call), *call)
+    smaller = [*streamed, "--moments", "8bit", "--master", "split"]
+    assert found == [smaller, [*streamed, "--host-memory", "180"]]
+    # A smaller change does not fit.
+    assert "Does not fit" in _misfit(capsys, *call, *smaller[:-2])
+
+
+def _planned_remedies(capsys: Capture, text: str, *call: object) -> list[list[str]]:
+    """The flags that are told to help, each of which is planned."""
+    found = re.findall(r"(--\S[^()]*) \((\S+) s a step", text.partition("Assumed")[0])
+    for flags, seconds in found:
+        record = _json(capsys, *call, *flags.split())
+        assert f"{record['predicted']['step_seconds']:.3g}" == seconds
+    return [flags.split() for flags, _ in found]
+
+
+def test_what_would_fit_with_smaller_state_is_told(model: Path, capsys: Capture) -> None:
+    large = {"num_hidden_layers": 12, "hidden_size": 5120, "intermediate_size": 13824}
     (model / "config.json").write_text(json.dumps(LLAMA | large))
-    text = _error(capsys, *call, "--host-memory", 38)
-    assert text.endswith("it would fit with --master split\n")
-    assumed = text.partition(": nothing fits (assumed: ")[2].partition("): ")[0]
+    call = ["--gpus", "l4", "--model", model, "--batch", 1, "--host-memory", 38]
+    text = _misfit(capsys, *call)
+    assert "; try --moments bf16 (" in text
+    assert "), or --host-memory 76 (" in text
+    assumed = text.partition("Assumed: ")[2]
     assert "fp32 master weights (--master)" in assumed
     assert "micro-batches in either order (--accumulation)" in assumed
     assert "--host-memory" not in assumed
-    assert _run(*call, "--host-memory", 38, "--master", "split", "--stage", 2) == 0
+    call[-1] = 18
+    smallest = ["--moments", "8bit"]
+    text = _misfit(capsys, *call, *smallest)
+    assert "; try --master split (" in text
+    assert _run(*call, *smallest, "--master", "split", "--stage", 2) == 0
     assert "Split master weights: " in capsys.readouterr().out
     # With --out split ones are refused: they are no help.
     out = ("--out", model / "plan.json")
-    assert "--master" not in _error(capsys, *call, "--host-memory", 38, *out).rpartition(";")[2]
-    text = _error(capsys, *call, "--host-memory", 38, "--master", "split", *out)
+    assert "try --master" not in _misfit(capsys, *call, *smallest, *out)
+    text = _error(capsys, *call, "--master", "split", *out)
     assert "--master split: training takes no plan beside it: leave --out" in text
     config = model / "ds.json"
-    config.write_text(json.dumps({"hytrain": {"master": "split"}}))
-    call += ["--host-memory", 38, "--deepspeed-config", config]
+    config.write_text(json.dumps({"hytrain": {"moments": "8bit"}}))
+    call += ["--deepspeed-config", config]
+    assert f"try --master split, and {config} to match, (" in _misfit(capsys, *call)
+    config.write_text(json.dumps({"hytrain": {"master": "split", "moments": "8bit"}}))
     assert _run(*call, "--stage", 2) == 0
     capsys.readouterr()
     text = _error(capsys, *call, "--master", "fp32")

@@ -20,31 +20,19 @@ from hytrain.tools.cli.arguments import (
     DTYPES,
     check_outputs,
     gibibytes,
-    given_flags,
     positive_float,
     positive_int,
     refuse_flags_of_plan,
     share,
 )
-from hytrain.tools.cli.plan_options import (
-    STAGES,
-    assumed_words,
-    moments_of,
-    plan_options,
-    read_deepspeed,
-)
+from hytrain.tools.cli.plan_advice import misfit_words
+from hytrain.tools.cli.plan_options import STAGES, assumed_words, plan_options, read_deepspeed
+from hytrain.tools.cli.plan_subject import SHEET_SEQ_LEN, planned, profile_of
 
 _DESCRIPTION = (
     "Divides the samples of a batch and the optimizer state over GPUs of unlike speed and memory, "
     "on hosts that differ in cores and memory: from profiles of `hytrain profile`, or, for GPUs "
     "that are only named, from data sheets."
-)
-_GIB = 1024**3
-_SHEET_SEQ_LEN = 1024
-# Destinations of the options that only data sheets take.
-_FOR_SHEETS = (
-    *("gpus", "hosts", "model", "seq_len", "dtype", "moments"),
-    *("cores", "host_memory", "host_bandwidth"),
 )
 
 
@@ -103,7 +91,7 @@ def _add_subject(group: Any) -> None:
         "--seq-len",
         type=positive_int,
         metavar="N",
-        help=f"tokens of a sample, for data sheets (default: {_SHEET_SEQ_LEN})",
+        help=f"tokens of a sample, for data sheets (default: {SHEET_SEQ_LEN})",
     )
     group.add_argument("--dtype", choices=DTYPES, help=f"for data sheets (default: {DTYPES[0]})")
     group.add_argument(
@@ -204,7 +192,6 @@ def _add_hosts(group: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     # Imported here: `hytrain --help` should not wait for numpy.
-    from hytrain.errors import PlanError
     from hytrain.formats.plan_file import write_plan
     from hytrain.formats.profile_file import MOST_SAMPLES
     from hytrain.tools.infeasible import Infeasible
@@ -225,15 +212,14 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
     _check_files(arguments)
     config = read_deepspeed(arguments)
-    profile, is_estimated = _profile(arguments, config)
+    profile, is_estimated = profile_of(arguments, config)
     options = plan_options(arguments, config, profile, is_estimated=is_estimated)
-    problem, plan = _planned(profile, options)
+    problem, plan = planned(profile, options)
     if isinstance(plan, Infeasible):
-        words = f"{plan.reason}{_with_less(plan.samples, profile, options)}"
         given = arguments, config, profile, options
         assumed = assumed_words(*given, is_refused=True) if is_estimated else ""
-        assumed = f" ({assumed[:-1]})".replace("Assumed", "assumed") * bool(assumed)
-        raise PlanError(f"nothing fits{assumed}: {words}{_would_fit(arguments, profile, options)}")
+        print(fold(f"{misfit_words(*given, plan)}\n{assumed}"), file=sys.stderr)
+        return 2
     if is_estimated and plan.other_mode is None and plan.accumulation != "micro_batch_major":
         plan = beside_micro_batch_major(problem, plan)
     without: Any = None
@@ -285,111 +271,6 @@ def _check_files(arguments: argparse.Namespace) -> None:
     read = [("--profile", path) for path in arguments.profile or ()]
     read += [("--deepspeed-config", arguments.deepspeed_config), ("--model", model)]
     check_outputs({"--out": arguments.out}, read, kind="plan")
-
-
-def _planned(profile: Any, options: Any) -> tuple[Any, Any]:
-    """The problem, and its plan or what it lacks; with split master weights as training keeps
-    them."""
-    from hytrain.tools.planner.plan import make_plan_without_spare, master_is_whole_on_hosts
-    from hytrain.tools.planner.profile_problem import problem_from
-
-    problem = problem_from(profile, options)
-    if options.master != FP32 and not master_is_whole_on_hosts(problem):
-        problem = problem_from(profile, replace(options, host_master=options.master))
-    return make_plan_without_spare(problem)
-
-
-def _with_less(samples: int, profile: Any, options: Any) -> str:
-    """What comes of a batch of so many samples, which may lack other memory; empty for 0."""
-    from hytrain.tools.infeasible import Infeasible
-
-    if not samples:
-        return ""
-    _, plan = _planned(profile, replace(options, batch=samples))
-    if isinstance(plan, Infeasible):
-        return f"; with --batch {samples}, {plan.reason}"
-    return f"; plan with --batch {samples}, or less"
-
-
-def _would_fit(arguments: argparse.Namespace, profile: Any, options: Any) -> str:
-    """With which options a plan would be found; empty where with none."""
-    from hytrain.tools.infeasible import Infeasible
-
-    streamed = "with --stage 3 --offload-param cpu"
-    others: list[tuple[str, dict[str, Any], int]] = []
-    if options.offload_param:
-        others.append(("without --offload-param", {"offload_param": False}, 1))
-    elif options.stage != 3 and sum(len(host.ranks) for host in profile.hosts) > 1:
-        others.append(("with --stage 3", {"stage": 3}, 1))
-    if options.stage == 3:
-        # One GPU shards nothing in stage 3, and keeps gradients there that stage 2 sends away.
-        words = "with --stage 2" + " and without --offload-param" * options.offload_param
-        others.append((words, {"stage": 2, "offload_param": False}, 1))
-    if not options.offload_param:
-        others.append((streamed, {"stage": 3, "offload_param": True}, 1))
-    if profile.model.dtype == "bf16" and options.master == FP32 and arguments.out is None:
-        others.append(("with --master split", {"master": SPLIT}, 1))
-    for times in (2, 4, 8, 16, 32) if arguments.gpus else ():
-        memory = f"--host-memory {times * profile.hosts[0].memory_bytes / _GIB:g}"
-        others.append((f"with {memory}", {}, times))
-        others.append((f"{streamed} {memory}", {"stage": 3, "offload_param": True}, times))
-    for words, change, times in others:
-        hosts = [
-            host.model_copy(update={"memory_bytes": times * host.memory_bytes})
-            for host in profile.hosts
-        ]
-        own = profile.model_copy(update={"hosts": tuple(hosts)})
-        if not isinstance(_planned(own, replace(options, **change))[1], Infeasible):
-            path = arguments.deepspeed_config
-            return f"; it would fit {words}" + (f", and {path} to match" if path else "")
-    return ""
-
-
-# -- whom to plan for --------------------------------------------------------------------------
-
-
-def _profile(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The ranks to plan for, and whether they were never measured.
-
-    Args:
-        arguments: of the command.
-        config: DeepSpeed's; empty where none is given.
-    """
-    from hytrain.formats.profile_file import merge_profiles, read_profile
-    from hytrain.tools.planner.device_sheets import estimated_cluster, expand, hosts_of
-
-    if arguments.profile is not None:
-        known = "model" if config.get("sequence_parallel_size") else ""  # for its heads
-        given = given_flags(arguments, (name for name in _FOR_SHEETS if name != known))
-        if given:
-            raise ConfigError(
-                f"{', '.join(given)}: for data sheets, --profile has its own: leave it out"
-            )
-        return merge_profiles([read_profile(path) for path in arguments.profile]), False
-    if arguments.gpus is None:
-        raise ConfigError("hytrain plan needs --profile FILE..., or --gpus NAME...")
-    groups = hosts_of(expand(arguments.gpus), arguments.hosts)
-    if arguments.model is None:
-        raise ConfigError(
-            "--gpus are planned from data sheets, which need a --model: give it, or --profile "
-            "instead"
-        )
-    from hytrain.tools.profiler.language_model import check_length, read_config
-    from hytrain.tools.profiler.measured_model import read_model_shape
-
-    seq_len = arguments.seq_len or _SHEET_SEQ_LEN
-    check_length(read_config(arguments.model), arguments.model, seq_len)
-    moments = arguments.moments or moments_of(config)
-    shape = read_model_shape(
-        arguments.model, seq_len=seq_len, dtype=arguments.dtype or DTYPES[0], moments=moments
-    )
-    given_hosts = {
-        "cores": arguments.cores,
-        "memory_bytes": arguments.host_memory and int(arguments.host_memory * _GIB),
-        "bandwidth": arguments.host_bandwidth and arguments.host_bandwidth * 1e9,
-    }
-    known = {name: value for name, value in given_hosts.items() if value is not None}
-    return estimated_cluster(groups, shape, **known), True
 
 
 # -- published cases ---------------------------------------------------------------------------

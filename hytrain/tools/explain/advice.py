@@ -11,7 +11,7 @@ from typing import Any
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import size_text
-from hytrain.formats.moment_kinds import MOMENTS, SPLIT
+from hytrain.formats.moment_kinds import smaller_states
 from hytrain.placement.memory import (
     HOST_RESERVE_SHARE,
     LEAST_RESERVE,
@@ -67,10 +67,8 @@ def _changes(
     config: HyTrainConfig, form: TrainingForm, ranks: int
 ) -> Iterator[tuple[str, dict[str, Any], TrainingForm]]:
     """Keys to change, in words and as values, the smallest change first; none to begin with."""
-    kinds = MOMENTS[MOMENTS.index(config.moments) :]
-    masters = [config.master]
-    if form.dtype == "bfloat16" and config.master != SPLIT and not form.is_muon:
-        masters.append(SPLIT)
+    can_split = form.dtype == "bfloat16" and not form.is_muon
+    states = smaller_states(config.moments, config.master, can_split=can_split)
     sharded = replace(form, stage=3, shards_weights=True)
     forms = {"": form}
     if ranks > 1 and not form.shards_weights:
@@ -78,12 +76,11 @@ def _changes(
     if not form.weights_on_host:
         forms[STREAMED] = replace(sharded, weights_on_host=True)
     for name, other in forms.items():
-        for master in masters:
-            for kind in kinds:
-                words = [name] if name else []
-                words += [f'"hytrain.moments": "{kind}"'] if kind != config.moments else []
-                words += ['"hytrain.master": "split"'] if master != config.master else []
-                yield " and ".join(words), {"moments": kind, "master": master}, other
+        for kind, master in states:
+            words = [name] if name else []
+            words += [f'"hytrain.moments": "{kind}"'] if kind != config.moments else []
+            words += ['"hytrain.master": "split"'] if master != config.master else []
+            yield " and ".join(words), {"moments": kind, "master": master}, other
 
 
 def _host_needed(decision: Decision, config: HyTrainConfig, ranks: int) -> int | None:

@@ -69,6 +69,17 @@ def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
     )
 
 
+def lacks_memory(problem: PlanProblem) -> bool:
+    """Whether it is certain without a search that no plan fits: where hosts do not hold what GPUs
+    have no room for."""
+    # As where a first backward does without its gradients, which takes least.
+    least = replace(problem, keeps_gradients=False)
+    ranks = StepProgram(least, even=False).ranks
+    room = sum(max((work.room for work in rank.extremes), default=0.0) for rank in ranks)
+    room -= least.sharded_bytes * least.model.parameters
+    return room < 0.0 or _host_is_short(least, room) is not None
+
+
 def _and_host(problem: PlanProblem, found: Infeasible, room: float) -> Infeasible:
     """What GPUs lack, and what hosts lack beside it; ``room``: bytes for state that GPUs have."""
     short = _host_is_short(problem, room)

@@ -21,6 +21,7 @@ from hytrain.formats.policies import LAYER_MAJOR, Activations
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cluster import GpuProfile
 from hytrain.tools.planner.curves import FREE, Table
+from hytrain.tools.planner.infeasibility import lacks_memory
 from hytrain.tools.planner.plan import make_plan, make_plan_without_spare
 from hytrain.tools.planner.plan_report import headline, plan_text
 from hytrain.tools.planner.problem import Model, PlanProblem
@@ -35,6 +36,7 @@ def test_the_best_plan_lies_between_the_bound_and_the_plan(random: PlanProblem) 
     if best is None:
         assert isinstance(plan, Infeasible)
         return
+    assert not lacks_memory(random)
     if isinstance(plan, Infeasible):
         # What fits only to the last unit may be missed; nothing is then claimed to be missing.
         assert "no plan was found" in plan.reason
