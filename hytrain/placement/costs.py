@@ -115,8 +115,3 @@ class MemoryLimits:
     host_base: int = 0
     kept_gradients: int = 0
     shares_host: bool = False
-
-    @property
-    def device(self) -> str:
-        """What people's texts call the side that is not the host."""
-        return "device" if self.gpu is None else "GPU"

@@ -308,7 +308,7 @@ def check_fits(
         advice = _advice(layers, limits, staging_bytes, best, num_ranks)
     columns = sorted({0, nearest, num_layers})
     lines = [
-        f"{what} (bytes on this rank; nothing was allocated):",
+        f"{what} (of this rank; nothing was allocated):",
         table(layers, limits, staging_bytes, columns, host_weights=host_weights),
         f"nearest: {nearest} of {num_layers} layers on the GPU; missing: {_missing(best)}.",
         "What would make it fit:",
@@ -471,7 +471,6 @@ def table(
                 continue
             cells = ["no limit"] * len(splits)
         rows.append((name, cells))
-    rows = [(name.replace("GPU", limits.device), cells) for name, cells in rows]
     head = max(len(name) for name, _ in rows)
     width = max(len(cell) for _, cells in rows for cell in cells)
     return "\n".join(

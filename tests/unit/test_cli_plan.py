@@ -285,6 +285,16 @@ def test_weights_go_to_the_host_where_that_is_asked_for(tmp_path: Path, capsys: 
     assert "try" not in _misfit(capsys, "--profile", poor, "--batch", 4)
 
 
+def test_a_plan_from_a_cpu_says_that_there_was_no_gpu(tmp_path: Path, capsys: Capture) -> None:
+    for name in ("CPU X", "X"):
+        path = _write(tmp_path, a_profile("one", a_device("one", name)))
+        assert _run("--profile", path, "--batch", 4) == 0
+        text = capsys.readouterr().out
+        assert ('\nThere was no GPU: what is called "GPU" below is the CPU itself.\n' in text) is (
+            name == "CPU X"
+        )
+
+
 def test_stage_and_offload_param_are_those_of_the_configuration(
     profile: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -88,7 +88,9 @@ def test_plan(
     assert cli.main(["plan", "--profile", str(path), "--batch", str(batch)]) == 0
     text = capsys.readouterr().out
     check_width(text)
-    check_width(fold(profile_table(made)))
+    text = fold(profile_table(made))
+    check_width(text)
+    assert f"{100 * layers + 101:,}.0 M in all, " in " ".join(text.split())
 
 
 # -- profile -----------------------------------------------------------------------------------

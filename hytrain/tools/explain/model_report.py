@@ -93,7 +93,7 @@ def verdict_of(
     is_fixed = config.gpu_fraction != "solve"
     limits, target, fitting = decision.limits, decision.gpu_layers_target, decision.bounds
     number = f"k = {target / decision.num_layers:.3g}"
-    number += f" ({target} of {decision.num_layers} layers on the {limits.device})"
+    number += f" ({target} of {decision.num_layers} layers on the GPU)"
     if is_fixed and not has_room(config, decision):
         text = f"Does not fit: the fixed {number} {_misfit(sizes, decision)}."
         if not fitting.fits:
@@ -110,7 +110,7 @@ def verdict_of(
     on_gpu = size_text(gpu_peak_bytes(decision.layer_bytes, limits, target))
     fits = f"Fits if the GPU has more than {on_gpu} (--gpu-memory was not given)"
     if limits.gpu is not None:
-        fits, on_gpu = "Fits", f"{on_gpu} of the {limits.device}'s {size_text(limits.gpu)}"
+        fits, on_gpu = "Fits", f"{on_gpu} of the GPU's {size_text(limits.gpu)}"
     on_host = size_text(taken_of_host(decision.layer_bytes, limits, decision.staging_bytes, target))
     start, most = f"starts with {number}", fitting.max_gpu_layers
     numbers = "" if most > target else f" {_fitting_words(decision)}."
@@ -140,10 +140,9 @@ def _room_words(decision: Decision) -> str:
 def _fitting_words(decision: Decision) -> str:
     found = decision.bounds
     few, many = found.min_gpu_layers, found.max_gpu_layers
-    what = f"{decision.limits.device} layer"
     if few < many:
-        return f"{few} to {many} {what}s fit"
-    return f"Only {counted(few, what)} {'fits' if few == 1 else 'fit'}"
+        return f"{few} to {many} GPU layers fit"
+    return f"Only {counted(few, 'GPU layer')} {'fits' if few == 1 else 'fit'}"
 
 
 def model_text(

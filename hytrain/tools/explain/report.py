@@ -26,8 +26,8 @@ from hytrain.tools.explain.history import UNSTEADY_STEPS, History, Median, moves
 
 _GIB = 1024**3
 _NO_GPU = (
-    'There was no accelerator: the "device" is the CPU itself. How long a step takes with an '
-    "accelerator, and the k that suits it, cannot be seen here."
+    'There was no GPU: what is called "GPU" below is the CPU itself. How long a step takes with a '
+    "GPU, and the k that suits it, cannot be seen here."
 )
 _MOST_DECISIONS = 20
 """Rows of the table of decisions; older moves are counted, not shown."""
@@ -56,17 +56,17 @@ def run_text(history: History) -> str:
 def decision_text(decision: Decision, measured_at: Callable[[int], Median | None]) -> str:
     """A decision's choice, costs, candidates and memory."""
     target, num_layers = decision.gpu_layers_target, decision.num_layers
-    device, rows = decision.limits.device, candidate_rows(decision, measured_at)
+    rows = candidate_rows(decision, measured_at)
     misfit = worst_misfit(rows)
-    reason = f"{decision.reason}." if misfit is None else _misfit_words(rows, misfit, device)
+    reason = f"{decision.reason}." if misfit is None else _misfit_words(rows, misfit)
     measured, columns = "", None
     if decision.costs is not None:
-        measured, columns = f"Measured\n\n{costs_text(decision.costs, device)}\n\n", [target]
-    form = decision.host_master_reason.replace("GPU", device)
+        measured, columns = f"Measured\n\n{costs_text(decision.costs)}\n\n", [target]
+    form = decision.host_master_reason
     form = f"{form[0].upper()}{form[1:]}.\n\n" if form else ""
     return (
-        f"{target} of {num_layers} layers on the {device} (k = {target / num_layers:.3g}): "
-        f"{reason.replace('GPU', device)}\n\n"
+        f"{target} of {num_layers} layers on the GPU (k = {target / num_layers:.3g}): "
+        f"{reason}\n\n"
         f"{form}"
         f"{measured}"
         f"{memory_text(decision, rows, columns)}"
@@ -87,22 +87,22 @@ def memory_text(
     columns = columns or sorted({0, decision.gpu_layers_target, decision.num_layers})
     sizes = decision.layer_bytes, decision.limits, decision.staging_bytes
     memory = table(*sizes, columns, host_weights=host_weights, gpu_weights=gpu_weights)
-    candidates = candidates_text(rows, decision.limits.device)
+    candidates = candidates_text(rows)
     return f"Candidates\n\n{candidates}\n\nMemory\n\n{memory}"
 
 
-def _misfit_words(rows: Sequence[CandidateRow], misfit: CandidateRow, device: str) -> str:
+def _misfit_words(rows: Sequence[CandidateRow], misfit: CandidateRow) -> str:
     """In place of the solver's reason, which rests on predictions."""
     ran = [(row.measured.seconds, row) for row in rows if row.measured is not None]
     seconds, best = min(ran, key=lambda pair: pair[0])
     measured = misfit.measured and misfit.measured.seconds
     return (
         "the solver's choice.\n"
-        f"The predictions do not fit this run: with {misfit.gpu_layers} layers on the {device} "
+        f"The predictions do not fit this run: with {misfit.gpu_layers} layers on the GPU "
         f"{_seconds(misfit.predicted_seconds)} s predicted, {_seconds(measured)} s measured "
         f"({misfit.error:+.0%}; usual is up to {MISFIT:.0%}). Choose k by measured steps: the "
         f"shortest step is that of {best.gpu_layers} layers, {_seconds(seconds)} s. Predictions "
-        "fail for steps of a few ms, batches that change their shape, and without an accelerator."
+        "fail for steps of a few ms, batches that change their shape, and without a GPU."
     )
 
 
@@ -150,7 +150,7 @@ def _history_table(history: History) -> str:
                 _seconds(decision.predicted_seconds),
                 _seconds(None if measured is None else measured.seconds),
                 "-" if measured is None else str(measured.num_steps),
-                decision.reason.replace("GPU", decision.limits.device),
+                decision.reason,
             )
         )
     lines = align(rows, left=(6,))
@@ -179,7 +179,7 @@ def layer_groups(costs: StepCosts) -> list[tuple[int, LayerCosts]]:
     return groups
 
 
-def costs_text(costs: StepCosts, device: str = "GPU") -> str:
+def costs_text(costs: StepCosts) -> str:
     """What the layers take, neighbours of equal size in one line; the closed form's t_B, t_U and
     alpha among their sums."""
     lines = ["a layer's mean, on this rank (sizes are of its shard):"]
@@ -188,9 +188,9 @@ def costs_text(costs: StepCosts, device: str = "GPU") -> str:
             ("forward", mean.forward),
             ("backward", mean.backward),
             ("CPU update", mean.cpu_update),
-            (f"{device} update", mean.gpu_update),
-            (f"{device} to host", mean.to_host),
-            (f"host to {device}", mean.to_device),
+            ("GPU update", mean.gpu_update),
+            ("GPU to host", mean.to_host),
+            ("host to GPU", mean.to_device),
         ]
         if costs.clipped_share > 0.0:
             times += [("clipped: commit", mean.cpu_commit), ("preview", mean.cpu_preview)]
@@ -201,7 +201,7 @@ def costs_text(costs: StepCosts, device: str = "GPU") -> str:
     lines += [
         f"t_B, backward of all layers: {seconds(costs.backward_seconds)} s",
         f"t_U, CPU update of all layers: {seconds(costs.cpu_seconds)} s{threads}",
-        f"alpha, {device} update over CPU update: {costs.alpha:.3g}",
+        f"alpha, GPU update over CPU update: {costs.alpha:.3g}",
         f"clipped share of the steps: {costs.clipped_share:.1%}",
         f"step without any update: {seconds(costs.compute_seconds)} s (forward "
         f"{seconds(costs.forward_seconds)}, between {seconds(costs.between)}, backward "
@@ -214,22 +214,21 @@ def _short(value: float) -> str:
     return f"{value:.1f}" if value >= 1.0 or not value else f"{value:.2g}"
 
 
-def candidates_text(rows: Sequence[CandidateRow], device: str = "GPU") -> str:
+def candidates_text(rows: Sequence[CandidateRow]) -> str:
     """The table of all numbers of GPU layers; times where there are any."""
     is_predicted = any(row.predicted_seconds is not None for row in rows)
     is_measured = any(row.measured is not None for row in rows)
     predicted = ("predicted s", "worker s", "exposed s", "bound") if is_predicted else ()
     measured = ("measured s", "error") if is_measured else ()
     marks = ("",) if any(row.marks for row in rows) else ()
-    layers, memory = f"{device} layers", f"{device} GiB"
-    head = [layers, "k", *predicted, memory, "host GiB", "fits", *measured, *marks]
+    head = ["GPU layers", "k", *predicted, "GPU GiB", "host GiB", "fits", *measured, *marks]
     cells = [head]
     seconds = partial(_seconds, longest=max(row.predicted_seconds or 0.0 for row in rows))
     for row in rows if is_predicted or is_measured else _ends(rows):
         line = [str(row.gpu_layers), f"{row.gpu_layers / rows[-1].gpu_layers:.2f}"]
         if is_predicted:
             times = (row.predicted_seconds, row.worker_seconds, row.exposed_seconds)
-            line += [*map(seconds, times), (row.bound or "-").replace("gpu", device)]
+            line += [*map(seconds, times), (row.bound or "-").replace("gpu", "GPU")]
         line += [_short(size / _GIB) for size in (row.gpu_bytes, row.host_bytes)]
         line.append("yes" if row.fits else "no")
         if is_measured:

@@ -57,12 +57,14 @@ def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = N
     ``without_offload``: the plan for weights that stay on the GPU, where they are planned to be in
     host memory and that fits all the same.
     """
+    parts = ['There was no GPU: what is called "GPU" below is the CPU itself.']
+    parts *= any(_is_cpu(gpu) for _, gpu in problem.cluster.ranks)
     if len(plan.ranks) == 1:
-        parts = [_one_gpu(problem, plan)]
+        parts.append(_one_gpu(problem, plan))
     else:
         used = dict.fromkeys(one.activations for one in plan.ranks if one.microbatch_size)
         legend = "; ".join([_LEGEND, *(f"{name}: {_ACTIVATIONS[name]}" for name in used)])
-        parts = [_devices(problem), "", _ranks(problem, plan), legend]
+        parts += [_devices(problem), "", _ranks(problem, plan), legend]
     parts += _quality_words(problem, plan)
     parts += _collective_words(problem, plan) + _clipped_words(plan) + _mode_words(plan)
     parts += _unsteady_words(problem, plan)
@@ -183,8 +185,13 @@ def limit_words(rank: PlannedRank, gpu: GpuProfile, waited: float) -> str:
 
 def device_words(gpu: GpuProfile) -> str:
     """A device, told apart from others of its name."""
-    units = "cores" if gpu.name.startswith("CPU ") else "SMs"
+    units = "cores" if _is_cpu(gpu) else "SMs"
     return f"{gpu.name}, {gpu.multiprocessors} {units}" if gpu.multiprocessors else gpu.name
+
+
+def _is_cpu(gpu: GpuProfile) -> bool:
+    """Whether a profile was made without a GPU."""
+    return gpu.name.startswith("CPU ")
 
 
 def passes(problem: PlanProblem, plan: Plan) -> list[tuple[float, float]]:

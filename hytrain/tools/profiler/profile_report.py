@@ -18,11 +18,11 @@ _HEADING = (
 def profile_table(profile: ProfileFile) -> str:
     """All of a profile but for the collectives' smaller sizes."""
     model = profile.model
-    frozen = f" and {model.frozen / 1e9:.2f} B that are not trained" if model.frozen else ""
+    frozen = f" and {model.frozen / 1e6:,.1f} M that are not trained" if model.frozen else ""
     moments = "" if model.moments == FP32 else f", moments in {model.moments}"
     lines = [
         f"{model.name}: {model.num_layers} layers of {model.layer_parameters / 1e6:.1f} M "
-        f"parameters, {model.parameters / 1e9:.2f} B in all{frozen}, {model.seq_len} tokens a "
+        f"parameters, {model.parameters / 1e6:,.1f} M in all{frozen}, {model.seq_len} tokens a "
         f"sample, {model.dtype}{moments}"
     ]
     for host in profile.hosts:
