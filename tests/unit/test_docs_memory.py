@@ -45,8 +45,9 @@ def _rows(page: str) -> dict[str, list[int]]:
 
 
 def test_both_pages_have_the_table() -> None:
-    assert list(_rows("README.md")) == list(SHAPES)
-    assert _rows("README.md") == _rows("docs/memory.md")
+    rows = _rows("docs/memory.md")
+    assert list(rows) == list(SHAPES)
+    assert {} != _rows("README.md").items() <= rows.items()
 
 
 @pytest.mark.experiment
@@ -75,7 +76,7 @@ def test_the_table_is_computed(
         on_host = json.loads(capsys.readouterr().out)["candidates"][0]
         found = found or [round(on_host["gpu_bytes"] / 2**30)]
         found.append(round(on_host["host_bytes"] / 2**30))
-    assert found == _rows("README.md")[model]
+    assert found == _rows("docs/memory.md")[model]
 
 
 def _commands(page: str, beginning: str) -> list[tuple[list[str], str]]:
