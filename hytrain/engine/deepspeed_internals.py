@@ -98,6 +98,10 @@ def load_config(given: Any) -> dict[str, Any]:
         try:
             loaded = load_ds_config(str(given))
         except (OSError, ValueError, AssertionError, RecursionError) as error:
+            if not os.path.exists(str(given)):  # and it is no base64, which DeepSpeed takes, too
+                raise ConfigError(
+                    f"there is no file {given}: give a configuration's file, or a dict"
+                ) from None
             raise ConfigError(f"the configuration {given!r} cannot be read: {error}") from error
     if not isinstance(loaded, Mapping) or not loaded:
         seen = "empty" if loaded in ({}, None) else f"a {type(loaded).__name__}"

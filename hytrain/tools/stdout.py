@@ -22,3 +22,15 @@ def stdout_to(target: int) -> Generator[None]:
         ctypes.CDLL(None).fflush(None)
         os.dup2(saved, 1)
         os.close(saved)
+
+
+@contextlib.contextmanager
+def importing_deepspeed() -> Generator[None]:
+    """For a command that does not train: the standard output stays free of what DeepSpeed writes,
+    and without a GPU it is told so, and does not warn that it found none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with stdout_to(2):
+        yield

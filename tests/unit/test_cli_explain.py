@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -1008,3 +1009,11 @@ def test_muon(config: Path, model: Path, capsys: Capture) -> None:
     assert "GiB of host memory" in text
     assert '"hytrain.master"' not in text
     assert "`hytrain plan" not in text  # which is made for Adam
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed finds the GPU")
+def test_without_a_gpu_deepspeed_does_not_warn_of_that(config: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    command = [sys.executable, "-m", "hytrain", "explain", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stderr == ""

@@ -18,7 +18,7 @@ from hytrain.tools.cli.arguments import (
     rank_number,
 )
 from hytrain.tools.model_path import read_model_file
-from hytrain.tools.stdout import stdout_to
+from hytrain.tools.stdout import importing_deepspeed
 
 _EXPLAIN = (
     "With the metrics file of a run: its last decision about k, what was measured, and every "
@@ -85,7 +85,7 @@ def _explain(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
         if arguments.model is not None:
             read_model_file(arguments.model)  # a wrong path is told before torch is imported
-        with stdout_to(2):  # where DeepSpeed writes warnings when it is imported
+        with importing_deepspeed():
             from hytrain.tools.cli.explain_config import explain_config
         return explain_config(arguments)
     given = given_flags(arguments, _FOR_CONFIG)

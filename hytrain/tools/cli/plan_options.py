@@ -12,7 +12,7 @@ from hytrain.formats.file_kind import other_kind
 from hytrain.formats.moment_kinds import FP32, MasterName, MomentsName
 from hytrain.formats.policies import ACCUMULATION_MODES, ACTIVATIONS, Accumulation
 from hytrain.tools.cli.arguments import flag
-from hytrain.tools.stdout import stdout_to
+from hytrain.tools.stdout import importing_deepspeed
 
 _GIB = 1024**3
 STAGES = (1, 2, 3)
@@ -32,7 +32,7 @@ def read_deepspeed(arguments: argparse.Namespace) -> Mapping[str, Any]:
     if other := other_kind(path, "DeepSpeed configuration"):
         raise ConfigError(f"{other}: give a DeepSpeed JSON")
     path.stat()  # what is no path DeepSpeed takes for base64
-    with stdout_to(2):  # where DeepSpeed writes warnings
+    with importing_deepspeed():
         # Imported here: `hytrain --help` should not wait for torch.
         from hytrain.config import HyTrainConfig
         from hytrain.engine.config_checks import misspelt_keys

@@ -292,7 +292,8 @@ def test_no_optimizer() -> None:
 
 
 def test_a_configuration_that_cannot_be_read() -> None:
-    refused("/nowhere/config.json", "cannot be read", ConfigError)  # type: ignore[arg-type]
+    for name in ("/nowhere/config.json", "nope.json", "nope"):
+        refused(name, f"there is no file {name}: give", ConfigError)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
