@@ -14,7 +14,8 @@ from hytrain.tools.cli.arguments import check_outputs
 
 _REPORT = (
     "How well GPU, copies and CPU overlap, what the GPU waits for and why, and what a change would "
-    "save at most. FILEs are traces of one run, one per rank, by hytrain or by torch.profiler."
+    "save at most. FILEs are traces of one run, one per rank, by hytrain or by torch.profiler, or "
+    "their folder."
 )
 _COMPARE = "Two runs on one time axis: GPU, copies and CPU of both, and their differences in words."
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from hytrain.errors import TraceError
 from hytrain.formats import trace_file as names
+from hytrain.formats.file_kind import kind_of
 from hytrain.formats.trace_file import TraceFile, read_trace
 from hytrain.tools.trace import hytrain_spans, kinds, kineto
 from hytrain.tools.trace.intervals import of_pairs, union
@@ -25,14 +26,14 @@ _VIZTRACER = "fee"
 
 
 def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
-    """The ranks of all files, by rank.
+    """The ranks of all files, those of folders among them, by rank.
 
     Raises:
         TraceError: files cannot be used, or two have the same rank or are of two runs.
     """
     ranks: list[RankTrace] = []
     wrong: list[str] = []
-    for number, path in enumerate(paths):
+    for number, path in enumerate(itertools.chain.from_iterable(map(_files, paths))):
         try:
             ranks.append(_rank_trace(read_trace(path), number))
         except TraceError as error:
@@ -48,6 +49,20 @@ def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
             )
         _check_same_run(one, other)
     return tuple(_with_missing_ranks(rank, len(ranks)) for rank in ranks)
+
+
+def _files(path: Path) -> list[Path]:
+    """A file, or the traces in a folder.
+
+    Raises:
+        TraceError: there is none in it.
+    """
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if kind_of(file) == "trace")
+    if not files:
+        raise TraceError(f"{path} is a folder without a trace: give the traces of a run")
+    return files
 
 
 def _check_same_run(one: RankTrace, other: RankTrace) -> None:

@@ -285,6 +285,18 @@ def test_compare_in_words_and_a_table(tmp_path: Path, capsys: Capture) -> None:
     assert differences == pytest.approx(found["step"]["after"] - found["step"]["before"])
 
 
+def test_a_folder_stands_for_its_traces(tmp_path: Path, capsys: Capture) -> None:
+    paths = write(tmp_path, Schedule(steps=5, ranks=2), first=2)
+    assert cli.main(["trace", "report", *map(str, paths)]) == 0
+    given = capsys.readouterr().out
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}')
+    assert cli.main(["trace", "report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == given
+    (tmp_path / "none").mkdir()
+    text = _error(capsys, "report", tmp_path / "none")
+    assert text.endswith("none is a folder without a trace: give the traces of a run\n")
+
+
 def _error(capsys: Capture, *arguments: object, lines: int = 1) -> str:
     assert cli.main(["trace", *map(str, arguments)]) == 2
     captured = capsys.readouterr()
