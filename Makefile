@@ -209,7 +209,7 @@ format: install
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 bench: install
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/hytrain bench kernel
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/hytrain bench kernel --beside
 
 # Search times of hybrid plans beside the published ones; PLAN_BENCH_ARGS: --big, --repeats 9, ...
 PLAN_BENCH_ARGS ?=

@@ -45,7 +45,7 @@ BYTES = {
 
 
 def test_json_has_every_subject(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "kernel", "--json", *SMALL]) == 0
+    assert cli.main(["bench", "kernel", "--beside", "--json", *SMALL]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {*BYTES, "deepspeed_adam", "deepspeed_path", "machine"}
     assert result["deepspeed_adam"] is result["deepspeed_path"] is None
@@ -64,7 +64,7 @@ def test_json_has_every_subject(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "kernel", *SMALL]) == 0
+    assert cli.main(["bench", "kernel", "--beside", *SMALL]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("An Adam update (commit, fp32 moments): ")
     assert "over fp32" in printed.splitlines()[4]
@@ -74,7 +74,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     told = "not measured, since it could not be built: deepspeed_adam, deepspeed_path"
     assert printed.count(told) == 1
     assert "is not known. " in " ".join(printed.split())  # nothing of what was not measured
-    assert cli.main(["bench", "kernel", "--ours", *SMALL]) == 0
+    assert cli.main(["bench", "kernel", *SMALL]) == 0
     printed = capsys.readouterr().out
     assert "not measured" not in printed
     assert "of read_write" not in " ".join(printed.split())  # a column without a number
@@ -87,7 +87,7 @@ def test_the_headline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         return torch.optim.SGD([weight], lr=1e-6)
 
     monkeypatch.setattr(kernel_subjects, "build_deepspeed_adam", measured)
-    assert cli.main(["bench", "kernel", *SMALL]) == 0
+    assert cli.main(["bench", "kernel", "--beside", *SMALL]) == 0
     head = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
     assert re.fullmatch(
         r"An Adam update \(commit, fp32 moments\): [\d.]+ G parameters/s, [\d.]+ times "

@@ -126,6 +126,6 @@ def _parser() -> argparse.ArgumentParser:
     profile.add(commands.add_parser("profile", help=words))
     words = "divide a batch and the state over GPUs, or estimate a step"
     plan.add(commands.add_parser("plan", help=words))
-    words = "measure the CPU optimizer beside DeepSpeed's and torch's"
+    words = "measure the CPU optimizer, alone or beside DeepSpeed's and torch's"
     bench.add(commands.add_parser("bench", help=words))
     return parser

@@ -12,7 +12,7 @@ from hytrain.tools.cli.arguments import positive_int, positive_ints
 def add(bench: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parts = bench.add_subparsers(required=True, metavar="{kernel}")
-    words = "the CPU optimizer's passes, beside DeepSpeed's and torch's optimizers"
+    words = "the passes of the CPU optimizer"
     kernel = parts.add_parser("kernel", help=words, description=f"Measures {words}.")
     kernel.add_argument("--json", action="store_true", help="print JSON instead of a table")
     kernel.add_argument(
@@ -27,9 +27,9 @@ def add(bench: argparse.ArgumentParser) -> None:
     )
     kernel.add_argument("--repeats", type=positive_int, default=7, help="timed rounds (default: 7)")
     kernel.add_argument(
-        "--ours",
+        "--beside",
         action="store_true",
-        help="leave out DeepSpeed's and torch's optimizers (DeepSpeed compiles its own at first)",
+        help="measure DeepSpeed's and torch's optimizers, too (DeepSpeed compiles its own at first)",
     )
     kernel.set_defaults(run=_kernel)
 
@@ -44,7 +44,7 @@ def _kernel(arguments: argparse.Namespace) -> int:
             num_elements=arguments.elements,
             thread_counts=arguments.threads,
             num_rounds=arguments.repeats,
-            with_others=not arguments.ours,
+            with_others=arguments.beside,
         )
     if arguments.json:
         print(json.dumps(result, indent=2))
@@ -63,7 +63,7 @@ def _kernel(arguments: argparse.Namespace) -> int:
             )
         )
         missing = [name for name, figures in result.items() if figures is None]
-        if missing and not arguments.ours:
+        if missing and arguments.beside:
             print(f"not measured, since it could not be built: {', '.join(missing)}")
         machine = result["machine"]
         versions = ", ".join(f"{name} {it}" for name, it in machine["versions"].items() if it)

@@ -52,7 +52,7 @@ def run_bench(
     num_elements: int | None = None,
     thread_counts: tuple[int, ...] | None = None,
     num_rounds: int = 7,
-    with_others: bool = True,
+    with_others: bool,
 ) -> dict[str, Any]:
     """Measures every subject.
 

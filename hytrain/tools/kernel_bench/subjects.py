@@ -74,7 +74,7 @@ class Arrays:
         self.out = torch.zeros(n, dtype=torch.bfloat16)
 
 
-def all_subjects(arrays: Arrays, *, with_others: bool = True) -> dict[str, Subject]:
+def all_subjects(arrays: Arrays, *, with_others: bool) -> dict[str, Subject]:
     """Every subject by the name that it has in the result, in the order of the table;
     ``with_others``: DeepSpeed's and torch's optimizers, too."""
     subjects: dict[str, Subject] = {}
