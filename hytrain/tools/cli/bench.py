@@ -29,7 +29,7 @@ def add(bench: argparse.ArgumentParser) -> None:
     kernel.add_argument(
         "--beside",
         action="store_true",
-        help="measure DeepSpeed's and torch's optimizers, too (DeepSpeed compiles its own at first)",
+        help="also DeepSpeed's and torch's optimizers (DeepSpeed compiles its own at first)",
     )
     kernel.set_defaults(run=_kernel)
 
