@@ -129,6 +129,12 @@ def test_examples_parse(page: Path) -> None:
         assert (HyTrainConfig.from_deepspeed(config) is None) == is_part
 
 
+def test_examples_are_on_their_page() -> None:
+    shown = re.findall(r'^--8<-- "(examples/.+)"$', _read(DOCS / "examples.md"), flags=re.MULTILINE)
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.py")]
+    assert sorted(shown) == sorted(files)
+
+
 def test_readme_has_its_examples() -> None:
     assert _blocks(ROOT / "README.md", "json")
     assert len(_blocks(ROOT / "README.md", "python")) == 1
