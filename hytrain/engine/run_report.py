@@ -148,7 +148,7 @@ def _share(layers: int, num_layers: int) -> str:
 
 def _because(decision: Decision) -> str:
     # How many layers it is and what is predicted follows the reason's first clause.
-    return decision.reason.split("; ")[0].replace("GPU", decision.limits.device)
+    return decision.reason.split("; ")[0]
 
 
 def _count(number: int) -> str:
