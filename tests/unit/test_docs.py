@@ -141,17 +141,13 @@ def test_readme_has_its_examples() -> None:
 
 
 def test_readme_and_landing_page_lead_with_measured_shares() -> None:
-    leads: list[list[str]] = []
-    for page in (ROOT / "README.md", DOCS / "index.md"):
-        rows = [row for row in _read(page).splitlines() if " %](" in row]
-        leads.append([row.replace("docs/", "") for row in rows if row.startswith("| ")])
-    assert len(leads[0]) == 4
-    assert leads[0] == leads[1]
     measured = re.findall(r"\b(\d+(?:\.\d)?) %", _read(DOCS / "benchmarks.md"))
     rounded = {f"{float(share):.0f}" for share in measured}
-    for row in leads[0]:
-        shares = re.findall(r"\d+", row.split("[")[-1].split("]")[0])
-        assert set(shares) <= rounded, row
+    for page, least in ((ROOT / "README.md", 5), (DOCS / "index.md", 2)):
+        text = _read(page).split("## Install")[0]
+        shares = re.findall(r"\[(\d+)(?: %)?(?: of [a-z\s]+)?\]", text)
+        assert len(shares) >= least
+        assert set(shares) <= rounded
 
 
 def test_headline_chart_and_tables_are_of_one_run(
