@@ -67,8 +67,8 @@ logger = logging.getLogger(__name__)
 class HyTrainEngine(DeepSpeedEngine):
     """DeepSpeed's engine with updates that overlap backward and the next forward.
 
-    Everything that DeepSpeed's engine offers works as there; in addition :meth:`synchronize`,
-    :meth:`fp32_state_dict` and :meth:`step_statistics`.
+    What DeepSpeed's engine offers works as there. Methods with other or further arguments, and
+    those that it does not have, are described here.
     """
 
     hytrain_config: HyTrainConfig

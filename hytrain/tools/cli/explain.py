@@ -50,7 +50,12 @@ def add(explain: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model", type=Path, metavar="PATH", help="a transformers config.json or its folder"
     )
-    model.add_argument("--ranks", type=rank_count, help="ranks that share the state (default: 1)")
+    model.add_argument(
+        "--ranks",
+        type=rank_count,
+        help="ranks that share the state (default: of batch_sizes, shard_fractions, a plan or "
+        "--gpu-memory, else 1)",
+    )
     model.add_argument(
         "--gpu-memory",
         type=lambda text: [gibibytes(part) for part in text.split(",")],
