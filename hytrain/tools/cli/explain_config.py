@@ -123,22 +123,25 @@ def _read_config(arguments: argparse.Namespace) -> _Asked:
 
 def _load(file: Path) -> tuple[dict[str, Any], list[str]]:
     """A configuration as DeepSpeed reads it, and a warning where Trainer and accelerate do not."""
-    text = where = ""
+    problem = None
     try:
-        text = file.read_text(encoding="utf-8")
-        json.loads(text)
+        json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        where, text = f"line {error.lineno}, column {error.colno}: ", error.msg * bool(text.strip())
+        problem = error
     except (RecursionError, ValueError):
         pass  # load_config says what is wrong: too deep, too many digits, no UTF-8
     try:
         config = load_config(str(file))
     except ConfigError:
-        if not where or not text:
+        if problem is None or not problem.doc.strip():
             raise
-        raise ConfigError(f"{file} is not JSON ({where}{text})") from None
-    words = f"Warning: {file} {where}DeepSpeed reads this, Trainer and accelerate do not: {text}."
-    return config, [words] * bool(where)
+        where = f"line {problem.lineno}, column {problem.colno}: {problem.msg}"
+        raise ConfigError(f"{file} is not JSON ({where})") from None
+    if problem is None:
+        return config, []
+    where = f"{file} line {problem.lineno}, column {problem.colno}"
+    words = f"{where}: DeepSpeed reads this, Trainer and accelerate do not: {problem.msg}."
+    return config, [f"Warning: {words}"]
 
 
 def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:

@@ -57,8 +57,9 @@ def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = N
     ``without_offload``: the plan for weights that stay on the GPU, where they are planned to be in
     host memory and that fits all the same.
     """
-    parts = ['There was no GPU: what is called "GPU" below is the CPU itself.']
-    parts *= any(_is_cpu(gpu) for _, gpu in problem.cluster.ranks)
+    parts: list[str] = []
+    if any(_is_cpu(gpu) for _, gpu in problem.cluster.ranks):
+        parts.append('There was no GPU: what is called "GPU" below is the CPU itself.')
     if len(plan.ranks) == 1:
         parts.append(_one_gpu(problem, plan))
     else:
