@@ -880,6 +880,29 @@ def test_models_that_cannot_be_built(config: Path, model: Path, capsys: Capture)
     assert "not a transformers config" in _error(capsys, config, "--model", model)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 10**8}, '"num_hidden_layers" is 100,000,000: give the number of'),
+        ({"text_config": {"n_layer": 1_001}}, '"n_layer" is 1,001: give the number of layers, 1,0'),
+        ({"hidden_size": 10**9}, "1.2e+19 parameters, of at most 1e+13: correct its sizes"),
+    ],
+)
+def test_models_of_absurd_sizes(
+    config: Path, model: Path, capsys: Capture, change: dict[str, Any], words: str
+) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA | change))
+    assert words in _error(capsys, config, "--model", model)
+    out = model / "out.json"
+    for call in (
+        ["plan", "--gpus", "l4", "--batch", "1", "--seq-len", "8"],
+        ["profile", "--seq-len", "8", "--out", str(out)],
+    ):
+        assert cli.main([*call, "--model", str(model)]) == 2
+        assert words in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_without_transformers_the_extra_is_named(
     config: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -14,7 +14,13 @@ from hytrain.tools.model_path import read_model_file
 # A configuration does not tell what is trained with it; the heads from the likeliest on.
 _HEADS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
-
+MOST_LAYERS = 1_000
+"""Eight times the deepest model of transformers. The work grows with the square of it: `hytrain
+explain` takes half a minute with so many."""
+_DEPTHS = ("layers", "n_layer", "depth")
+MOST_PARAMETERS = 10**13
+"""Several times the largest model that there is. The work grows with it: pieces of 2^30, and each
+of chunks."""
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 """What configurations call the width of a token."""
 
@@ -44,6 +50,7 @@ def read_config(path: Path) -> Any:
     file, text = read_model_file(path)
     try:
         fields: dict[str, Any] = parse_json(text, f"--model {file}", ConfigError)
+        _refuse_too_deep(fields, file)  # transformers makes lists as long
         return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     except ConfigError:
         raise
@@ -53,6 +60,17 @@ def read_config(path: Path) -> Any:
             f"--model {file} is not a transformers config ({type(error).__name__}: {why}): it "
             'must be a JSON object with a "model_type" that transformers knows'
         ) from error
+
+
+def _refuse_too_deep(fields: dict[str, Any], file: Path) -> None:
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            _refuse_too_deep(cast("dict[str, Any]", value), file)
+        elif key.endswith(_DEPTHS) and isinstance(value, (int, float)) and value > MOST_LAYERS:
+            raise ConfigError(
+                f'--model {file}: "{key}" is {value:,}: give the number of layers, {MOST_LAYERS:,} '
+                "at most"
+            )
 
 
 def check_length(config: Any, source: Path, seq_len: int, option: str = "--seq-len") -> None:
@@ -71,20 +89,27 @@ def check_length(config: Any, source: Path, seq_len: int, option: str = "--seq-l
 def build_language_model(config: Any, source: Path) -> nn.Module:
     """The model that a configuration describes, randomly initialized.
 
-
     Raises:
-        ConfigError: it is no language model.
+        ConfigError: it is no language model, or larger than any.
     """
     import transformers
 
     refusals: list[str] = []
     for name in _HEADS:
         try:
-            return getattr(transformers, name).from_config(config)
+            model: nn.Module = getattr(transformers, name).from_config(config)
+            break
         except Exception as error:  # what a model makes of unusable sizes is manifold
             first = (str(error).splitlines() or [type(error).__name__])[0]
             refusals.append(f"{name}: {first[:200]}")
-    raise ConfigError(
-        f"--model {source} describes no language model that transformers can build: "
-        + "; ".join(refusals)
-    )
+    else:
+        raise ConfigError(
+            f"--model {source} describes no language model that transformers can build: "
+            + "; ".join(refusals)
+        )
+    if (parameters := sum(each.numel() for each in model.parameters())) > MOST_PARAMETERS:
+        raise ConfigError(
+            f"--model {source} has {parameters:.1e} parameters, of at most "
+            f"{MOST_PARAMETERS:.0e}: correct its sizes"
+        )
+    return model
