@@ -24,7 +24,7 @@ from hytrain.placement.calibration import gpu_seconds_per_parameter
 from hytrain.placement.first_decision import decide_first, state_sizes
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
-from hytrain.placement.memory import Bounds, check_fits, taken_of_host
+from hytrain.placement.memory import check_fits, taken_of_host
 from hytrain.placement.memory_probe import MemoryProbe
 from hytrain.placement.move import PlacementController
 from hytrain.placement.peak_memory import (
@@ -123,8 +123,6 @@ def plan_placement(
         )
     if config.gpu_fraction != "solve":
         _warn_of_host(decision, config.gpu_fraction)
-        # What the user has decided is allowed.
-        decision = replace(decision, bounds=Bounds.unlimited(len(states)))
     return decision, peak_inputs
 
 

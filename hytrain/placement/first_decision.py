@@ -129,6 +129,7 @@ def decide_first(config: HyTrainConfig, sizes: StateSizes, limits: MemoryLimits)
         gpu_layers_target=number,
         num_layers=len(layers),
         reason=reason,
+        decider="start" if config.gpu_fraction == "solve" else "user",
         bounds=fitting,
         layer_bytes=layers,
         limits=limits,

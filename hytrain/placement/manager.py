@@ -261,7 +261,9 @@ class PlacementManager:
             )
         controller.solves = False
         reason = f"gpu_fraction {value} was set"
-        controller.decide(self._steps, number, reason, bounds=allowed, limits=limits)
+        controller.decide(
+            self._steps, number, reason, decider="user", bounds=allowed, limits=limits
+        )
         controller.apply_moves(self._steps, at_once=True)
 
     def free_gpu_memory(self, *, may_move: bool, where: str, again: str) -> str:

@@ -79,11 +79,6 @@ class Bounds:
         """A difference of so many layers counts: a tenth of them, two at least."""
         return max(2, math.ceil(0.1 * self.num_layers))
 
-    @staticmethod
-    def unlimited(num_layers: int) -> Bounds:
-        """Every number fits."""
-        return Bounds(num_layers, 0, num_layers)
-
 
 def gpu_reserve(given: int | None, total: int) -> int:
     """GPU bytes that stay free of ``total``."""

@@ -285,14 +285,15 @@ class PlacementController:
     def decide(self, step: int, gpu_layers: int, reason: str, **found: Any) -> None:
         """Sets the target; ``found`` are other fields of the decision than those of the last."""
         self.target = gpu_layers
-        unknown = {"predicted_seconds": None, "measured_seconds": None, "corrections": ()}
+        other = {"decider": "training", "corrections": ()}
+        other |= {"predicted_seconds": None, "measured_seconds": None}
         decision = replace(
             self.decisions[-1],
             step=step,
             gpu_layers_before=self.num_gpu_layers,
             gpu_layers_target=gpu_layers,
             reason=reason,
-            **(unknown | found),
+            **(other | found),
         )
         self.decisions.append(decision)
         logger.info(
@@ -318,7 +319,7 @@ class PlacementController:
         self.decisions = [*history, *mine]
         self._forget()
         if self.solves and history and self._is_comparable(history[-1]):
-            last = mine[0].bounds.clamp(history[-1].gpu_layers_target)
+            last = self._allowed(step, mine[0].limits).clamp(history[-1].gpu_layers_target)
             if last != self.num_gpu_layers:
                 self.decide(step, last, f"resumed: {last} layers were on the GPU before")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -13,6 +13,9 @@ from hytrain.errors import PlacementError
 from hytrain.formats.record import checked
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import Bounds
+
+Decider = Literal["user", "start", "training"]
+"""Who decides: the user, by ``gpu_fraction``; else hytrain, before the first step or later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +27,11 @@ class Decision:
         gpu_layers_before: as it was.
         gpu_layers_target: as it shall be; the same where nothing moves.
         reason: why, for people.
+        decider: who decided.
         predicted_seconds: the step at the target; None where nothing has been measured yet.
         measured_seconds: the step as it turned out to be; None until then.
         closed_form_k: the closed form's share of GPU layers; None where nothing has been measured.
+        bounds: which numbers fit in memory with its reserves; a user may go beyond them.
         costs: what each layer takes; None where nothing has been measured yet.
         layer_bytes: the layers' sizes, in forward order.
         limits: what the rank may use.
@@ -42,6 +47,7 @@ class Decision:
     gpu_layers_target: int
     num_layers: int
     reason: str
+    decider: Decider = "training"
     predicted_seconds: float | None = None
     measured_seconds: float | None = None
     closed_form_k: float | None = None

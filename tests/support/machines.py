@@ -161,7 +161,7 @@ class Training:
             gpu_layers_target=gpu_layers,
             num_layers=n,
             reason="the first",
-            bounds=Bounds.unlimited(n),
+            bounds=Bounds(n, 0, n),
             layer_bytes=layer_bytes,
             limits=self.limits,
         )

@@ -57,6 +57,7 @@ def decision(
         gpu_layers_target=target,
         num_layers=NUM_LAYERS,
         reason="nothing measured yet" if solution is None else solution.reason,
+        decider="start" if solution is None else "training",
         predicted_seconds=None if solution is None else solution.predictions[target].step_seconds,
         measured_seconds=measured_seconds,
         closed_form_k=None if solution is None else solution.closed_form_k,

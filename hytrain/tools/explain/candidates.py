@@ -9,8 +9,6 @@ from functools import partial
 
 from hytrain.cost.prediction import predict
 from hytrain.placement.memory import (
-    Bounds,
-    bounds,
     gpu_peak_bytes,
     gradient_room,
     host_bytes,
@@ -21,6 +19,7 @@ from hytrain.tools.explain.history import Median
 MISFIT = 0.25
 """Predicted over measured, less 1. On GPUs predictions far from the solved k were off by up to 16 %
 (experiments/solve_k)."""
+_MARKS = {"user": "fixed", "start": "first step", "training": "chosen"}
 _STEPS = 5
 """A median of fewer is compared with no prediction: it may be an evaluation or a save."""
 
@@ -40,8 +39,8 @@ class CandidateRow:
         fits: whether both fit, with the reserves.
         measured: the steady steps at this number; None where none ran.
         error: predicted over measured, less 1; None where fewer than 5 steps were measured.
-        marks: "chosen" of the decision's target, if that fits ("first step" where nothing had been
-            measured, "fixed" where k is), and "closed form" of its number.
+        marks: "chosen" of the decision's target, if any number fits ("first step" before there is
+            one, "fixed" where the user decided), and "closed form" of its number.
     """
 
     gpu_layers: int
@@ -69,9 +68,8 @@ def candidate_rows(
     # What measured steps add to the predictions, as the decision saw them.
     added = decision.corrections or (0.0,) * len(numbers)
     marked = {"closed form": closed_form_layers(decision)}
-    if decision.bounds.fits:
-        marked = {_target_mark(decision): decision.gpu_layers_target, **marked}
-    fitting = fitting_bounds(decision)
+    if decision.bounds.fits or decision.decider == "user":
+        marked = {_MARKS[decision.decider]: decision.gpu_layers_target, **marked}
     rows: list[CandidateRow] = []
     for number in numbers:
         one = None if candidates is None else candidates[number]
@@ -90,7 +88,7 @@ def candidate_rows(
                 bound=None if one is None else one.bound,
                 gpu_bytes=gpu_peak_bytes(decision.layer_bytes, decision.limits, number),
                 host_bytes=host_bytes(decision.layer_bytes, number, decision.staging_bytes),
-                fits=fitting.allow(number),
+                fits=decision.bounds.allow(number),
                 measured=measured,
                 error=error,
                 marks=tuple(mark for mark, its in marked.items() if its == number),
@@ -99,25 +97,11 @@ def candidate_rows(
     return rows
 
 
-def _target_mark(decision: Decision) -> str:
-    if decision.reason.startswith("gpu_fraction"):  # of the configuration, or set since
-        return "fixed"
-    is_first = decision.gpu_layers_before == decision.gpu_layers_target
-    return "first step" if is_first and decision.costs is None else "chosen"
-
-
 def worst_misfit(rows: Sequence[CandidateRow]) -> CandidateRow | None:
     """The measured number whose prediction is further off than a fitting model's ever was."""
     errors = {abs(row.error): row for row in rows if row.error is not None}
     worst = max(errors, default=0.0)
     return errors[worst] if worst > MISFIT else None
-
-
-def fitting_bounds(decision: Decision) -> Bounds:
-    """What fits; worked out where the decision did not ask, as with a fixed ``gpu_fraction``."""
-    if decision.bounds != Bounds.unlimited(decision.num_layers):
-        return decision.bounds
-    return bounds(decision.layer_bytes, decision.limits, decision.staging_bytes)
 
 
 def closed_form_layers(decision: Decision) -> int | None:

@@ -19,7 +19,6 @@ from hytrain.tools.explain.candidates import (
     CandidateRow,
     candidate_rows,
     closed_form_layers,
-    fitting_bounds,
     worst_misfit,
 )
 from hytrain.tools.explain.history import UNSTEADY_STEPS, History, Median, moves_layers
@@ -117,7 +116,7 @@ def decision_json(
         "decision": decision.to_json(),
         "closed_form_gpu_layers": closed_form_layers(decision),
         "sums": None if costs is None else {name: getattr(costs, name) for name in names},
-        "fits": asdict(fitting_bounds(decision)),
+        "fits": asdict(decision.bounds),
         "predictions_fit": worst_misfit(rows) is None if is_measured else None,
         "candidates": [asdict(row) for row in rows],
     }

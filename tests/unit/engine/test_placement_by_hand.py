@@ -113,8 +113,12 @@ def test_a_fixed_number_is_not_questioned(memory: Any) -> None:
         make_steps(engine, range(10))
         assert gpu_layers(engine) == 3
         (decision,) = engine.placement_decisions()
-        assert decision.reason == "gpu_fraction is 0.5"
+        assert (decision.reason, decision.decider) == ("gpu_fraction is 0.5", "user")
         assert decision.measured_seconds is not None
+        assert not decision.bounds.fits
+        engine.set_gpu_fraction("solve")
+        engine.optimizer.placement.resume(10, [decision])  # as a checkpoint's load does
+        assert gpu_layers(engine) == 3
 
 
 def test_the_gpu_bounds_the_solver(
@@ -156,6 +160,7 @@ def test_fractions_by_hand() -> None:
         assert [d.gpu_layers_before for d in decisions] == [0, 0, 3, 6, 0, 1, 6, 0]
         assert [d.step for d in decisions] == [0, 0, 1, 2, 3, 4, 5, 6]
         assert decisions[1].reason == "gpu_fraction 0.5 was set"
+        assert [d.decider for d in decisions] == ["user"] * len(decisions)
         assert engine.placement_decisions(since=6) == decisions[6:]
         assert engine.placement_decisions(since=99) == []
         for decision in decisions:

@@ -158,6 +158,7 @@ def test_explain_counts_the_pieces_that_a_run_has(config_file: Path) -> None:
         (1.0, {"moments": "bf16"}, MUON),
         (1.0, {"moments": "8bit"}, MUON),
         (1.0, {"gpu_fraction": 0.5}, {}),
+        (1.0, {"gpu_fraction": 0.5, "solver": {"host_memory_reserve_bytes": 1 << 50}}, {}),
         (1.0, {"gpu_fraction": 0.5, "solver": {"start": [1, 2]}}, {}),
         (0.0, {"moments": "bf16", "solver": {"start": [3]}}, {"gradient_accumulation_steps": 2}),
         (1.0, {"accumulation": "layer_major"}, {"gradient_accumulation_steps": 2}),
@@ -179,7 +180,7 @@ def test_explain_shows_what_a_run_begins_with(
     told = first_decision(own, sizes, None, decision.limits.host)
     # A GPU that there is not has weights in explain; a number that is given is not bounded.
     limits = replace(told.limits, gpu_base=0)
-    assert replace(told, limits=limits, bounds=decision.bounds) == decision
+    assert replace(told, limits=limits) == decision
     state = sizes.state
     assert (state.gradients, state.kept_gradients) == (terms.gradients, terms.kept_gradients)
     assert state.largest_parameter == terms.largest_parameter

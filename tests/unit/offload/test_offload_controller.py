@@ -85,7 +85,7 @@ class Bench:
             gpu_layers_target=begin,
             num_layers=L,
             reason="the first",
-            bounds=Bounds.unlimited(L),
+            bounds=Bounds(L, 0, L),
             layer_bytes=layer_bytes,
             limits=PLENTY,
         )
@@ -142,7 +142,7 @@ def costs(cpu: float, backward: float = 1.0, gpu: float = 0.0001) -> StepCosts:
 
 
 def best(of: StepCosts, bounds: Bounds | None = None) -> int:
-    return solve(of, "pipeline", bounds or Bounds.unlimited(L)).gpu_layers
+    return solve(of, "pipeline", bounds or Bounds(L, 0, L)).gpu_layers
 
 
 SLOW, FAST = costs(4.0), costs(0.1)

@@ -68,7 +68,7 @@ class Machine:
         return StepCosts(tuple(layers), between=0.002, tail=0.003, clipped_share=share)
 
     def best(self) -> int:
-        return solve(self.costs(), "pipeline", Bounds.unlimited(L)).gpu_layers
+        return solve(self.costs(), "pipeline", Bounds(L, 0, L)).gpu_layers
 
     def loss(self, number: int) -> float:
         """How much longer than the best a step with so many GPU layers takes."""
@@ -136,7 +136,7 @@ class Simulation:
             gpu_layers_target=0,
             num_layers=L,
             reason="",
-            bounds=Bounds.unlimited(L),
+            bounds=Bounds(L, 0, L),
             layer_bytes=tuple(layer_bytes),
             limits=placement.MemoryLimits(None, 0, 0, 500 * GIB, 0),
         )

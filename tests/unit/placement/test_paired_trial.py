@@ -43,7 +43,7 @@ def visited(seconds: dict[int, float], allowed: Bounds, start: int = SOLVED) -> 
 
 
 def test_all_that_fits_is_compared_with_the_solvers_choice() -> None:
-    free = Bounds.unlimited(LAYERS)
+    free = Bounds(LAYERS, 0, LAYERS)
     assert visited({20: 1.0, 26: 1.0}, free) == [20, 26]
     assert visited({20: 1.0, 26: 1.02}, free) == [20, 26]
     assert visited({20: 1.0, 26: 1.1}, free) == [20, 26, 20, 26, 20]

@@ -113,7 +113,7 @@ def test_what_is_no_time_is_refused(bad: float, position: int) -> None:
 
 def decision(costs: StepCosts | None) -> Decision:
     num_layers = 3 if costs is None else len(costs.layers)
-    bounds = Bounds.unlimited(num_layers)
+    bounds = Bounds(num_layers, 0, num_layers)
     found = None if costs is None else solve(costs, "pipeline", bounds)
     return Decision(
         step=7,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from support.placement_runs import (
@@ -21,7 +22,6 @@ from hytrain.errors import ConfigError, PlacementError
 from hytrain.formats.record import checked
 from hytrain.placement.costs import LayerBytes
 from hytrain.placement.first_decision import StateSizes
-from hytrain.placement.memory import Bounds
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows, closed_form_layers
 from hytrain.tools.explain.config_words import config_words
@@ -158,23 +158,11 @@ def test_rows_hold_prediction_measurement_and_error() -> None:
     assert [row.gpu_layers for row in rows if "closed form" in row.marks] == [closed]
 
 
-def test_what_fits_is_worked_out_where_the_decision_did_not_ask() -> None:
-    fixed = replace(decision(0, 20, 20), bounds=Bounds.unlimited(NUM_LAYERS))
-    rows = candidate_rows(fixed, lambda _: None)
-    assert [row.gpu_layers for row in rows if row.fits] == list(range(16))
-    assert rows[20].marks == ("first step",)
-
-
 @pytest.mark.parametrize(
-    ("reason", "before", "mark"),
-    [
-        ("gpu_fraction is 0.5", 20, "fixed"),
-        ("gpu_fraction 0.5 was set", 3, "fixed"),
-        ("this rank computes no samples", 3, "chosen"),
-    ],
+    ("decider", "mark"), [("user", "fixed"), ("start", "first step"), ("training", "chosen")]
 )
-def test_who_decided_without_measured_times(reason: str, before: int, mark: str) -> None:
-    made = replace(decision(0, 20, 20), reason=reason, gpu_layers_before=before)
+def test_who_decided_whatever_the_reason_says(decider: Any, mark: str) -> None:
+    made = replace(decision(0, 20, 20), decider=decider, reason="gpu_fraction is no reason")
     assert candidate_rows(made, lambda _: None)[20].marks == (mark,)
 
 

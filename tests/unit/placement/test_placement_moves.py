@@ -29,7 +29,7 @@ def solution(steps: list[float], choice: int, bounds: Bounds | None = None) -> S
         predictions=tuple(Candidate(k, seconds, 0, 0, 0) for k, seconds in enumerate(steps)),
         corrections=(),
         closed_form_k=0.0,
-        bounds=bounds or Bounds.unlimited(len(steps) - 1),
+        bounds=bounds or Bounds(len(steps) - 1, 0, len(steps) - 1),
         reason="",
     )
 
@@ -112,14 +112,14 @@ def test_noise_makes_no_ping_pong(seed: int, per_layer: bool, clipped_share: flo
     current = 0
     visited = [current]
     for number in range(200):
-        found = solve(noisy(costs, noise, per_layer=per_layer), "pipeline", Bounds.unlimited(26))
+        found = solve(noisy(costs, noise, per_layer=per_layer), "pipeline", Bounds(26, 0, 26))
         if worth_moving(found, current):
             current = found.gpu_layers
             visited.append(current)
             assert number < 50 or len(visited) <= 4, visited
     assert len(visited) <= 4
     assert visited == sorted(set(visited))
-    best = solve(costs, "pipeline", Bounds.unlimited(26))
+    best = solve(costs, "pipeline", Bounds(26, 0, 26))
     assert best.predictions[current].step_seconds <= best.predicted_seconds * 1.03
 
 

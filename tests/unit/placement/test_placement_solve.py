@@ -18,7 +18,7 @@ from hytrain.placement.choose_gpu_layers import CPU_SLACK, solve, worth_moving
 from hytrain.placement.memory import Bounds
 
 MEASURED = measured_model()
-FREE = Bounds.unlimited(26)
+FREE = Bounds(26, 0, 26)
 
 
 @st.composite
@@ -99,7 +99,7 @@ def test_the_closed_form_of_the_measured_model() -> None:
 def test_half_a_layer_is_rounded_up() -> None:
     # t_B 1, t_U 2, alpha 0: k = 0.5 of one layer.
     assert solve(equal_layers(1, backward=1, cpu_update=2), "closed_form",
-                 Bounds.unlimited(1)).gpu_layers == 1  # fmt: skip
+                 Bounds(1, 0, 1)).gpu_layers == 1  # fmt: skip
 
 
 def test_clipping_takes_more_layers() -> None:
@@ -126,14 +126,14 @@ def test_bounded_by_host_memory() -> None:
 
 def test_the_cpu_keeps_up() -> None:
     costs = equal_layers(20, forward=0.005, backward=0.01, cpu_update=0.002, gpu_update=0.001)
-    found = solve(costs, "pipeline", Bounds.unlimited(20))
+    found = solve(costs, "pipeline", Bounds(20, 0, 20))
     assert found.gpu_layers == 0
     assert found.reason.startswith("the CPU keeps up: CPU update 0.04 s, backward 0.2 s; no layers")
 
 
 def test_gpu_updates_that_win_nothing() -> None:
     costs = equal_layers(2, forward=1, backward=1, cpu_update=2, gpu_update=9)
-    found = solve(costs, "pipeline", Bounds.unlimited(2))
+    found = solve(costs, "pipeline", Bounds(2, 0, 2))
     assert found.gpu_layers == 0
     assert "GPU updates would save nothing" in found.reason
 
@@ -141,7 +141,7 @@ def test_gpu_updates_that_win_nothing() -> None:
 def test_the_first_layers_end_late() -> None:
     # Layer 0: gradient at 20, update and copy 20..22. That is 2 of 31, and 20 with it on the GPU.
     costs = equal_layers(10, forward=1, backward=2, cpu_update=1.5, to_host=2, gpu_update=0.1)
-    found = solve(costs, "pipeline", Bounds.unlimited(10))
+    found = solve(costs, "pipeline", Bounds(10, 0, 10))
     assert found.gpu_layers > 0
     assert found.reason.startswith(
         "no backward is left to hide the first layers' updates: CPU update 15 s, backward 20 s; "
