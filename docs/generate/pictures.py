@@ -1,7 +1,7 @@
 """Draws the pictures of docs/pictures: python docs/generate/pictures.py
 
-They have a light ground of their own, so that they can be read in light and in dark pages; the
-chart of step times, which is the first thing that people see, has one of each.
+They have a light ground of their own, so that they can be read in light and in dark pages; bar
+charts have one of each.
 """
 
 from __future__ import annotations
@@ -258,10 +258,14 @@ def life_of_a_gradient() -> None:
     picture.write("gradient.svg")
 
 
+def _section(heading: str) -> str:
+    page = (FOLDER.parent / "benchmarks.md").read_text(encoding="utf-8")
+    return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
 def headline() -> tuple[str, list[tuple[str, float, str, str]]]:
     """Of docs/benchmarks.md's Headline: what was run; of each row name, seconds, ratio, GPU GiB."""
-    page = (FOLDER.parent / "benchmarks.md").read_text(encoding="utf-8")
-    section = page.split("\n## Headline\n")[1].split("\n## ")[0]
+    section = _section("Headline")
     rows = re.findall(
         r"^\| \**([^|]+?)\** \| \**([\d.]+) s\** \| ([\d.]+) \| ([\d.]+ GiB)",
         section,
@@ -271,29 +275,63 @@ def headline() -> tuple[str, list[tuple[str, float, str, str]]]:
     return " ".join(what.split()), [(row[0], float(row[1]), row[2], row[3]) for row in rows]
 
 
-def step_times(*, dark: bool) -> None:
-    """The headline's table; README.md and docs/index.md have the same figures."""
+def _bars(name: str, what: str, rows: list[tuple[str, float, str]], *, dark: bool) -> None:
+    """A bar a row, of its name, its length and the words after it; hytrain's are green."""
     ink, pale, ground = ("#e6edf3", "#9198a1", "#0d1117") if dark else (INK, PALE, "#ffffff")
-    what, rows = headline()
-    longest = max(seconds for _, seconds, _, _ in rows)
+    longest = max(length for _, length, _ in rows)
     picture = Picture(860, 46 * len(rows) + 48, ground)
-    for number, (name, seconds, ratio, memory) in enumerate(rows):
+    for number, (system, length, words) in enumerate(rows):
         y = 16 + 46 * number
-        fill = "#8c959f" if number == 0 else BACK if name.startswith("hytrain") else FORWARD
-        note = "the limit" if number == 0 else f"{ratio} x"
-        right = 268 + 370 * seconds / longest
-        picture.words(16, y + 21, name, ink=ink, size=14)
+        is_limit = system.startswith("forward")
+        fill = "#8c959f" if is_limit else BACK if "hytrain" in system else FORWARD
+        right = 268 + 370 * length / longest
+        picture.words(16, y + 21, system, ink=ink, size=14)
         picture.box(260, y, right - 268, 32, fill, edge=ground)
-        words = f"{seconds:.3f} s, {note}; GPU {memory}"
         picture.words(right, y + 21, words, ink=ink, size=14)
     picture.words(16, 46 * len(rows) + 34, what, ink=pale)
-    picture.write("step_times_dark.svg" if dark else "step_times_light.svg")
+    picture.write(f"{name}_{'dark' if dark else 'light'}.svg")
+
+
+def step_times(*, dark: bool) -> None:
+    """The headline's table; README.md and docs/index.md have the same figures."""
+    what, rows = headline()
+    found = [
+        (name, seconds, f"{seconds:.3f} s, {note}; GPU {memory}")
+        for number, (name, seconds, ratio, memory) in enumerate(rows)
+        for note in ["the limit" if number == 0 else f"{ratio} x"]
+    ]
+    _bars("step_times", what, found, dark=dark)
+
+
+def in_trl(*, dark: bool) -> None:
+    """The 4 B row of the Trainer table."""
+    row = re.search(r"^\| 4\.0 B,.*$", _section("Inside Trainer"), flags=re.MULTILINE)
+    assert row is not None
+    zero2, own, alone = (
+        float(cell.strip("* ").replace(",", "")) for cell in row[0].split("|")[2:5]
+    )
+    systems = ("hytrain", own), ("Trainer without DeepSpeed", alone), ("ZeRO-2 offload", zero2)
+    rows = [(name, ms, f"{ms / 1000:.3f} s") for name, ms in systems]
+    _bars("in_trl", "A step of 4.0 B, 8 x 1024 tokens, TRL's SFT, one H200.", rows, dark=dark)
+
+
+def largest_model(*, dark: bool) -> None:
+    """The table of the largest models with fp32 moments."""
+    found = re.findall(
+        r"^\| ([^|]+?) \| ([\d.]+) B",
+        _section("Large models on one GPU").split("| trained |")[1],
+        flags=re.MULTILINE,
+    )
+    rows = [(name, float(size), f"{size} B") for name, size in found]
+    what = "Largest model trained on one H200, fp32 moments, 128 GiB of host memory."
+    _bars("largest_model", what, rows, dark=dark)
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    step_times(dark=False)
-    step_times(dark=True)
+    for chart in (step_times, in_trl, largest_model):
+        chart(dark=False)
+        chart(dark=True)
     preview_and_commit()
     share_on_gpu()
     layer_major()

@@ -149,7 +149,7 @@ def test_readme_and_landing_page_have_measured_shares() -> None:
         assert set(shares) <= rounded
 
 
-def test_headline_chart_and_tables_are_of_one_run(
+def test_charts_have_the_figures_of_their_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pictures = _generator("pictures")
@@ -171,11 +171,13 @@ def test_headline_chart_and_tables_are_of_one_run(
     monkeypatch.setattr(pictures, "FOLDER", tmp_path / "pictures")
     (tmp_path / "pictures").mkdir()
     (tmp_path / "benchmarks.md").write_text(_read(DOCS / "benchmarks.md"), encoding="utf-8")
-    for dark, name in ((False, "step_times_light.svg"), (True, "step_times_dark.svg")):
-        pictures.step_times(dark=dark)
-        assert _read(tmp_path / "pictures" / name) == _read(DOCS / "pictures" / name), (
-            "run `python docs/generate/pictures.py`"
-        )
+    for dark in (False, True):
+        for name in ("step_times", "in_trl", "largest_model"):
+            getattr(pictures, name)(dark=dark)
+            file = f"{name}_{'dark' if dark else 'light'}.svg"
+            assert _read(tmp_path / "pictures" / file) == _read(DOCS / "pictures" / file), (
+                "run `python docs/generate/pictures.py`"
+            )
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
