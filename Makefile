@@ -192,9 +192,11 @@ docs:
 	python=$(BIN)/python; test ! -x $(DOCS_VENV)/bin/mkdocs || python=$(DOCS_VENV)/bin/python; \
 	    NO_MKDOCS_2_WARNING=1 PATH="$$(dirname $$python):$$PATH" PYTHONPATH=. $$python -m mkdocs build --strict
 
-# Types and defaults of the keys in docs/configuration.md, from the models in hytrain/config.py.
+# Types and defaults of the keys in docs/configuration.md, from the models in hytrain/config.py;
+# options of the commands in docs/cli.md, from their parsers.
 keys: install
 	$(BIN)/python docs/generate/configuration.py
+	$(BIN)/python docs/generate/commands.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -108,6 +108,21 @@ def test_every_key_has_its_type_and_default_on_the_page() -> None:
             generator.fill(page.replace(heading, ""))
 
 
+def test_every_option_of_a_command_is_on_the_page() -> None:
+    generator, page = _generator("commands"), _read(DOCS / "cli.md")
+    assert generator.fill(page) == page, "run `make keys`"
+    assert (
+        "\n| `--stage {1,2,3}` | ZeRO stage (default: as in `--deepspeed-config`, else 2) |\n"
+        in page
+    )
+    assert "\n| `hytrain checkpoint merge` | |\n| --- | --- |\n| `DIR [DIR ...]` | " in page
+    assert re.findall(r"^\| `.+` \| (?:None|==SUPPRESS==)? \|$", page, flags=re.MULTILINE) == []
+    for was, is_wrong in (("ZeRO stage", "stage"), ("| `--no-idle` |", "| `--gone` |")):
+        assert generator.fill(page.replace(was, is_wrong)) == page
+    with pytest.raises(ValueError, match="hytrain trace"):
+        generator.fill(page.replace("<summary>Options of hytrain trace</summary>", ""))
+
+
 @pytest.mark.parametrize("page", WITH_LINKS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_resolve(page: Path) -> None:
     assert _broken_links(page) == []

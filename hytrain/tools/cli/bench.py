@@ -18,18 +18,23 @@ def add(bench: argparse.ArgumentParser) -> None:
     kernel.add_argument(
         "--elements",
         type=positive_int,
+        metavar="N",
         help="length of each array (default: four last-level caches, memory allowing)",
     )
     kernel.add_argument(
         "--threads",
         type=positive_ints,
+        metavar="N[,N...]",
         help="thread counts to try, as in 4,8,16 (default: quarters of the usable cores)",
     )
-    kernel.add_argument("--repeats", type=positive_int, default=7, help="timed rounds (default: 7)")
+    kernel.add_argument(
+        "--repeats", type=positive_int, default=7, metavar="N", help="timed rounds (default: 7)"
+    )
     kernel.add_argument(
         "--beside",
         action="store_true",
-        help="also DeepSpeed's and torch's optimizers (DeepSpeed compiles its own at first)",
+        help="also measure DeepSpeed's and torch's optimizers; DeepSpeed compiles its own "
+        "the first time",
     )
     kernel.set_defaults(run=_kernel)
 

@@ -22,18 +22,21 @@ def add(checkpoint: argparse.ArgumentParser) -> None:
     info.set_defaults(run=_info)
     words = "read every byte and compare it with what was saved"
     verify = actions.add_parser("verify", help=words)
-    verify.add_argument("--all", action="store_true", help="all checkpoints of the folder")
+    verify.add_argument("--all", action="store_true", help="verify all checkpoints of the folder")
     verify.set_defaults(run=_verify)
     merge = actions.add_parser("merge", help="make one of the parts that hosts have saved apart")
-    merge.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="a host's checkpoints")
-    merge.add_argument("--out", type=Path, required=True, help="folder of the whole checkpoint")
+    merge.add_argument(
+        "folders", type=Path, nargs="+", metavar="DIR", help="folder that a host has saved"
+    )
+    words = "folder for the merged checkpoint"
+    merge.add_argument("--out", type=Path, required=True, metavar="DIR", help=words)
     merge.add_argument("--tag", help="which checkpoint (default: each folder's latest)")
     merge.set_defaults(run=_merge)
     for action, which in ((verify, "the latest"), (info, "all")):
         help_text = "folder of checkpoints, or a Trainer's output folder"
         action.add_argument("folder", type=Path, metavar="DIR", help=help_text)
         action.add_argument("--tag", help=f"which checkpoint (default: {which})")
-        action.add_argument("--json", action="store_true", help="print JSON")
+        action.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def _verify(arguments: argparse.Namespace) -> int:

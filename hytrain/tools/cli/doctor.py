@@ -19,23 +19,26 @@ def add(doctor: argparse.ArgumentParser) -> None:
         "Checks this machine for offloaded training: versions, cores, memory, copies, disk. Takes "
         "some seconds. Exits with 1 where something is bad."
     )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
     doctor.add_argument(
         "--ranks",
         type=rank_count,
         default=1,
-        help="how many will train on this host (default: 1)",
+        metavar="N",
+        help="ranks that will train on this host (default: 1)",
     )
     doctor.add_argument(
         "--folder",
         type=Path,
         default=Path(),
+        metavar="DIR",
         help="where checkpoints will be saved (default: the current folder)",
     )
     doctor.add_argument(
         "--elements",
         type=positive_int,
-        help="of the arrays that are measured (default: more than the caches hold)",
+        metavar="N",
+        help="length of the arrays that are measured (default: more than the caches hold)",
     )
     doctor.set_defaults(run=_doctor)
 

@@ -37,45 +37,50 @@ def add(explain: argparse.ArgumentParser) -> None:
     explain.add_argument(
         "file",
         type=Path,
-        metavar="METRICS|CONFIG",
-        help="JSON lines of a run with placement decisions, or a DeepSpeed JSON",
+        metavar="FILE",
+        help="the metrics file of a run, or a DeepSpeed JSON",
     )
     explain.add_argument("--json", action="store_true", help="print JSON instead of text")
     explain.add_argument(
         "--rank",
         type=rank_number,
-        help="the rank to report on (default: the first, or the first that does not fit)",
+        metavar="N",
+        help="the rank to report on (default: the first that does not fit, else 0)",
     )
-    model = explain.add_argument_group("with CONFIG")
+    model = explain.add_argument_group("with a DeepSpeed JSON")
     model.add_argument(
         "--model", type=Path, metavar="PATH", help="a transformers config.json or its folder"
     )
     model.add_argument(
         "--ranks",
         type=rank_count,
-        help="ranks that share the state (default: of batch_sizes, shard_fractions, a plan or "
-        "--gpu-memory, else 1)",
+        metavar="N",
+        help="ranks that share the state (default: as many as batch_sizes, shard_fractions, a plan "
+        "or --gpu-memory have numbers, else 1)",
     )
     model.add_argument(
         "--gpu-memory",
         type=lambda text: [gibibytes(part) for part in text.split(",")],
         metavar="GIB[,GIB...]",
-        help="memory of each rank's GPU, or one for all (default: this machine's)",
+        help="memory of each rank's GPU, or one number for all (default: this machine's)",
     )
     model.add_argument(
         "--host-memory",
         type=gibibytes,
         metavar="GIB",
-        help="memory for all ranks together (default: what is free on this machine)",
+        help="host memory for all ranks together (default: what is free on this machine)",
     )
     model.add_argument(
         "--seq",
         type=positive_int,
         metavar="TOKENS",
-        help="of a sample: also what its blocks' inputs take",
+        help="tokens of a sample; then the inputs of all blocks are counted, too, which activation "
+        "checkpointing keeps (default: not counted)",
     )
     model.add_argument(
-        "--verbose", action="store_true", help="with --model also what the configuration means"
+        "--verbose",
+        action="store_true",
+        help="with --model: also what the configuration means, as without it",
     )
     explain.set_defaults(run=_explain)
 

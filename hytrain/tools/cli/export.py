@@ -20,10 +20,12 @@ def add(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "folder",
         type=Path,
-        metavar="CHECKPOINT_DIR",
+        metavar="DIR",
         help="folder that checkpoints were saved in, or a Trainer's output folder",
     )
-    export.add_argument("--out", type=Path, required=True, help="folder for the weights")
+    export.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for the weights"
+    )
     export.add_argument("--tag", help="which checkpoint (default: the latest)")
     export.add_argument(
         "--format",
@@ -35,17 +37,17 @@ def add(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--dtype",
         choices=_DTYPES,
-        help="of the parameters in safetensors (default: that of the training copy)",
+        help="dtype of the weights in safetensors (default: the training copy's)",
     )
     export.add_argument(
         "--max-shard-size",
         type=_size,
         default=5 * 10**9,
         metavar="SIZE",
-        help="of a file of safetensors, as in 500MB (default: 5GB)",
+        help="largest size of a file of safetensors, as in 500MB (default: 5GB)",
     )
     export.add_argument(
-        "--exclude-frozen", action="store_true", help="leave out what was not trained"
+        "--exclude-frozen", action="store_true", help="leave out parameters that were not trained"
     )
     export.set_defaults(run=_export)
 

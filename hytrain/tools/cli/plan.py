@@ -44,10 +44,10 @@ def add(plan: argparse.ArgumentParser) -> None:
     )
     _add_subject(plan.add_argument_group("GPUs, model and batch"))
     _add_choices(plan.add_argument_group("what the plan may use"))
-    _add_hosts(plan.add_argument_group("hosts of --gpus"))
+    _add_hosts(plan.add_argument_group("hosts"))
     output = plan.add_argument_group("output")
     output.add_argument(
-        "--out", type=Path, metavar="PLAN", help='write the plan, for "hytrain": {"plan": PLAN}'
+        "--out", type=Path, metavar="PLAN", help='file for the plan, to be named by "hytrain.plan"'
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
@@ -70,7 +70,8 @@ def _add_subject(group: Any) -> None:
         "--gpus",
         nargs="+",
         metavar="NAME",
-        help="instead, GPUs of data sheets, as in: l4 l4 a6000, or 2xl4 a6000",
+        help="instead of --profile: GPUs by name, from data sheets, as in l4 l4 a6000, or 2xl4 "
+        "a6000",
     )
     group.add_argument(
         "--hosts",
@@ -79,30 +80,40 @@ def _add_subject(group: Any) -> None:
         metavar="N",
         help="how many of --gpus each host has, in order (default: one host)",
     )
-    group.add_argument("--batch", type=positive_int, metavar="B", help="samples of a step")
+    group.add_argument(
+        "--batch",
+        type=positive_int,
+        metavar="B",
+        help="samples of a step, all ranks together; required",
+    )
     group.add_argument(
         "--model",
         type=Path,
         metavar="PATH",
-        help="a transformers config.json or its folder, for data sheets; with --profile and ranks "
-        "that share sequences, for their attention's heads",
+        help="a transformers config.json or its folder; required with --gpus. With --profile only "
+        "where ranks share sequences, for the heads of their attention",
     )
     group.add_argument(
         "--seq-len",
         type=positive_int,
         metavar="N",
-        help=f"tokens of a sample, for data sheets (default: {SHEET_SEQ_LEN})",
+        help=f"with --gpus: tokens of a sample (default: {SHEET_SEQ_LEN})",
     )
-    group.add_argument("--dtype", choices=DTYPES, help=f"for data sheets (default: {DTYPES[0]})")
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help=f"with --gpus: dtype of the weights (default: {DTYPES[0]})",
+    )
     group.add_argument(
         "--moments",
         choices=MOMENTS,
-        help="Adam's moments, for data sheets (default: as in --deepspeed-config, else fp32)",
+        help="with --gpus: how Adam's moments are kept (default: as in --deepspeed-config, else "
+        "fp32)",
     )
     group.add_argument(
         "--master",
         choices=(FP32, SPLIT),
-        help="master weights (default: as in --deepspeed-config, else fp32)",
+        help="how master weights are kept (default: as in --deepspeed-config, else fp32)",
     )
 
 
@@ -116,34 +127,36 @@ def _add_choices(group: Any) -> None:
     group.add_argument(
         "--offload-param",
         choices=("cpu",),
-        help="with --stage 3: keep the weights in host memory, too, and copy them to the GPU for "
-        "every use, as zero_optimization.offload_param does; for models that do not fit otherwise",
+        help="in stage 3: keep the weights in host memory, too, and copy them to the GPU for every "
+        "use, for models that do not fit otherwise (default: as in --deepspeed-config, else not)",
     )
     group.add_argument(
         "--deepspeed-config",
         type=Path,
         metavar="JSON",
-        help="the configuration that will train: gives the stage, offload_param, how many ranks "
-        "share each sequence and, in stage 3, how many layers are gathered at once (default: "
-        "DeepSpeed's defaults)",
+        help="the DeepSpeed JSON to train with: gives the stage, offload_param, moments, master, "
+        "accumulation, how many ranks share each sequence and, in stage 3, how many layers are "
+        "gathered at once (default: DeepSpeed's defaults)",
     )
     group.add_argument(
         "--accumulation",
         choices=tuple(ACCUMULATION_MODES),
         help="micro-batches one after another (activations are stored or recomputed; the only way "
-        "in Trainer) or layer by layer (inputs are kept on the GPU or offloaded to the host); "
-        'default: one after another if --deepspeed-config has "auto" values, else the faster, in '
-        "stages 1 and 2 chosen per rank",
+        "in Trainer), or layer by layer (inputs are kept on the GPU or offloaded to the host). "
+        'Default: as in --deepspeed-config; if that has "auto" values, one after another; else '
+        "the faster, in stages 1 and 2 for each rank",
     )
     group.add_argument(
-        "--no-idle", action="store_true", help="every rank computes at least one sample"
+        "--no-idle",
+        action="store_true",
+        help="give every rank at least one sample (default: a slow GPU may get none)",
     )
     group.add_argument(
         "--clipped-share",
         type=share,
         metavar="F",
-        help="share of the steps that are clipped, which takes the CPU longer (default: 1, as at "
-        "the beginning of a training; 0: none)",
+        help="share of the steps that are clipped, from 0 to 1: they take the CPU longer (default: "
+        "1, as at the beginning of a training)",
     )
     group.add_argument(
         "--device-memory-fraction",
@@ -156,37 +169,42 @@ def _add_choices(group: Any) -> None:
         "--gpu-memory-reserve",
         type=gibibytes,
         metavar="GIB",
-        help="what stays free on each GPU (default: 4 %%, at least 1)",
+        help="memory that stays free on each GPU (default: 4 %% of it, at least 1 GiB)",
     )
     group.add_argument(
         "--host-memory-reserve",
         type=gibibytes,
         metavar="GIB",
-        help="what stays free on each host (default: 3 %%, at least 1)",
+        help="memory that stays free on each host (default: 3 %% of it, at least 1 GiB)",
     )
 
 
 def _add_hosts(group: Any) -> None:
     group.add_argument(
-        "--cores", type=positive_int, metavar="N", help="cores of each host (default: 16)"
+        "--cores",
+        type=positive_int,
+        metavar="N",
+        help="with --gpus: cores of each host (default: 16)",
     )
     group.add_argument(
         "--host-memory",
         type=gibibytes,
         metavar="GIB",
-        help="memory of each host (default: 64)",
+        help="with --gpus: memory of each host (default: 64 GiB)",
     )
     group.add_argument(
         "--host-bandwidth",
         type=positive_float,
         metavar="GB/S",
-        help="memory bandwidth of each host (default: 100)",
+        help="with --gpus: memory bandwidth of each host (default: 100 GB/s)",
     )
     group.add_argument(
         "--interconnect",
         type=positive_float,
         metavar="GB/S",
-        help="bandwidth of a collective between the ranks, instead of the measured one",
+        help="bandwidth of a collective between the ranks (default: as measured; with --gpus: "
+        "NVLink's where all are GPUs of one host that have it, else that of the slowest GPU's "
+        "copies to its host)",
     )
 
 
@@ -282,7 +300,7 @@ def _add_uneven(uneven: argparse.ArgumentParser, defaults: Mapping[str, Any]) ->
         type=Path,
         required=True,
         metavar="DIR",
-        help="latencies.json, memory.json, gpu_memory_gb.json, expected.json",
+        help="folder with latencies.json, memory.json, gpu_memory_gb.json, expected.json",
     )
     uneven.add_argument("--json", action="store_true", help="print JSON instead of a table")
     uneven.set_defaults(run=partial(_uneven, defaults))

@@ -41,7 +41,9 @@ def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
         metavar="FILE",
         help="files of `hytrain profile`; several are merged; needs --gbs and --bandwidth",
     )
-    parser.add_argument("--gbs", type=positive_int, metavar="N", help="samples of a step")
+    parser.add_argument(
+        "--gbs", type=positive_int, metavar="N", help="samples of a step, with --hytrain-profile"
+    )
     parser.add_argument(
         "--bandwidth",
         type=positive_float,
@@ -59,7 +61,10 @@ def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
         help="stop at a plan proven to be within this share of the cheapest (default: 0)",
     )
     search.add_argument(
-        "--seconds", type=positive_float, metavar="S", help="stop then, with the best plan so far"
+        "--seconds",
+        type=positive_float,
+        metavar="S",
+        help="stop after S seconds, with the best plan so far",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -71,9 +76,9 @@ def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
         "and range of stage counts (default: 1)",
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    output.add_argument("--out", type=Path, metavar="PLAN", help="the plan as JSON")
+    output.add_argument("--out", type=Path, metavar="PLAN", help="file for the plan, a JSON")
     output.add_argument(
-        "--export", type=Path, metavar="DIR", help="a new folder with what a launcher needs"
+        "--export", type=Path, metavar="DIR", help="new folder for what a launcher needs"
     )
     parser.set_defaults(run=partial(_hybrid, defaults))
 

@@ -40,7 +40,7 @@ def add(profile: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     profile.description = _PROFILE
     profile.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="the profile, a JSON file"
+        "--out", type=Path, required=True, metavar="FILE", help="file for the profile, a JSON"
     )
     profile.add_argument(
         "--merge",
@@ -52,11 +52,12 @@ def add(profile: argparse.ArgumentParser) -> None:
     model = profile.add_argument_group("the model")
     model.add_argument(
         "--model",
-        metavar="PATH|MODULE:FUNCTION",
-        help="a transformers config.json or its folder; or a function of (num_layers, seq_len) "
-        "that returns a model, and a function of a micro-batch size that returns its arguments",
+        metavar="MODEL",
+        help="a transformers config.json or its folder; or FILE.py:FUNCTION or MODULE:FUNCTION, a "
+        "function of (num_layers, seq_len) that returns a model, and a function of a micro-batch "
+        "size that returns the model's arguments",
     )
-    model.add_argument("--seq-len", type=positive_int, help="tokens of a sample")
+    model.add_argument("--seq-len", type=positive_int, metavar="N", help="tokens of a sample")
     model.add_argument(
         "--dtype", choices=DTYPES, help=f"dtype of the weights (default: {DTYPES[0]})"
     )
@@ -68,25 +69,31 @@ def add(profile: argparse.ArgumentParser) -> None:
         "--micro-batches",
         type=positive_ints,
         metavar="N,N,...",
-        help="sizes to measure (default: 1, 2, 4, ... until memory is full or speed stays equal)",
+        help="micro-batch sizes to measure (default: 1, 2, 4, ... until memory is full or speed "
+        "stays equal)",
     )
     how.add_argument(
         "--seconds",
         type=positive_float,
-        help=f"about how long to measure layers (default: {_SECONDS:.0f}); the rest takes about 30",
+        metavar="S",
+        help=f"about how long layers are measured (default: {_SECONDS:.0f} s); the rest takes "
+        "about 30 s",
     )
     how.add_argument(
         "--device-memory-fraction",
         type=positive_floats,
         metavar="F[,F...]",
-        help="share of each GPU's memory that may be used: one number, or one a rank",
+        help="share of each GPU's memory that may be used: one number, or one for each rank "
+        "(default: all of it)",
     )
     how.add_argument(
         "--moments",
         choices=MOMENTS,
         help=f'how updates keep Adam\'s moments, as "hytrain.moments" (default: {FP32})',
     )
-    how.add_argument("--settings", metavar="WORDS", help="a note for the profile: clocks, limits")
+    how.add_argument(
+        "--settings", metavar="WORDS", help="a note to keep in the profile, as of clocks"
+    )
     profile.set_defaults(run=_run)
 
 

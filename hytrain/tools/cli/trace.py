@@ -25,17 +25,18 @@ def add(trace: argparse.ArgumentParser) -> None:
     trace.description = "Where the time of recorded steps goes, in one run or in two side by side."
     commands = trace.add_subparsers(required=True, metavar="{report,compare}")
     report = commands.add_parser("report", help="where the time of a run goes", description=_REPORT)
-    report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON, gzipped or not")
-    report.add_argument("--verbose", action="store_true", help="also all tables")
+    words = "trace of a rank (JSON, gzipped or not), or a folder of traces"
+    report.add_argument("files", type=Path, nargs="+", metavar="FILE", help=words)
+    report.add_argument("--verbose", action="store_true", help="print all tables")
     report.set_defaults(run=_report)
     compare = commands.add_parser("compare", help="two runs side by side", description=_COMPARE)
-    for name, words in (("A", "the trace before"), ("B", "the trace after")):
+    for name, words in (("A", "trace before a change"), ("B", "trace after it")):
         compare.add_argument(f"file_{name.lower()}", type=Path, metavar=name, help=words)
     compare.set_defaults(run=_compare)
     for command in (report, compare):
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         command.add_argument(
-            "--html", type=Path, metavar="OUT", help="also write a web page with the timeline"
+            "--html", type=Path, metavar="FILE", help="also write a web page with the timeline"
         )
 
 
