@@ -30,7 +30,6 @@ class BuildSettings:
         refuse_unused: see :class:`StepSettings`.
         communication_dtype: what gradients are reduced in; None: in what they are accumulated.
         scaler: moves the loss scale; None: there is none.
-        micro_batches: of a step.
     """
 
     stage: Literal[1, 2, 3]
@@ -44,7 +43,6 @@ class BuildSettings:
     refuse_unused: bool = False
     communication_dtype: torch.dtype | None = None
     scaler: LossScaler | None = None
-    micro_batches: int = 1
 
 
 def engine_view(engine: DeepSpeedEngine) -> EngineView:
@@ -60,6 +58,7 @@ def engine_view(engine: DeepSpeedEngine) -> EngineView:
             not internals.inside_no_sync_ctxt and internals.enable_backward_allreduce
         ),
         begin_window=begin_window,
+        micro_batches=lambda: int(internals.gradient_accumulation_steps()),
     )
 
 
@@ -90,7 +89,6 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
         # sequences DeepSpeed has put "seq_parallel_communication_data_type" there, by default fp32.
         communication_dtype=asked if isinstance(asked, torch.dtype) else None,
         scaler=_scaler(internals),
-        micro_batches=int(internals.gradient_accumulation_steps()),
     )
 
 

@@ -140,7 +140,7 @@ def _build_on(
         collectives,
         streams.device,
         stage=settings.stage,
-        micro_batches=settings.micro_batches,
+        micro_batches=engine.micro_batches,
     )
     threads = place_threads(
         settings.host,

@@ -622,12 +622,12 @@ class HyTrainEngine(DeepSpeedEngine):
     def memory_peaks(self) -> dict[str, PhasePeak]:
         """This rank's peak memory by phase: "build", "step", "save", "load", "evaluation".
 
-        Bytes of pageable and pinned host memory and of GPU memory, for the current placement, on
-        top of what the process had before. They were checked against the limits of control groups
-        and process before anything was allocated. Activations are not included; add them, or
-        ``in_flight`` (gradients that wait for the CPU's update) where those are more. Host copies
-        of asynchronous saves are included as far as the host had room; their temporary copies on
-        the GPU are not.
+        Bytes of pageable and pinned host memory and of GPU memory, for the current placement and
+        accumulation, on top of what the process had before. As built they were checked against
+        the limits of control groups and process before anything was allocated. Activations are not
+        included; add them, or ``in_flight`` (gradients that wait for the CPU's update) where those
+        are more. Host copies of asynchronous saves are included as far as the host had room; their
+        temporary copies on the GPU are not.
         """
         peaks = self.open_optimizer().placement.memory_peaks()
         copies = 0 if self._saver is None else self._saver.copy_bytes

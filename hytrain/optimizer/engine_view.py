@@ -16,11 +16,13 @@ class EngineView:
         is_boundary: whether the current micro-batch ends a step.
         is_reducing: False inside ``no_sync``.
         begin_window: the next micro-batch is the first of a step.
+        micro_batches: of a step, as accumulation is now.
     """
 
     is_boundary: Callable[[], bool]
     is_reducing: Callable[[], bool]
     begin_window: Callable[[], None]
+    micro_batches: Callable[[], int]
 
 
 @dataclass(frozen=True, slots=True)

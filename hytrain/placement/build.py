@@ -53,7 +53,7 @@ def plan_placement(
     device: torch.device,
     *,
     stage: int,
-    micro_batches: int,
+    micro_batches: Callable[[], int],
 ) -> tuple[Decision, PeakInputs]:
     """Decides, before any optimizer state is allocated, where it goes, and sets how it is kept.
 
@@ -61,7 +61,7 @@ def plan_placement(
 
     Args:
         stage: of ZeRO.
-        micro_batches: of a step.
+        micro_batches: of a step, as accumulation is now.
 
     Returns:
         where the layers are to begin with, and what peaks of memory follow from.
@@ -84,7 +84,7 @@ def plan_placement(
         num_ranks=collectives.world_size,
         shards_weights=any(layer.sharded for layer in weights.layers),
         stage=stage,
-        micro_batches=micro_batches,
+        micro_batches=micro_batches(),
     )
     gpu_base = 0
     if is_cuda:
@@ -102,13 +102,13 @@ def plan_placement(
         gradients=sizes.gradients,
         gpu_base=gpu_base if is_cuda else None,
         num_ranks=sizes.num_ranks,
-        kept_gradients=sizes.kept_gradients,
         largest_frozen=weights.largest_frozen,
     )
 
     def peak_inputs(gpu_layers: int) -> PeakMemoryInputs:
         pinned = pinned_bytes(states, cpu, gpu_layers)
-        return shared(gpu_layers=gpu_layers, pinned_bytes=pinned)
+        kept = replace(sizes, micro_batches=micro_batches()).kept_gradients
+        return shared(gpu_layers=gpu_layers, pinned_bytes=pinned, kept_gradients=kept)
 
     refusal = _refusal(config, host, decision, peak_inputs)
     unfit = torch.tensor([float(refusal is not None)], device=device)

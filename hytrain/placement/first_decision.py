@@ -32,7 +32,8 @@ class StateSizes:
         num_ranks: ranks that share the state.
         shards_weights: ZeRO-3 keeps shards of the training copy only: the first backward keeps no
             whole gradients.
-        kept_gradients: bytes of gradients that a step keeps from one micro-batch to the next.
+        micro_batches: of a step, as accumulation is now.
+        summed_gradients: bytes of gradients that a step of several keeps from one to the next.
     """
 
     layers: tuple[LayerBytes, ...]
@@ -43,7 +44,13 @@ class StateSizes:
     num_ranks: int = 1
     shards_weights: bool = False
     copies_bytes: int = 0
-    kept_gradients: int = 0
+    micro_batches: int = 1
+    summed_gradients: int = 0
+
+    @property
+    def kept_gradients(self) -> int:
+        """Bytes of gradients that a step keeps from one micro-batch to the next."""
+        return self.summed_gradients if self.micro_batches > 1 else 0
 
     @property
     def first_backward_bytes(self) -> int:
@@ -67,11 +74,11 @@ def state_sizes(
     micro_batches: int,
 ) -> StateSizes:
     """The sizes of layers whose state need not be there yet; ``micro_batches``: of a step."""
-    plan, kept = slot_plan(states, cpu), 0
+    plan, summed = slot_plan(states, cpu), 0
     # Layer by layer the first step keeps them where a committed update would not let it begin anew.
-    if micro_batches > 1 and (config.accumulation != "layer_major" or cpu.direct):
+    if config.accumulation != "layer_major" or cpu.direct:
         is_reduced = stage >= 2 and num_ranks > 1
-        kept = sum(
+        summed = sum(
             (state.shard_size if is_reduced else state.layout.size) * state.gradient_dtype.itemsize
             for state in states
         )
@@ -84,7 +91,8 @@ def state_sizes(
         num_ranks=num_ranks,
         shards_weights=shards_weights,
         copies_bytes=plan.copy_bytes,
-        kept_gradients=kept,
+        micro_batches=micro_batches,
+        summed_gradients=summed,
     )
 
 

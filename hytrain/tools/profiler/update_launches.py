@@ -188,7 +188,7 @@ class TrainedSteps:
             config,
             settings,
             _OneRank(),
-            EngineView(lambda: True, lambda: True, lambda: None),
+            EngineView(lambda: True, lambda: True, lambda: None, lambda: 1),
             layers.limits,
         )
         self._guards = LayerGuards(model, PassGuide(self.optimizer.passes, self.optimizer.kept))

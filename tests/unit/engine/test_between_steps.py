@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,7 +79,12 @@ def test_a_write_between_backward_and_step_is_stepped_from() -> None:
 
 def test_an_accumulation_that_cannot_be() -> None:
     with built(_net(), make_config(bf16=False, accumulation=2)) as engine:
+        planned = engine.optimizer.placement._peak_inputs(0)
+        engine.set_train_batch_size(1)  # nothing is kept for a second micro-batch
+        assert engine.optimizer.placement._peak_inputs(0) == replace(planned, kept_gradients=0)
         engine.set_train_batch_size(3)
+        assert engine.optimizer.placement._peak_inputs(0) == planned
+        assert planned.kept_gradients == sum(planned.gradients)
         for micro in range(3):
             assert engine.global_steps == 0
             engine.backward(_loss(engine, micro))
