@@ -327,6 +327,17 @@ class HyTrainConfig(_Section):
         micro = self.micro_batch_sizes or tuple(max(1, size) for size in self.batch_sizes)
         return BatchShares(self.batch_sizes, micro)
 
+    def micro_batches(self, rank: int, *, stage: int, accumulation: int) -> int:
+        """Of a step, in which a rank takes part: ``accumulation``, or as ``batch_sizes`` deals them.
+
+        ZeRO-3 gathers for all ranks, so each takes part in as many as any rank computes.
+        """
+        shares = self.batch_shares()
+        if shares is None:
+            return accumulation
+        ranks = range(len(shares.sizes)) if stage == 3 else (rank,)
+        return max(len(shares.micro_batches(one)) for one in ranks)
+
     @staticmethod
     def from_deepspeed(config: Mapping[str, Any]) -> HyTrainConfig | None:
         """The section of a DeepSpeed configuration; None where it has none (plain DeepSpeed).

@@ -25,10 +25,10 @@ class BatchTraining:
     ) -> None:
         self._engine = engine
         self._optimizer = optimizer
-        self._shares = config.batch_shares()
+        shares = config.batch_shares()
         self._config = config
         rank = optimizer.collectives.rank
-        self._dealt = None if self._shares is None else DealtSizes(self._shares, rank)
+        self._dealt = None if shares is None else DealtSizes(shares, rank)
         self._activations: OffloadedActivations | None = None
         self.accumulation: MicroBatchMajor | LayerMajor | None = None
         """How micro-batches are computed; None before the first step."""
@@ -48,7 +48,11 @@ class BatchTraining:
         count = most = steps
         if self._dealt is not None:
             count, data_iter = len(self._dealt.sizes), self._dealt.watch(data_iter)
-            most = self._most_micro_batches(count)
+            most = self._config.micro_batches(
+                optimizer.collectives.rank,
+                stage=int(self._engine.zero_optimization_stage()),
+                accumulation=steps,
+            )
         windows_before, steps_before = engine.micro_steps // steps, engine.global_steps
         try:
             with optimizer.collectives.reporting_failures(), passes.summing_over_ranks():
@@ -102,12 +106,6 @@ class BatchTraining:
         return LayerMajor(
             engine, optimizer.passes, engine.module, self._activations, optimizer.free_gpu_memory
         )
-
-    def _most_micro_batches(self, own: int) -> int:
-        """Of any rank under ZeRO-3, where all take part in all of them; else this rank's own."""
-        if self._shares is None or int(self._engine.zero_optimization_stage()) != 3:
-            return own
-        return max(len(self._shares.micro_batches(rank)) for rank in range(len(self._shares.sizes)))
 
     def close(self) -> None:
         """Gives the memory of activations back."""

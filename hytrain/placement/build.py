@@ -75,6 +75,10 @@ def plan_placement(
     form = StateFormat(config.moments, config.moments_seed, config.master)
     for state in states:
         state.form = form.of(state.form.optimizer)
+
+    def own_micro_batches() -> int:
+        return config.micro_batches(collectives.rank, stage=stage, accumulation=micro_batches())
+
     sizes = state_sizes(
         states,
         config,
@@ -84,7 +88,7 @@ def plan_placement(
         num_ranks=collectives.world_size,
         shards_weights=any(layer.sharded for layer in weights.layers),
         stage=stage,
-        micro_batches=micro_batches(),
+        micro_batches=own_micro_batches(),
     )
     gpu_base = 0
     if is_cuda:
@@ -107,7 +111,7 @@ def plan_placement(
 
     def peak_inputs(gpu_layers: int) -> PeakMemoryInputs:
         pinned = pinned_bytes(states, cpu, gpu_layers)
-        kept = replace(sizes, micro_batches=micro_batches()).kept_gradients
+        kept = replace(sizes, micro_batches=own_micro_batches()).kept_gradients
         return shared(gpu_layers=gpu_layers, pinned_bytes=pinned, kept_gradients=kept)
 
     refusal = _refusal(config, host, decision, peak_inputs)

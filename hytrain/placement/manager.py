@@ -197,9 +197,10 @@ class PlacementManager:
         if self._limits is None or self._steps - self._limits_at >= LOOK_EVERY:
             self._limits_at = self._steps
             first = self._first.limits
-            self._limits = self._probe.limits(
+            limits = self._probe.limits(
                 self._solver, first.gpu_base, self.host_bytes, self.host, first.host
             )
+            self._limits = replace(limits, kept_gradients=first.kept_gradients)
         return self._limits
 
     @property

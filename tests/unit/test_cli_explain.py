@@ -480,6 +480,27 @@ def test_streamed_weights_of_one_rank_have_two_gradients_at_a_time(
 
 
 @pytest.mark.parametrize(
+    ("stage", "keys", "kept"),
+    [
+        (3, {}, False),
+        (3, {"micro_batch_sizes": [4, 1]}, True),  # both gather for the second's three
+        (2, {"micro_batch_sizes": [1, 1]}, False),  # all of the first backward's are counted anyway
+    ],
+)
+def test_gradients_kept_between_dealt_micro_batches(
+    stage: int, keys: dict[str, Any], kept: bool, config: Path, model: Path, capsys: Capture
+) -> None:
+    given = {key: value for key, value in CONFIG.items() if "batch" not in key}
+    given["zero_optimization"] = SHARDED | {"stage": stage}
+    given["hytrain"] = {"batch_sizes": [4, 3], **keys}
+    config.write_text(json.dumps(given))
+    call = ["explain", str(config), "--model", str(model), "--gpu-memory", "24"]
+    assert cli.main([*call, "--host-memory", "64", "--json"]) == 0
+    limits = json.loads(capsys.readouterr().out)["decision"]["limits"]
+    assert (limits["kept_gradients"] > 0) == kept
+
+
+@pytest.mark.parametrize(
     ("keys", "samples", "side"),
     [
         ({"accumulation": "layer_major", "micro_batch_sizes": [2, 2]}, 32, "gpu_base"),
