@@ -51,6 +51,18 @@ def test_torchrun(hosts: Hosts, tmp_path: Path, ranks: int, meeting: str) -> Non
         assert "HOSTS ['host0', 'host1']" in text
 
 
+@full
+def test_torchrun_restarts_from_a_checkpoint(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/several_hosts.md says; torch's default leaves the first ranks' addresses in place."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    how = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"host0:{free_port()}", "--rdzv-id", "job"]
+    for text in _torchrun(hosts, tmp_path, "restart", 1, *how, "--max-restarts", "1"):
+        lines = [line for line in text.splitlines() if line.startswith(("FIRST", "LAST"))]
+        assert lines == ["FIRST 0", "FIRST 3", "LAST 6"]
+
+
 def test_what_differs_between_hosts_is_refused_with_both_values(
     hosts: Hosts, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ fail        trains until another rank fails, and prints what it raises
 firewall    as fail; the watch's port is closed by a firewall before anybody knows it
 save        saves into FOLDER/apart, which is each host's own, and loads it again
 load        loads FOLDER/apart and FOLDER/merged, and goes on as `save` has
+restart     as training that ends once on rank 1, and goes on from FOLDER/saved
 network     collectives, as the planner predicts them and as they are
 """
 
@@ -246,6 +247,23 @@ def network(_: Path) -> None:
                 say("NETWORK", name, mebibytes, shares[0], f"{1e3 * seconds:.1f} {1e3 * took:.1f}")
 
 
+def restart(folder: Path) -> None:
+    """Six steps with a checkpoint after each; the launcher starts the ranks a second time."""
+    saved = folder / "saved"
+    rank, is_first = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    with built(make_model("mlp"), make_config(stage=3)) as engine:
+        if saved.is_dir():
+            engine.load_checkpoint(saved)
+        say("FIRST", engine.global_steps)
+        for step in range(engine.global_steps, 6):
+            if step == 3 and rank == 1 and is_first:
+                os._exit(3)
+            engine.backward(loss_of(engine(**make_batch("mlp", 2 * step + rank))))
+            engine.step()
+            engine.save_checkpoint(saved)
+        say("LAST", engine.global_steps)
+
+
 def main(what: str, folder: Path) -> None:
     """See the module."""
     torch.set_num_threads(1)
@@ -264,6 +282,7 @@ _ACTS: dict[str, Any] = {
     "save": save,
     "load": load,
     "network": network,
+    "restart": restart,
 }
 
 if __name__ == "__main__":
