@@ -328,7 +328,7 @@ class HyTrainConfig(_Section):
         return BatchShares(self.batch_sizes, micro)
 
     def micro_batches(self, rank: int, *, stage: int, accumulation: int) -> int:
-        """Of a step, in which a rank takes part: ``accumulation``, or as ``batch_sizes`` deals them.
+        """Of a step that a rank takes part in: ``accumulation``, or as ``batch_sizes`` deals them.
 
         ZeRO-3 gathers for all ranks, so each takes part in as many as any rank computes.
         """

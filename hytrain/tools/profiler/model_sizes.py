@@ -66,9 +66,7 @@ def read_model_sizes(
         num_ranks=num_ranks,
         shards_weights=any(layer.sharded for layer in cut),
         stage=form.stage,
-        micro_batches=config.micro_batches(
-            rank, stage=form.stage, accumulation=form.accumulation
-        ),
+        micro_batches=config.micro_batches(rank, stage=form.stage, accumulation=form.accumulation),
     )
     on_gpu, on_host = _weights(model, cut, gathers, form, rank)
     return ModelSizes(
