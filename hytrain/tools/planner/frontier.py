@@ -71,6 +71,7 @@ class RankFrontier:
     ) -> None:
         """Workloads that take longer than ``worst`` seconds are left out."""
         self.host, self.gpu = host, gpu
+        self._is_in_rounds = problem.rounds is not None
 
         def maker(size: int, policy: Activations) -> Callable[[int], Workload]:
             return lambda batch: workload(
@@ -119,6 +120,9 @@ class RankFrontier:
         idle = [one for one in self._idle if one.compute <= step and least <= 0]
         found = [Offer(0, 0, one) for one in idle]
         families = [(one, ranged) for one, ranged in self._in_time(step) if ranged[-1] >= least]
+        if self._is_in_rounds and not bound:  # of few numbers; the most alone seldom sum to a batch
+            fewest = ((family, max(least, ranged[0])) for family, ranged in families)
+            found += [Offer(batch, family.size, family.at(batch)) for family, batch in fewest]
         most = max((ranged[-1] for _, ranged in families), default=0)
         before = max(0, least - 1)
         ranges = min(_MOST_RANGES, most - before)

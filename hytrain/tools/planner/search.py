@@ -136,13 +136,10 @@ class Dealer:
         work = self._make.of(gpu, batch, size, policy)
         return work if work.room >= 0.0 else None
 
-    def fastest(
-        self, gpu: GpuProfile, batch: int, policy: Activations, most: int | None = None
-    ) -> Workload | None:
-        """With the fastest micro-batches, of up to ``most`` samples; None where none will do."""
+    def fastest(self, gpu: GpuProfile, batch: int, policy: Activations) -> Workload | None:
+        """With the fastest micro-batches; None where none will do."""
         sizes = sizes_to_choose(self._problem, gpu, batch) if batch else (0,)
-        allowed = [size for size in sizes if most is None or size <= most]
-        made = (self.of_size(gpu, batch, size, policy) for size in allowed)
+        made = (self.of_size(gpu, batch, size, policy) for size in sizes)
         roomy = (work for work in made if work is not None)
         return min(roomy, key=lambda work: work.compute, default=None)
 
@@ -153,27 +150,11 @@ class Dealer:
 
     def _whole(self, choices: Sequence[Choice]) -> list[Workload] | None:
         """Whole samples that are the batch, in micro-batches of the sizes that were chosen."""
-        least = 0 if self._problem.allow_idle else 1
         batches = whole_parts([choice.samples for choice in choices], self._problem.batch)
         dealt: list[Workload] = []
         for gpu, choice, batch in zip(self._gpus, choices, batches, strict=True):
-            size, batch = choice.size, max(batch, least)
-            work = self.of_size(gpu, batch, min(size, batch), choice.activations)
-            work = work or self.fastest(gpu, batch, choice.activations, size)
+            work = self.of_size(gpu, batch, min(choice.size, batch), choice.activations)
             if work is None:
                 return None
             dealt.append(work)
-        # Those who must compute a sample may have got one more.
-        for _ in range(sum(work.batch for work in dealt) - self._problem.batch):
-            able = [rank for rank, work in enumerate(dealt) if work.batch > least]
-            if not able:
-                return None
-            rank = max(able, key=lambda rank: dealt[rank].compute)
-            work = dealt[rank]
-            fewer = self.fastest(
-                self._gpus[rank], work.batch - 1, work.activations, work.microbatch
-            )
-            if fewer is None:
-                return None
-            dealt[rank] = fewer
         return dealt

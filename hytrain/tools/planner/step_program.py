@@ -102,16 +102,26 @@ class _Block:
     vertices: _Vertices
     columns: slice
 
-    def choices(self, weights: Floats) -> list[Choice]:
-        """What each of the ranks does, whole ones."""
+    def choices(self, weights: Floats, *, even: bool) -> list[Choice]:
+        """What each of the ranks does, whole ones.
+
+        ``even``: equal shards go with equal work. With others those of a group are dealt in order
+        of their samples, so that only neighbours are mixed: the mean of all may need more
+        micro-batches than most of them, and leave less room for state.
+        """
         own, weights = self.vertices, weights[self.columns]
-        numbers = np.bincount(own.group, weights, len(own.groups))
-        sums = np.bincount(own.group, weights * own.samples, len(own.groups))
-        return [
-            Choice(samples / number, size, policy)
-            for (policy, size), number, samples in zip(own.groups, numbers, sums, strict=True)
-            for _ in range(round(number))
-        ]
+        found: list[Choice] = []
+        for group, (policy, size) in enumerate(own.groups):
+            rows = np.flatnonzero(own.group == group)
+            rows = rows[own.samples[rows].argsort(kind="stable")]
+            ends = np.append(0.0, weights[rows].cumsum())
+            sums = np.append(0.0, (weights[rows] * own.samples[rows]).cumsum())
+            if even:
+                ends, sums = ends[[0, -1]], sums[[0, -1]]
+            ranks = np.linspace(0.0, ends[-1], round(ends[-1]) + 1)
+            means = np.diff(np.interp(ranks, ends, sums)) / np.diff(ranks)
+            found += [Choice(samples, size, policy) for samples in means.tolist()]
+        return found
 
 
 class StepProgram:
@@ -175,7 +185,9 @@ class StepProgram:
         weights, is_denied = self._solve(step, blocks, whole=True)
         if weights is None:
             return None if is_denied and self._solve(step, bound, whole=True)[1] else []
-        chosen = {(block.host, block.kind): block.choices(weights) for block in blocks}
+        chosen = {
+            (block.host, block.kind): block.choices(weights, even=self.even) for block in blocks
+        }
         hosts = enumerate(self._hosts)
         return [chosen[host, kind].pop() for host, kinds in hosts for kind in kinds]
 

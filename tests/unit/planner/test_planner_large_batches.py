@@ -1,4 +1,4 @@
-"""Large batches on random clusters: plans within 2 % of the best, by the oracle's word."""
+"""Large batches on random clusters: plans within 1 % of the best, by the oracle's word."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from hytrain.tools.planner.plan import make_plan
 from hytrain.tools.planner.result import Plan
 
 # The others take 20 minutes (make test-uneven-plans). Hosts that are nearly full, as those of 190,
-# are in the test below.
-SOME = (0, 2)
-NOT_CLOSED = {31: 1.05, 198: 1.21}
-"""How far above its bound the best plan found is, of 200 clusters; whether a faster one exists is
-not known."""
+# are in the test below. In 31 equal ranks have unequal work, in 198 few numbers of samples make as
+# many micro-batches.
+SOME = (0, 2, 31, 198)
 
 
 @pytest.mark.parametrize(
     "seed",
     [s if s in SOME else pytest.param(s, marks=pytest.mark.experiment) for s in range(200)],
 )
-def test_no_plan_is_2_percent_faster(seed: int) -> None:
+def test_no_plan_is_1_percent_faster(seed: int) -> None:
     """The planner's own bound and the oracle deny it; what is said not to fit does not."""
     problem = large_problem(seed)
     plan = make_plan(problem)
@@ -30,9 +28,8 @@ def test_no_plan_is_2_percent_faster(seed: int) -> None:
         assert plan.is_close or not may_be_as_fast(problem, 1e6)
         return
     assert plan.lower_bound <= plan.shortest_step <= plan.step_seconds <= plan.predicted_seconds
-    most = NOT_CLOSED.get(seed, 1.02)
-    assert plan.shortest_step <= most * plan.lower_bound
-    assert not may_be_as_fast(problem, plan.shortest_step / most)
+    assert plan.shortest_step <= 1.01 * plan.lower_bound
+    assert not may_be_as_fast(problem, plan.shortest_step / 1.01)
 
 
 @pytest.mark.experiment
