@@ -328,9 +328,9 @@ class HyTrainConfig(_Section):
         return BatchShares(self.batch_sizes, micro)
 
     def micro_batches(self, rank: int, *, stage: int, accumulation: int) -> int:
-        """Of a step that a rank takes part in: ``accumulation``, or as ``batch_sizes`` deals them.
+        """How many a rank takes part in a step: ``accumulation``, or as ``batch_sizes`` deals them.
 
-        ZeRO-3 gathers for all ranks, so each takes part in as many as any rank computes.
+        ZeRO-3 gathers for all ranks, so there it is the most that any rank computes.
         """
         shares = self.batch_shares()
         if shares is None:

@@ -318,11 +318,11 @@ def in_trl(*, dark: bool) -> None:
 def largest_model(*, dark: bool) -> None:
     """The table of the largest models with fp32 moments."""
     found = re.findall(
-        r"^\| ([^|]+?) \| ([\d.]+) B",
+        r"^\| ([^|]+?) \| (([\d.]+) B[^|]*?) \|",
         _section("Large models on one GPU").split("| trained |")[1],
         flags=re.MULTILINE,
     )
-    rows = [(name, float(size), f"{size} B") for name, size in found]
+    rows = [(name, float(size), words) for name, words, size in found]
     what = "Largest model trained on one H200, fp32 moments, 128 GiB of host memory."
     _bars("largest_model", what, rows, dark=dark)
 

@@ -80,7 +80,6 @@ def jobs(options: argparse.Namespace) -> list[Json]:
     return [
         {**common, **system, "label": label, "degree": degree, "ranks": degree}
         for label, system in SYSTEMS.items()
-        if degree == 1 or system["system"] != "forward_backward"
     ]
 
 

@@ -120,7 +120,8 @@ class RankFrontier:
         idle = [one for one in self._idle if one.compute <= step and least <= 0]
         found = [Offer(0, 0, one) for one in idle]
         families = [(one, ranged) for one, ranged in self._in_time(step) if ranged[-1] >= least]
-        if self._is_in_rounds and not bound:  # of few numbers; the most alone seldom sum to a batch
+        if self._is_in_rounds and not bound:
+            # Few numbers of samples make so many rounds: the largest alone seldom sum to a batch.
             fewest = ((family, max(least, ranged[0])) for family, ranged in families)
             found += [Offer(batch, family.size, family.at(batch)) for family, batch in fewest]
         most = max((ranged[-1] for _, ranged in families), default=0)
