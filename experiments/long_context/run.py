@@ -47,6 +47,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--layers", type=int, help="blocks of the model, in place of its own")
     add("--length", type=int, help="confirm this length instead of the predicted")
     add("--times", default=(65536,), type=runner.counts, help="lengths timed with all attention")
+    add("--timed-steps", default=3, type=int, help="of each such length")
     add("--job-seconds", default=110.0, type=float, help="that one job takes, about")
     return parser.parse_args(arguments)
 
@@ -61,7 +62,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
         **{"worker": "experiments.long_context.worker", "clip": 1.0, "stage": options.stage},
         **{"seconds": options.job_seconds, "host_gib": options.host_gib, "host_floor_gib": 1.0},
         **{"lengths": (64, 128) if is_toy else (times * 16384, times * 49152)},
-        **{"times": (96,) if is_toy else options.times},
+        **{"times": (96,) if is_toy else options.times, "timed_steps": options.timed_steps},
         **runner.workload(options),
     }
     if options.gpu_gib is not None:

@@ -2,8 +2,8 @@
 
 A job says, beside what systems.py reads: "degree" (ranks that share a sequence), "host_gib" (of a
 rank, for everything), "lengths" (two, whose peaks say which length fills the memory), "times"
-(lengths to be timed with the whole attention), "keep" and "beside" (files: of the weights after
-"steps" steps of "seq" tokens, and with which to compare them).
+(lengths to be timed with the whole attention, "timed_steps" steps each), "keep" and "beside"
+(files: of the weights after "steps" steps of "seq" tokens, and with which to compare them).
 """
 
 from __future__ import annotations
@@ -221,6 +221,6 @@ def run(job: Json, recorder: Recorder) -> None:
     if not on.is_reference:
         on.longest()
     for length in job["times"]:
-        on.steps(length, 3, window=0)
+        on.steps(length, job["timed_steps"], window=0)
     if (observed := on.system.observe()) is not None:
         recorder.put(observed={**observed, "gpu_layers": on.system.gpu_layers()})
