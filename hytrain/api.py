@@ -83,10 +83,27 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Builds the engine. Arguments are those of ``deepspeed.initialize``, by name or position.
 
-    A configuration with a "hytrain" section (see docs/configuration.md) gives a
+    A configuration with a "hytrain" section (its keys: docs/configuration.md) gives a
     :class:`~hytrain.engine.HyTrainEngine`; without one the call is plain ``deepspeed.initialize``.
     With neither ``optimizer`` nor an "optimizer" section it is plain DeepSpeed's too, with a
     warning, in ZeRO stage 3 or 0: for evaluation before training and for reference models.
+
+    Args:
+        args: an object with ``deepspeed_config``, the path of a JSON, in place of ``config``.
+        model: the ``nn.Module`` to train, on the host or the device.
+        optimizer: a torch optimizer of a supported kind (Adam, AdamW; others: docs/muon.md), whose
+            groups are taken over, or a callable that makes one of the parameters; None: the one
+            that the configuration names.
+        model_parameters: parameters, or groups of them, where ``optimizer`` is None.
+        training_data: a dataset, for which a loader is made.
+        lr_scheduler: a scheduler, or a function that makes one of the optimizer.
+        distributed_port: of torch's store, where the process group is started here.
+        mpu: tells the groups of ranks, as ``UlyssesSPAttentionHF`` returns it.
+        dist_init_required: whether to start the process group; None: unless there is one.
+        collate_fn: of the loader that is made for ``training_data``.
+        config: path of a JSON, or what it would hold.
+        mesh_param: ``(data, sequence)`` ranks, in place of an ``mpu``.
+        config_params: DeepSpeed's older name of ``config``.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)``.
