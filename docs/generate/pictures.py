@@ -276,7 +276,7 @@ def headline() -> tuple[str, list[tuple[str, float, str, str]]]:
 
 
 def _bars(name: str, what: str, rows: list[tuple[str, float, str]], *, dark: bool) -> None:
-    """A bar a row, below its name and the words after it: readable on a phone. hytrain's are green."""
+    """A bar a row, below its name and words, to be read on a phone; hytrain's are green."""
     ink, pale, ground = ("#e6edf3", "#9198a1", "#0d1117") if dark else (INK, PALE, "#ffffff")
     longest = max(length for _, length, _ in rows)
     picture = Picture(520, 50 * len(rows) + 40, ground)
