@@ -78,7 +78,8 @@ def summarize(records: Sequence[Record]) -> Record:
     """Condense a metrics file: medians over the steps after the first three, if there are more.
 
     The loss at the start is the first step's, at the end the mean of the last ten. The hidden
-    share is of the summed times, so a step with a long update weighs more than one with none.
+    share is of the summed times, so a step with a long update weighs more than one with none; k is
+    the last, which its reason is of.
     """
     steps = [r for r in records if "step_s" in r]
     held_out = [r["eval_loss"] for r in records if "eval_loss" in r]
@@ -104,7 +105,7 @@ def summarize(records: Sequence[Record]) -> Record:
         **{key: of(key) for key in ("step_s", "tokens_per_s", "tflops")},
         **joules,
         "tokens_per_j": tokens / known if known else None,
-        "k": of("k"),
+        "k": steps[-1].get("k") if steps else None,
         "k_reason": _last_reason(records),
         "update_s": of("update_s"),
         "hidden_share": min(1.0, max(0.0, 1.0 - exposed / update)) if update else None,
@@ -133,7 +134,7 @@ _ROWS = {
     "gpu_energy_j": ("GPU energy a step, all ranks", "{:.1f} J"),
     "cpu_energy_j": ("processors' energy a step, all hosts", "{:.1f} J"),
     "tokens_per_j": ("tokens a joule", "{:.3g}"),
-    "k": ("share of layers updated on the GPU (k)", "{:.2f}"),
+    "k": ("share of layers updated on the GPU at the end (k)", "{:.2f}"),
     "k_reason": ("why that k", "{}"),
     "update_s": ("CPU update time a step, median", "{:.3f} s"),
     "hidden_share": ("share of update time hidden behind compute", "{:.1%}"),
