@@ -19,6 +19,7 @@ parser.add_argument("--model", default="Qwen/Qwen3-1.7B")
 parser.add_argument("--text", default="README.md", help="a file to train on")
 parser.add_argument("--config", default=str(Path(__file__).with_name("ds_config.json")))
 parser.add_argument("--batch", type=int, default=2, help="samples at once on each GPU")
+parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
 parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
 parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--save", help="a folder for the trained weights")
@@ -31,6 +32,7 @@ arguments = TrainingArguments(
     deepspeed=options.config,
     max_steps=options.steps,
     per_device_train_batch_size=options.batch,
+    gradient_accumulation_steps=options.accumulation,
     gradient_checkpointing=True,  # 5.24 prints a deprecation warning here; ignore it
     learning_rate=1e-5,
     max_grad_norm=1.0,

@@ -191,3 +191,27 @@ def test_the_readme_script(tmp_path: Path) -> None:
     assert found["rc"] == 0, (tmp_path / "readme" / "log.txt").read_text()[-4000:]
     assert "4 steps" in found["said"][-1], "hytrain trained"
     assert (tmp_path / "readme" / "model" / "model.safetensors").exists()
+
+
+def test_a_pretrained_model_beside_trainer(tmp_path: Path) -> None:
+    """The experiment's own run, on a small model in a folder as the hub has them."""
+    sys.path.insert(0, str(HERE.parents[1]))
+    from experiments.hf_trainer import readme_script
+
+    model = tmp_path / "model"
+    readme_script.make_model(model, readme_script.COMMON | readme_script.TOY)
+    command = [
+        sys.executable,
+        str(HERE.parents[1] / "experiments" / "hf_trainer" / "pretrained.py"),
+    ]
+    command += ["--model", str(model), "--steps", "4", "--batch", "2", "--length", "128"]
+    command += ["--rate", "1e-3", "--only", "hytrain fp32", "trainer_alone", "--out", str(tmp_path)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, env=environment, check=True, timeout=600)
+    found = json.loads((tmp_path / "result.json").read_text())
+    for name, one in found.items():
+        assert one["rc"] == 0, (name, one)
+    ours, theirs = found["hytrain fp32"], found["trainer_alone"]
+    assert ours["eval_loss"][-1] < ours["eval_loss"][0] - 0.05
+    for key in ("loss", "eval_loss"):  # bf16 weights beside fp32 under autocast
+        assert ours[key] == pytest.approx(theirs[key], rel=0.01)

@@ -53,7 +53,7 @@ def _broken_links(page: Path) -> list[str]:
             continue
         name, _, anchor = target.partition("#")
         path = (page.parent / name).resolve() if name else page
-        if anchor in ("gh-light-mode-only", "gh-dark-mode-only"):  # of pictures, for one of the two schemes
+        if anchor in ("gh-light-mode-only", "gh-dark-mode-only"):  # of pictures, for one scheme
             anchor = ""
         if not path.exists() or (anchor and anchor not in _anchors(path)):
             broken.append(target)

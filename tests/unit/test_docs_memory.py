@@ -30,9 +30,9 @@ SHAPES: dict[str, dict[str, Any]] = {
                              "num_attention_heads": 32, "num_key_value_heads": 4},
     "Qwen3-32B": QWEN | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
                          "num_attention_heads": 64},
-    "Llama 3 70B": {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
-                    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-                    "vocab_size": 128256, "tie_word_embeddings": False},
+    "Llama 3.1 70B": {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
+                      "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+                      "vocab_size": 128256, "tie_word_embeddings": False},
 }  # fmt: skip
 SECTIONS = ({}, {"moments": "bf16"}, {"moments": "8bit"}, {"moments": "8bit", "master": "split"})
 
