@@ -48,9 +48,11 @@ void UpdateWorker::run() {
                 }
             }
             if (stop_) return;
-            // Before a job is picked, whose memory was added before it was submitted. What comes
-            // after this line is found in the next turn: until then issue_next sees no free slot.
-            absorb_growth();
+            // For a job that has been picked and found no free slot.
+            if (has_growth_) {
+                std::lock_guard<std::mutex> lock(mutex_);
+                absorb_growth();
+            }
             while (issue_next()) {
             }
             if (active_.empty()) continue;
@@ -104,6 +106,9 @@ bool UpdateWorker::is_ready(const Job& job) {
 // layer until the next step's first gradient. If none is there, the oldest will be the next.
 std::shared_ptr<Job> UpdateWorker::pick_job() {
     std::lock_guard<std::mutex> lock(mutex_);
+    // The memory that a job needs was added before it was submitted. Without this line a job that is
+    // picked could find none: the first layer that comes to the host moves through buffers of then.
+    absorb_growth();
     std::shared_ptr<Job> oldest;
     std::shared_ptr<Job> first;
     std::vector<bool> behind(layers_.size(), false);  // an earlier job of the layer
@@ -143,6 +148,7 @@ bool UpdateWorker::issue_next() {
     if (active_.size() >= kMaxActive) return false;
     if (!fetching_) {
         if (is_far_ahead()) return false;
+        delay();
         fetching_ = pick_job();
         fetching_chunk_ = 0;
         if (!fetching_) return false;
@@ -245,11 +251,10 @@ void UpdateWorker::arrived(int slot_class, int slot, std::size_t num_bytes, Span
                slot_class << 16 | slot);
 }
 
-// Takes over new pinned buffers, and takes out those that are to go; between such changes only the
-// worker touches the lists, without a lock.
+// Under mutex_. Takes over new pinned buffers, and takes out those that are to go; between such
+// changes only the worker touches the lists, without a lock.
 void UpdateWorker::absorb_growth() {
     if (!has_growth_) return;
-    std::lock_guard<std::mutex> lock(mutex_);
     for (const Growth& growth : growth_) absorb(growth);
     // After that: slots that have come may be among those that are to go.
     for (Retirement& retirement : retirements_) absorb(retirement);

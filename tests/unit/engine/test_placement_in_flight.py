@@ -43,6 +43,17 @@ def test_saved_and_loaded_while_layers_move(tmp_path: Path, number: float) -> No
         assert_same(snapshot(engine), end)
 
 
+def test_the_first_layers_that_come_to_the_host_have_buffers() -> None:
+    """The worker may wake for slots, and see the move before it has taken the move's buffers over."""
+    config = make_config(gpu_fraction=1.0)
+    for seed in range(8):
+        with environment("HYTRAIN_DELAYS", f"{seed}:3000"), built(make_model("mlp"), config) as one:
+            make_steps(one, range(1))
+            before = snapshot(one)
+            one.set_gpu_fraction(0.0)
+            assert_same_state(snapshot(one), before)
+
+
 def test_a_state_dict_right_after_a_move() -> None:
     run = Run(gpu_fraction=0.5)
     with environment(*SLOW), engine_of(run) as engine:
