@@ -44,7 +44,7 @@ def test_saved_and_loaded_while_layers_move(tmp_path: Path, number: float) -> No
 
 
 def test_the_first_layers_that_come_to_the_host_have_buffers() -> None:
-    """The worker may wake for slots, and see the move before it has taken the move's buffers over."""
+    """The worker may wake for slots, and see a move before it has taken its buffers over."""
     config = make_config(gpu_fraction=1.0)
     for seed in range(8):
         with environment("HYTRAIN_DELAYS", f"{seed}:3000"), built(make_model("mlp"), config) as one:
