@@ -106,8 +106,8 @@ bool UpdateWorker::is_ready(const Job& job) {
 // layer until the next step's first gradient. If none is there, the oldest will be the next.
 std::shared_ptr<Job> UpdateWorker::pick_job() {
     std::lock_guard<std::mutex> lock(mutex_);
-    // The memory that a job needs was added before it was submitted. Without this line a job that is
-    // picked could find none: the first layer that comes to the host moves through buffers of then.
+    // The memory that a job needs was added before the job. Without this line one that is picked
+    // could find none of it: the first layer that comes to the host needs buffers to move through.
     absorb_growth();
     std::shared_ptr<Job> oldest;
     std::shared_ptr<Job> first;
