@@ -381,6 +381,12 @@ class ShardCollectives:
         if self.world_size > 1:
             self._run(f"the all-reduce of {tensor.numel()} elements", dist.all_reduce, tensor)
 
+    def all_reduce_minimum(self, tensor: torch.Tensor) -> None:
+        """The smallest of each element over the ranks, in place; does not wait."""
+        if self.world_size > 1:
+            what = f"the minimum of {tensor.numel()} elements"
+            self._run(what, dist.all_reduce, tensor, op=dist.ReduceOp.MIN)
+
     def meet(self, what: str, alike: Callable[[], Mapping[str, str]] = dict) -> None:
         """The ranks are about to begin the same thing: where they could be out of step.
 
