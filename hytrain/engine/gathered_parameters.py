@@ -75,7 +75,9 @@ class GatheringParameters:
                 continue  # gathered by the engine: it stays when this context ends
             self._weights.gather_layer(layer)
             self._weights.gatherer.pinned.add(layer.index)
-            if not self._claims[layer.index]:
+            if not self._claims[layer.index] and layer.resident:
+                # What was written before would be taken for what the master weights are.
+                self._kept.written.adopt()
                 for state in layer.resident:
                     _remember_copy(state)  # writes go into it; of a shard they go elsewhere
             self._claims[layer.index] += 1

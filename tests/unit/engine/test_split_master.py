@@ -299,6 +299,28 @@ def test_elements_that_were_not_written_where_gathered_stay(
     assert not [r for r in caplog.records if "hytrain.master" in r.getMessage()]
 
 
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_what_was_written_before_a_gathering_counts(way: dict[str, bool]) -> None:
+    """Also where a write within it leaves the elements as they are."""
+    with _engine(stage=3, is_sharded=False, **way) as engine:
+        outer, parameter = (engine.module.get_parameter(n) for n in ("embed.weight", "head.weight"))
+        with torch.no_grad():
+            parameter.fill_(0.25)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            parameter[0, 0] = 0.5
+        expected = torch.full(parameter.shape, 0.25)
+        expected[0, 0] = 0.5
+        master = engine.fp32_state_dict()["head.weight"]["fp32"]
+        assert_same_bits("head.weight", master, expected)
+        with deepspeed.zero.GatheredParameters([outer], modifier_rank=0), torch.no_grad():
+            parameter.fill_(0.125)
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter[0, 0] = 0.75
+        master = engine.fp32_state_dict()["head.weight"]["fp32"]
+        expected.fill_(0.125)[0, 0] = 0.75
+        assert_same_bits("head.weight", master, expected)
+
+
 @pytest.mark.parametrize("master", ["fp32", "split"])
 def test_a_write_where_gathered_waits_for_a_save(master: str) -> None:
     """Beside training it may not have read the state yet."""
