@@ -181,7 +181,9 @@ def _changed(
     cut = None
     must_be_most = case.ranks > 1 and (model.tiled == "reentrant" or is_by_layer)
     if must_be_most and model.tiled != "none":
-        pieces = 2 if is_fresh else min(pieces, 2)
+        # Blocks that are left out may end layer-major steps: what comes then is a first one again.
+        is_first = is_fresh or (is_by_layer and any(any(rank) for rank in step.skip))
+        pieces = 2 if is_first else min(pieces, 2)
     # Documented: under ZeRO-3 it must reach all that later ones reach.
     can_cut = not (is_fresh and (must_be_most or is_sharded)) and model.frozen != "head"
     if can_cut and model.head != "none" and rng.random() < 0.1:
