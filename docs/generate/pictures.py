@@ -310,7 +310,7 @@ def in_trl(*, dark: bool) -> None:
     )
     systems = ("hytrain", own), ("Trainer without DeepSpeed", alone), ("ZeRO-2 offload", zero2)
     rows = [(name, ms, f"{ms / 1000:.3f} s") for name, ms in systems]
-    _bars("in_trl", "A step of 4.0 B, 8 x 1024 tokens, TRL's SFT, one H200", rows, dark=dark)
+    _bars("in_trl", "A step of a 4.0 B model in TRL's SFT, 8 x 1024 tokens, one H200", rows, dark=dark)
 
 
 def largest_model(*, dark: bool) -> None:
