@@ -308,9 +308,20 @@ def in_trl(*, dark: bool) -> None:
     zero2, own, alone = (
         float(cell.strip("* ").replace(",", "")) for cell in row[0].split("|")[2:5]
     )
-    systems = ("hytrain", own), ("Trainer without DeepSpeed", alone), ("ZeRO-2 offload", zero2)
-    rows = [(name, ms, f"{ms / 1000:.3f} s") for name, ms in systems]
-    _bars("in_trl", "A step of a 4.0 B model in TRL's SFT, 8 x 1024 tokens, one H200", rows, dark=dark)
+    memory = re.search(
+        r"^- 4 B: .*?takes ([\d.]+) GiB.*?offload ([\d.]+) GiB.*?alone\s+([\d.]+) GiB",
+        _section("Inside Trainer"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    assert memory is not None
+    systems = (
+        ("hytrain", own, memory[1]),
+        ("Trainer without DeepSpeed (fp32 weights, autocast)", alone, memory[3]),
+        ("ZeRO-2 offload", zero2, memory[2]),
+    )
+    rows = [(name, ms, f"{ms / 1000:.3f} s, GPU {gib} GiB") for name, ms, gib in systems]
+    what = "A step of a 4.0 B model in TRL's SFT, 8 x 1024 tokens, one H200"
+    _bars("in_trl", what, rows, dark=dark)
 
 
 def largest_model(*, dark: bool) -> None:
