@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.offload.streams import Streams
@@ -24,7 +25,7 @@ class CommonMinimum:
         ``count``: this rank's. The last one must have been read.
         """
         self._number.fill_(count)
-        self._collectives.all_reduce_minimum(self._number)
+        self._collectives.all_reduce(self._number, dist.ReduceOp.MIN)
         self._host.copy_(self._number, non_blocking=True)
 
     def read(self) -> None:

@@ -33,7 +33,8 @@ _IN_LINE = nullcontext()
 _GATHERS_AHEAD = 2
 """Layers whose gathers are queued before those layers' forward. The host has waited for the step's
 decision and queues forward as the device runs it: a gather that is queued with its layer would be
-waited for whole. Two layers' launches take longer than a gather, and than most delays of a rank."""
+waited for whole. One of 0.95 B on four H200 takes 0.4 ms, a layer's forward 2.3: two leave room for
+ranks that are late."""
 
 
 class UpdatePipeline:
@@ -80,7 +81,7 @@ class UpdatePipeline:
         self._forecast = ClipForecast()
         is_whole = any(not layer.storage.is_sharded for layer in self.layers)
         self._gathers = collectives.world_size > 1 and is_whole
-        """Once a step, all ranks a layer's new weights; sharded ones come for every use."""
+        """All ranks gather a layer's new weights once a step; sharded ones come for every use."""
         self._early = CommonMinimum(streams, collectives)
         """How many of the first layers every rank updates on the device, in the last step."""
         self._hyper: tuple[AdamHyper, ...] = ()
