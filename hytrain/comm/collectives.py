@@ -376,11 +376,10 @@ class ShardCollectives:
             if whole is not tensor:
                 tensor.copy_(whole)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Sums a tensor over the ranks, or does with it what ``op`` says; in place."""
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sums a tensor over the ranks, in place."""
         if self.world_size > 1:
-            what = f"the all-reduce of {tensor.numel()} elements"
-            self._run(what, dist.all_reduce, tensor, op=op)
+            self._run(f"the all-reduce of {tensor.numel()} elements", dist.all_reduce, tensor)
 
     def meet(self, what: str, alike: Callable[[], Mapping[str, str]] = dict) -> None:
         """The ranks are about to begin the same thing: where they could be out of step.

@@ -38,9 +38,7 @@ class LayerUpdate:
     updated_by: Side = "cpu"
     """Who made the newest weights; differs from ``placement`` after a move, until the next step."""
     gather_due: bool = False
-    """The gather of other ranks' shards of the newest weights is still to be queued."""
-    gathered: torch.cuda.Event | None = None
-    """Behind the gather that was queued last; None where one is due, and on a CPU."""
+    """Other ranks' shards of the newest weights are still to be gathered."""
     reads: WatchedParameters | None = None
     """Told of reads while :attr:`waited` is not true; None where storage is sharded, or before."""
     waited: bool = True
@@ -107,9 +105,7 @@ class LayerUpdate:
     def make_gather_due(self, *, is_due: bool) -> None:
         """There are newer weights; ``is_due``: other ranks' shards of them are missing here."""
         self.gather_due = is_due
-        self.gathered = None
 
-    def end_gather(self, gathered: torch.cuda.Event | None) -> None:
-        """Other ranks' shards are on their way, and there behind the event."""
+    def end_gather(self) -> None:
+        """Other ranks' shards are on their way."""
         self.gather_due = False
-        self.gathered = gathered

@@ -17,7 +17,6 @@ from hytrain.errors import ConfigError
 from hytrain.kernels.clipping import ClipForecast, GradientNorm, Outcome
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.model.layer_state import LayerState
-from hytrain.offload.common_minimum import CommonMinimum
 from hytrain.offload.cpu_updater import CpuUpdater, native_record
 from hytrain.offload.device_update import DeviceUpdate, UpdateObserver
 from hytrain.offload.exposure import ExposureMeter
@@ -30,11 +29,6 @@ from hytrain.trace.recorder import Recorder
 
 _IN_LINE = nullcontext()
 """Nothing is another stream's."""
-_GATHERS_AHEAD = 2
-"""Layers whose gathers are queued before those layers' forward. The host has waited for the step's
-decision and queues forward as the device runs it: a gather that is queued with its layer would be
-waited for whole. One of 0.95 B on four H200 takes 0.4 ms, a layer's forward 2.3: two leave room for
-ranks that are late."""
 
 
 class UpdatePipeline:
@@ -79,11 +73,6 @@ class UpdatePipeline:
         """(scale, skip flag) of updates on the device that no decision precedes."""
         self._scale_of: float | None = None
         self._forecast = ClipForecast()
-        is_whole = any(not layer.storage.is_sharded for layer in self.layers)
-        self._gathers = collectives.world_size > 1 and is_whole
-        """All ranks gather a layer's new weights once a step; sharded ones come for every use."""
-        self._early = CommonMinimum(streams, collectives)
-        """How many of the first layers every rank updates on the device, in the last step."""
         self._hyper: tuple[AdamHyper, ...] = ()
         self._record = native_record(1.0, ())
 
@@ -202,10 +191,6 @@ class UpdatePipeline:
             # reductions, since the update stream waits for compute only.
             self.streams.compute_waits_for_communication()
         self._measure(self.layers)
-        if self._gathers and not self._direct:
-            # Before the decision, whose event is what the host waits for.
-            places = [layer.placement for layer in self.layers]
-            self._early.launch(next((n for n, x in enumerate(places) if x != "gpu"), len(places)))
         self.norm.launch_decision(self._unscale)
 
     def _measure(self, layers: Sequence[LayerState]) -> None:
@@ -250,7 +235,6 @@ class UpdatePipeline:
             self.streamed.begin()
         with self._collectives.waiting():
             outcome = self.norm.read_decision()
-        self._early.read()
         self._forecast.note(outcome)
         if outcome.skip:
             self._drop_all()
@@ -294,15 +278,14 @@ class UpdatePipeline:
             layer.update.end_step("cpu" if layer.placement == "cpu" else "gpu")
             if not skipped:
                 self.weights_changed(layer)
-        if self._early.count:
-            self._gather_ahead(0)
         self.is_torn = False
         self._device_update.end_step()
         self.cpu.end_step()
 
     def weights_changed(self, layer: LayerState) -> None:
         """This rank's shard is the newest; others may be missing: all ranks gather the layer."""
-        is_due = self._gathers and not layer.storage.is_sharded
+        # A sharded layer is gathered anew for every use.
+        is_due = self._collectives.world_size > 1 and not layer.storage.is_sharded
         layer.update.make_gather_due(is_due=is_due)
         layer.storage.mark_overwritten()
 
@@ -395,7 +378,7 @@ class UpdatePipeline:
         what = "the weights that the CPU updates"
         if layer.update.updated_by == "gpu":
             what = "the update on the GPU"
-        if layer.update.gather_due or layer.update.gathered is not None:
+        if layer.update.gather_due:
             what += ", and the other ranks' shards"
         with self.trace.waiting(layer.index, what):
             self._wait(layer)
@@ -410,11 +393,7 @@ class UpdatePipeline:
             self.streams.compute_waits(layer.update.ready)
         if layer.update.gather_due:
             self._gather(layer)
-        if layer.update.gathered is not None:
-            # Without this wait forward would read the other ranks' shards before they are there.
-            self.streams.compute_waits(layer.update.gathered)
-        if self._early.count:
-            self._gather_ahead(layer.index + 1)
+            layer.update.end_gather()
         layer.update.wait()
         if self.cpu.unfetched:
             self.cpu.release_fetched()
@@ -431,18 +410,8 @@ class UpdatePipeline:
             for begin, flat in layer.storage.parts:
                 sizes = layer.sizes_within(begin, begin + flat.numel())
                 self._collectives.all_gather(flat, sizes, layer.name)
-            # Behind this gather only: a wait for the whole stream would be one for later ones, too.
-            layer.update.end_gather(self.streams.record_communication())
-
-    def _gather_ahead(self, begin: int) -> None:
-        """Queues the gathers of the next layers, where every rank has updated them on the device.
-
-        The host need not wait for them, and all ranks queue as many at the same place in their
-        programs: whatever they gather or reduce next, they do it in one order.
-        """
-        for layer in self.layers[begin : min(begin + _GATHERS_AHEAD, self._early.count)]:
-            if layer.update.gather_due:
-                self._gather(layer)
+        # Without this wait forward would read the other ranks' shards before they are there.
+        self.streams.compute_waits_for_communication()
 
     def wait_all(self) -> None:
         """As :meth:`wait` for every layer, in the one order that all ranks follow."""
