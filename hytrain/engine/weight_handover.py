@@ -7,8 +7,8 @@ of the next, and so has let go of the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -22,6 +22,9 @@ from hytrain.optimizer.kept_state import KeptState
 from hytrain.zero3.weight_passes import Bucket
 
 Named = tuple[str, torch.Tensor]
+_Found = dict[int, tuple[torch.Tensor, list[str]]]
+"""``id`` of a tensor -> itself, and its names."""
+
 _REMEDY = "take smaller buckets (bucket_bytes), or weights on the device (on_host=False)"
 
 
@@ -42,22 +45,24 @@ class WeightHandover:
         """The module's tensors by name. ``limit``: bytes of a bucket."""
         self._kept.come_to_rest()
         self._walks += 1
-        names: dict[int, list[str]] = {}
-        tensors: dict[int, torch.Tensor] = {}
-        for name, tensor in self._module_tensors().items():
-            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            if isinstance(tensor, torch.Tensor) and (with_frozen or not is_frozen):
-                names.setdefault(id(tensor), []).append(name)
-                tensors[id(tensor)] = tensor
-        buckets = self._buckets(tensors, limit, with_frozen=with_frozen)
+        find = cache(partial(self._find, with_frozen=with_frozen))
+        buckets = self._buckets(find, limit, with_frozen=with_frozen)
         if on_host:
             # By a function, which keeps nothing: a bucket would be there beside the next two.
             copy = partial(self._copy_to_host, dtype)
             buckets = map(copy, cycle((0, 1)), _one_ahead(buckets))
-        return self._items(buckets, names, dtype, on_host=on_host)
+        return self._items(buckets, find, dtype, on_host=on_host)
+
+    def _find(self, *, with_frozen: bool) -> _Found:
+        found: _Found = {}
+        for name, tensor in self._module_tensors().items():
+            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            if isinstance(tensor, torch.Tensor) and (with_frozen or not is_frozen):
+                found.setdefault(id(tensor), (tensor, []))[1].append(name)
+        return found
 
     def _buckets(
-        self, tensors: Mapping[int, torch.Tensor], limit: int, *, with_frozen: bool
+        self, find: Callable[[], _Found], limit: int, *, with_frozen: bool
     ) -> Iterator[Bucket]:
         weights = self._kept.weights
         yield from weights.buckets(lambda layer: layer.parts(with_frozen=with_frozen), limit)
@@ -67,7 +72,7 @@ class WeightHandover:
             for part in layer.sharded
             for slot in part.layout.slots
         }
-        whole = [tensor for key, tensor in tensors.items() if key not in sharded]
+        whole = [tensor for key, (tensor, _names) in find().items() if key not in sharded]
         for some in in_buckets(whole, lambda tensor: tensor.nbytes, limit):
             yield Bucket({id(tensor): tensor.detach() for tensor in some}, None)
 
@@ -98,7 +103,7 @@ class WeightHandover:
     def _items(
         self,
         buckets: Iterator[Bucket],
-        names: Mapping[int, Iterable[str]],
+        find: Callable[[], _Found],
         dtype: torch.dtype | None,
         *,
         on_host: bool,
@@ -107,12 +112,13 @@ class WeightHandover:
 
         def items_of(bucket: Bucket) -> Iterator[Named]:
             for key, tensor in bucket.tensors.items():
-                for name in names.get(key, ()):
+                for name in found[key][1] if key in found else ():
                     self._refuse_change(version)
                     yield name, tensor.to(_dtype_of(tensor, dtype))
 
         with self._kept.collectives.reporting_failures():
             bucket = next(buckets, None)
+            found = find()  # while the first bucket is on its way
             while bucket is not None:
                 if not on_host:
                     self._streams.compute_waits(bucket.arrived)
