@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,7 +219,7 @@ def network(_: Path) -> None:
         one.model_copy(update={name: min(ms, getattr(other, name)) for name, ms in one})
         for one, other in zip(*twice, strict=False)
     )
-    now = datetime.now(UTC)
+    now = datetime.now(timezone.utc)
     measured = CollectiveProfile(hosts=hosts, backend="gloo", samples=samples, measured=now)
     model = ProfiledModel.model_construct(
         dtype="fp32", layer_parameters=1 << 20, frozen_layer_parameters=0
