@@ -18,6 +18,7 @@ import pytest
 from hytrain import errors
 from hytrain.config import HyTrainConfig
 from hytrain.tools import cli
+from hytrain.tools.planner.device_sheets import SHEETS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -124,6 +125,11 @@ def test_every_option_of_a_command_is_on_the_page() -> None:
         assert generator.fill(page.replace(was, is_wrong)) == page
     with pytest.raises(ValueError, match="hytrain trace"):
         generator.fill(page.replace("<summary>Options of hytrain trace</summary>", ""))
+
+
+def test_every_gpu_with_a_data_sheet_is_on_the_page() -> None:
+    page = (ROOT / "docs/cli.md").read_text()
+    assert [name for name in SHEETS if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("page", WITH_LINKS, ids=lambda path: str(path.relative_to(ROOT)))
