@@ -270,7 +270,7 @@ int UpdateWorker::finalize(const StepRecord& record) {
                 if (layers_[layer].split) held.push_back(layer);
             }
         }
-        // Behind their updates, which only fetch the gradient.
+        // Behind their updates, which make no weights.
         for (const std::size_t layer : held) push_pass(Pass::kPreview, layer);
         for (std::size_t i = 0; i < layers_.size(); ++i) {
             Layer& layer = layers_[i];
