@@ -413,9 +413,7 @@ HYTRAIN_INLINE void preview_unit(const P& p, const MomentRange& r, const void* g
         const NewMoments moved = step_moments({old_p, m[j], v[j]}, G::load(g, at), c);
         new_p[j] = step_weights(old_p, moved.m, Vec::sqrt(moved.v), c);
     }
-    for_each_group<M>([&](std::size_t first, auto) HYTRAIN_INLINE_BODY {
-        p.template store<M::kTogether>(i + first * kLanes, new_p + first);
-    });
+    p.template store<M::kVectors>(i, new_p);
 }
 
 template <class G, class P, class M>

@@ -103,9 +103,12 @@ struct HalvedWeights {
         if constexpr (kCount == 1) {
             Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, split_halves(values[0]));
         } else {
-            static_assert(kCount == 2, "registers are stored alone or in pairs");
-            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, split_halves(values[0]),
-                              split_halves(values[1]));
+            static_assert(kCount % 2 == 0, "registers are stored alone or in pairs");
+            for (std::size_t j = 0; j < kCount; j += 2) {
+                const std::size_t at = 2 * (i + j * kLanes);
+                Vec::store_halves(r.remainder + at, r.new_copy + at, split_halves(values[j]),
+                                  split_halves(values[j + 1]));
+            }
         }
     }
     template <std::size_t kUnit>
