@@ -192,7 +192,7 @@ void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
 void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, const Work& work) {
     const GradientStep step = gradient_step(layer, chunk, work.slot, current_);
     if (layer.state.split) {
-        commit_split(layer, chunk, work, step);
+        update_split(layer, chunk, work, step, true);
         free_slots(chunk, work);
         return;
     }
@@ -213,40 +213,32 @@ void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, const Work& work
 // the next update, beside backward. With L2 decay moments depend on the weights before: at once.
 void UpdateWorker::preview_split(const Layer& layer, Chunk& chunk, const Work& work) {
     const GradientStep step = gradient_step(layer, chunk, chunk.slot, current_);
-    if (!step.hyper.decoupled_decay && step.hyper.weight_decay != 0.0) {
-        commit_split(layer, chunk, work, step);
-        release_slot(chunk);
-    } else {
-        const Outgoing out = next_outgoing(chunk);
-        const SplitWeights weights = split_weights(layer, chunk, work, out);
-        const Moments m = moments(layer, chunk);
-        timed(SpanKind::kPreview, chunk, out,
-              [&] { adam_preview(weights, m, chunk.n, step, num_threads_); });
-        send(chunk, out);
-    }
+    const bool with_moments = !step.hyper.decoupled_decay && step.hyper.weight_decay != 0.0;
+    update_split(layer, chunk, work, step, with_moments);
+    if (with_moments) release_slot(chunk);
     free_slots(chunk, work);
 }
 
-// One step of split weights.
-void UpdateWorker::commit_split(const Layer& layer, const Chunk& chunk, const Work& work,
-                                const GradientStep& step) {
+// One step of split weights, whose upper halves are the training copy: fetched, or on the host.
+void UpdateWorker::update_split(const Layer& layer, const Chunk& chunk, const Work& work,
+                                const GradientStep& step, bool with_moments) {
     const Outgoing out = next_outgoing(chunk);
-    const SplitWeights weights = split_weights(layer, chunk, work, out);
-    const Moments m = moments(layer, chunk);
-    timed(SpanKind::kCommit, chunk, out,
-          [&] { adam_commit(weights, m, chunk.n, step, num_threads_); });
-    send(chunk, out);
-}
-
-// Whose upper halves are the training copy: fetched, or on the host.
-SplitWeights UpdateWorker::split_weights(const Layer& layer, const Chunk& chunk, const Work& work,
-                                         const Outgoing& out) const {
     const void* copy = chunk.weights;
     if (!chunk.weights_on_host) {
         copy = slots_[static_cast<std::size_t>(chunk.copy_class)]
                    .slots.addresses[static_cast<std::size_t>(work.copy)];
     }
-    return {copy, static_cast<std::uint16_t*>(layer.state.p) + chunk.shard_offset, out.data};
+    const SplitWeights weights{
+        copy, static_cast<std::uint16_t*>(layer.state.p) + chunk.shard_offset, out.data};
+    const Moments m = moments(layer, chunk);
+    timed(with_moments ? SpanKind::kCommit : SpanKind::kPreview, chunk, out, [&] {
+        if (with_moments) {
+            adam_commit(weights, m, chunk.n, step, num_threads_);
+        } else {
+            adam_preview(weights, m, chunk.n, step, num_threads_);
+        }
+    });
+    send(chunk, out);
 }
 
 // Applies what is pending, if anything is: of split weights the moments' part, unless

@@ -28,8 +28,8 @@ def clipped_passes(update: float) -> tuple[float, float]:
 def split_passes(update: float) -> tuple[float, float]:
     """Likewise with split master weights: of the moments' commit and of the weights' preview.
 
-    On two cores of an AMD EPYC (2026-11-29) they took 0.42 to 0.61 and 0.63 to 0.94 of one pass
-    that does both, least with bf16 and 8-bit moments.
+    On two cores of an AMD EPYC (2026-11-29) they took 0.39 to 0.67 and 0.63 to 0.94 of one pass
+    that does both, most with fp32 moments.
     """
     return 0.5 * update, 0.8 * update
 

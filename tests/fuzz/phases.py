@@ -186,8 +186,10 @@ def _changed(
         pieces = 2 if is_first else min(pieces, 2)
     # Documented: under ZeRO-3 the first must reach all that later ones reach, layer by layer on one
     # rank as well; and where updates follow gradients, none may get more of them later.
-    is_exact = is_by_layer and (case.build.stage == 3 or case.is_direct)
-    can_cut = not (is_fresh and (must_be_most or is_sharded or is_exact)) and model.frozen != "head"
+    must_reach_all = is_by_layer and (case.build.stage == 3 or case.is_direct)
+    can_cut = (
+        not (is_fresh and (must_be_most or is_sharded or must_reach_all)) and model.frozen != "head"
+    )
     if can_cut and model.head != "none" and rng.random() < 0.1:
         cut = rng.randrange(len(model.inner))
     if step.style == "sum" and not _may_sum(case, before):

@@ -357,10 +357,8 @@ class UpdateWorker {
     void run_update(const Layer& layer, Chunk& chunk, int slot);
     void run_direct(const Layer& layer, Chunk& chunk, const Work& work);
     void preview_split(const Layer& layer, Chunk& chunk, const Work& work);
-    SplitWeights split_weights(const Layer& layer, const Chunk& chunk, const Work& work,
-                               const Outgoing& out) const;
-    void commit_split(const Layer& layer, const Chunk& chunk, const Work& work,
-                      const GradientStep& step);
+    void update_split(const Layer& layer, const Chunk& chunk, const Work& work,
+                      const GradientStep& step, bool with_moments);
     void run_commit(const Layer& layer, Chunk& chunk);
     void run_publish(const Layer& layer, const Chunk& chunk);
     static float* master(const Layer& layer, const Chunk& chunk);
