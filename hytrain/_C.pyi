@@ -64,16 +64,6 @@ def commit_split(
     new_copy: int,
     num_threads: int,
 ) -> None: ...
-def commit_moments(moments: Moments, n: int, step: GradientStep, num_threads: int) -> None: ...
-def preview_split(
-    copy: int,
-    remainder: int,
-    moments: Moments,
-    n: int,
-    step: GradientStep,
-    new_copy: int,
-    num_threads: int,
-) -> None: ...
 def preview(
     p: int, moments: Moments, n: int, step: GradientStep, out: Outgoing, num_threads: int
 ) -> None: ...
@@ -115,6 +105,7 @@ def touch(memory: int, bytes: int, num_threads: int) -> None: ...
 class Pass:
     update: Pass
     direct: Pass
+    late: Pass
     preview: Pass
     commit: Pass
     settle: Pass

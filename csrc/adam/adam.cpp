@@ -266,28 +266,6 @@ void adam_commit(const SplitWeights& weights, const Moments& moments, std::size_
                 });
 }
 
-void adam_commit_moments(const Moments& moments, std::size_t n, const GradientStep& step,
-                         int num_threads) {
-    const KernelTable& kernels = active_kernels();
-    const GradientRange gradient = whole(step);
-    const std::size_t ahead = g_tuning.prefetch_elements;
-    for_moments(moments, true, step.hyper.step, n, num_threads,
-                [&](const MomentRange& m, std::size_t i, std::size_t count) {
-                    kernels.commit_moments(m, count, at(gradient, i), ahead);
-                });
-}
-
-void adam_preview(const SplitWeights& weights, const Moments& moments, std::size_t n,
-                  const GradientStep& step, int num_threads) {
-    const KernelTable& kernels = active_kernels();
-    const GradientRange gradient = whole(step);
-    const std::size_t ahead = g_tuning.prefetch_elements;
-    for_moments(moments, false, 0, n, num_threads,
-                [&](const MomentRange& m, std::size_t i, std::size_t count) {
-                    kernels.preview_split(at(weights, i), m, count, at(gradient, i), ahead);
-                });
-}
-
 void adam_preview(const float* p, const Moments& moments, std::size_t n, const GradientStep& step,
                   const Outgoing& out, int num_threads) {
     const KernelTable& kernels = active_kernels();

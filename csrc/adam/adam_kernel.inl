@@ -321,15 +321,13 @@ HYTRAIN_INLINE void commit_unit(const P& p, const MomentRange& r, const void* g,
     Moved<G, M> u(p, r, g, i, c);
     u.begin(r, i);
     for_each_group<M>([&](std::size_t first, auto byte) HYTRAIN_INLINE_BODY {
-        if constexpr (P::kHasWeights) {
-            Reg new_p[M::kTogether];
-            for (std::size_t j = 0; j < M::kTogether; ++j) {
-                const std::size_t at = i + (first + j) * kLanes;
-                const Reg root = Vec::sqrt(u.v[first + j]);
-                new_p[j] = step_weights(p.load(at), u.m[first + j], root, c);
-            }
-            p.template store<M::kTogether>(i + first * kLanes, new_p);
+        Reg new_p[M::kTogether];
+        for (std::size_t j = 0; j < M::kTogether; ++j) {
+            const std::size_t at = i + (first + j) * kLanes;
+            const Reg root = Vec::sqrt(u.v[first + j]);
+            new_p[j] = step_weights(p.load(at), u.m[first + j], root, c);
         }
+        p.template store<M::kTogether>(i + first * kLanes, new_p);
         u.template put<byte>(r, i, first);
     });
     u.store.finish(r, i);
@@ -391,55 +389,47 @@ void commit_split(const SplitRange& weights, const MomentRange& moments, std::si
     });
 }
 
-void commit_moments(const MomentRange& moments, std::size_t n, const GradientRange& gradient,
-                    std::size_t ahead) {
-    with_moments(moments.kind, [&](auto kind) {
-        with_in(gradient.dtype, [&](auto in) {
-            commit_loop<decltype(in), NoWeights, decltype(kind)>({}, moments, n, gradient, ahead);
-        });
-    });
-}
-
 // ---- preview ----------------------------------------------------------------------------------
 
-template <class G, class P, class M>
-HYTRAIN_INLINE void preview_unit(const P& p, const MomentRange& r, const void* g, std::size_t i,
-                                 const Constants& c) {
+template <class G, class W, class M>
+HYTRAIN_INLINE void preview_unit(const float* p, const MomentRange& r, const void* g, void* w,
+                                 std::size_t i, const Constants& c) {
     Reg m[M::kVectors], v[M::kVectors], new_p[M::kVectors];
     M::load(r, i, m, v);
     for (std::size_t j = 0; j < M::kVectors; ++j) {
         const std::size_t at = i + j * kLanes;
-        const Reg old_p = p.load(at);
+        const Reg old_p = Vec::load_f32(p + at);
         const NewMoments moved = step_moments({old_p, m[j], v[j]}, G::load(g, at), c);
         new_p[j] = step_weights(old_p, moved.m, Vec::sqrt(moved.v), c);
     }
-    p.template store<M::kVectors>(i, new_p);
+    W::template store<M::kVectors>(w, i, new_p);
 }
 
-template <class G, class P, class M>
-void preview_loop(const P p, const MomentRange r, std::size_t n, const GradientRange& gradient,
-                  std::size_t ahead) {
+template <class G, class W, class M>
+void preview_loop(const float* p, const MomentRange r, std::size_t n, const GradientRange& gradient,
+                  void* w, std::size_t ahead) {
     constexpr std::size_t kUnit = M::kUnit;
     const Constants c(gradient.constants);
     const void* g = gradient.data;
     std::size_t i = 0;
     for (; i + kUnit <= n; i += kUnit) {
         if (ahead != 0) {
-            p.template prefetch_unit<kUnit>(i + ahead);
+            prefetch_run<sizeof(float), kUnit>(p, i + ahead);
             prefetch_moments<M>(r, i + ahead);
             prefetch_run<G::kBytes, kUnit>(g, i + ahead);
         }
-        preview_unit<G, P, M>(p, r, g, i, c);
+        preview_unit<G, W, M>(p, r, g, w, i, c);
     }
     if (i < n) {
         const std::size_t count = n - i;
-        typename P::template Padding<kUnit> tail_p(p, i, count);
+        const Padded<kUnit> tail_p(p, i, count, sizeof(float));
         const PaddedMoments<M> tail(r, i, count);
         const Padded<kUnit> tail_g(g, i, count, G::kBytes);
-        preview_loop<G, decltype(tail_p.weights()), M>(
-            tail_p.weights(), tail.range, kUnit, {tail_g.data, gradient.dtype, gradient.constants},
-            0);
-        tail_p.write(p, i, count);
+        Padded<kUnit> tail_w;
+        preview_loop<G, typename W::Cached, M>(tail_p.data, tail.range, kUnit,
+                                               {tail_g.data, gradient.dtype, gradient.constants},
+                                               tail_w.data, 0);
+        tail_w.write(w, i, count, W::kBytes);
     }
 }
 
@@ -448,20 +438,9 @@ void preview(const float* p, const MomentRange& moments, std::size_t n,
     with_moments(moments.kind, [&](auto kind) {
         with_in(gradient.dtype, [&](auto in) {
             with_out(out, [&](auto to) {
-                using P = PreviewedWeights<decltype(to)>;
-                preview_loop<decltype(in), P, decltype(kind)>(P{p, out.data}, moments, n, gradient,
-                                                              ahead);
+                preview_loop<decltype(in), decltype(to), decltype(kind)>(p, moments, n, gradient,
+                                                                         out.data, ahead);
             });
-        });
-    });
-}
-
-void preview_split(const SplitRange& weights, const MomentRange& moments, std::size_t n,
-                   const GradientRange& gradient, std::size_t ahead) {
-    with_moments(moments.kind, [&](auto kind) {
-        with_in(gradient.dtype, [&](auto in) {
-            preview_loop<decltype(in), HalvedWeights, decltype(kind)>(HalvedWeights{weights},
-                                                                      moments, n, gradient, ahead);
         });
     });
 }
@@ -498,6 +477,5 @@ void publish(const float* p, std::size_t n, const OutRange& out, std::size_t ahe
 
 #include "sweep_kernel.inl"
 
-constexpr KernelTable kTable{
-    Vec::kName,          commit,  commit_split,         commit_moments,  preview, preview_split,
-    commit_then_preview, publish, sum_of_squares_range, read_write_range};
+constexpr KernelTable kTable{Vec::kName,          commit,  commit_split,         preview,
+                             commit_then_preview, publish, sum_of_squares_range, read_write_range};

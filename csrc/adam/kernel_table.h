@@ -68,13 +68,9 @@ struct KernelTable {
                    std::size_t prefetch_elements);
     void (*commit_split)(const SplitRange& weights, const MomentRange& moments, std::size_t n,
                          const GradientRange& gradient, std::size_t prefetch_elements);
-    void (*commit_moments)(const MomentRange& moments, std::size_t n, const GradientRange& gradient,
-                           std::size_t prefetch_elements);
     void (*preview)(const float* p, const MomentRange& moments, std::size_t n,
                     const GradientRange& gradient, const OutRange& out,
                     std::size_t prefetch_elements);
-    void (*preview_split)(const SplitRange& weights, const MomentRange& moments, std::size_t n,
-                          const GradientRange& gradient, std::size_t prefetch_elements);
     void (*commit_then_preview)(float* p, const MomentRange& moments, std::size_t n,
                                 const GradientRange& previous, const GradientRange& current,
                                 const OutRange& out, std::size_t prefetch_elements);

@@ -1,7 +1,6 @@
-// Where a pass has master weights from and where it leaves them; included by adam_kernel.inl.
+// Where commit has master weights from and where it leaves them; included by adam_kernel.inl.
 //
 // A kind is a type with
-//   kHasWeights    whether there are any; without, commit moves the moments alone
 //   load           the weights of one register at element i
 //   store          kCount registers of new weights, side by side, and their outgoing copy
 //   prefetch_unit  asks for what a unit's loads will need
@@ -10,7 +9,6 @@
 // fp32, with an outgoing copy W.
 template <class W>
 struct WholeWeights {
-    static constexpr bool kHasWeights = true;
     float* p;
     void* w;
 
@@ -40,53 +38,10 @@ struct WholeWeights {
     };
 };
 
-// The same for a preview, which writes the copy alone.
-template <class W>
-struct PreviewedWeights {
-    const float* p;
-    void* w;
-
-    HYTRAIN_INLINE Reg load(std::size_t i) const { return Vec::load_f32(p + i); }
-    template <std::size_t kCount>
-    HYTRAIN_INLINE void store(std::size_t i, const Reg* values) const {
-        W::template store<kCount>(w, i, values);
-    }
-    template <std::size_t kUnit>
-    inline void prefetch_unit(std::size_t i) const {
-        prefetch_run<sizeof(float), kUnit>(p, i);
-    }
-
-    template <std::size_t kUnit>
-    struct Padding {
-        Padded<kUnit> p, w;
-        Padding(const PreviewedWeights& of, std::size_t i, std::size_t count)
-            : p(of.p, i, count, sizeof(float)) {}
-        PreviewedWeights<typename W::Cached> weights() { return {p.data, w.data}; }
-        void write(const PreviewedWeights& of, std::size_t i, std::size_t count) const {
-            w.write(of.w, i, count, W::kBytes);
-        }
-    };
-};
-
-// None: a preview has written them already.
-struct NoWeights {
-    static constexpr bool kHasWeights = false;
-    HYTRAIN_INLINE Reg load(std::size_t) const { return Vec::set(0.0F); }
-    template <std::size_t kUnit>
-    inline void prefetch_unit(std::size_t) const {}
-    template <std::size_t kUnit>
-    struct Padding {
-        Padding(const NoWeights&, std::size_t, std::size_t) {}
-        NoWeights weights() { return {}; }
-        void write(const NoWeights&, std::size_t, std::size_t) const {}
-    };
-};
-
 // Two halves of 16 bits (SplitWeights in hytrain/adam.h). What only the copy's owner may write may
 // have been written by somebody else, who knows of no remainder: a zero stays within half a
 // spacing of zero then, and does not become a NaN.
 struct HalvedWeights {
-    static constexpr bool kHasWeights = true;
     SplitRange r;
 
     HYTRAIN_INLINE Reg load(std::size_t i) const {
@@ -103,12 +58,9 @@ struct HalvedWeights {
         if constexpr (kCount == 1) {
             Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, split_halves(values[0]));
         } else {
-            static_assert(kCount % 2 == 0, "registers are stored alone or in pairs");
-            for (std::size_t j = 0; j < kCount; j += 2) {
-                const std::size_t at = 2 * (i + j * kLanes);
-                Vec::store_halves(r.remainder + at, r.new_copy + at, split_halves(values[j]),
-                                  split_halves(values[j + 1]));
-            }
+            static_assert(kCount == 2, "registers are stored alone or in pairs");
+            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, split_halves(values[0]),
+                              split_halves(values[1]));
         }
     }
     template <std::size_t kUnit>

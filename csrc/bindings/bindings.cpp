@@ -116,23 +116,6 @@ void bind_adam_passes(py::module_& m) {
         py::arg("copy"), py::arg("remainder"), py::arg("moments"), py::arg("n"), py::arg("step"),
         py::arg("new_copy"), py::arg("num_threads"), NoGil());
     m.def(
-        "commit_moments",
-        [](const Moments& moments, std::size_t n, const GradientStep& step, int num_threads) {
-            hytrain::adam_commit_moments(moments, n, step, num_threads);
-        },
-        py::arg("moments"), py::arg("n"), py::arg("step"), py::arg("num_threads"), NoGil());
-    m.def(
-        "preview_split",
-        [](Address copy, Address remainder, const Moments& moments, std::size_t n,
-           const GradientStep& step, Address new_copy, int num_threads) {
-            const hytrain::SplitWeights weights{pointer<const void>(copy),
-                                                pointer<std::uint16_t>(remainder),
-                                                pointer<void>(new_copy)};
-            hytrain::adam_preview(weights, moments, n, step, num_threads);
-        },
-        py::arg("copy"), py::arg("remainder"), py::arg("moments"), py::arg("n"), py::arg("step"),
-        py::arg("new_copy"), py::arg("num_threads"), NoGil());
-    m.def(
         "preview",
         [](Address p, const Moments& moments, std::size_t n, const GradientStep& step,
            const Outgoing& out, int num_threads) {
@@ -210,6 +193,7 @@ void bind_offload_types(py::module_& m) {
     py::enum_<Pass>(m, "Pass")
         .value("update", Pass::kUpdate)
         .value("direct", Pass::kDirect)
+        .value("late", Pass::kLate)
         .value("preview", Pass::kPreview)
         .value("commit", Pass::kCommit)
         .value("settle", Pass::kSettle)

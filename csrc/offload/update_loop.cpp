@@ -24,7 +24,7 @@ constexpr std::size_t kLeastAhead = 1U << 20U;
 constexpr std::size_t kMaxSpans = 1U << 16U;
 
 bool fetches(Pass pass) { return pass == Pass::kUpdate || pass == Pass::kDirect; }
-bool reads_copy(Pass pass) { return pass == Pass::kDirect || pass == Pass::kPreview; }
+bool reads_copy(Pass pass) { return pass == Pass::kDirect || pass == Pass::kLate; }
 bool is_move(Pass pass) { return pass == Pass::kLeave || pass == Pass::kArrive; }
 
 }  // namespace
@@ -214,7 +214,7 @@ void UpdateWorker::fetch(const Layer& layer, const Chunk& chunk, const Work& wor
     if (work.copy >= 0) {
         // Needs no wait of its own. The copy's last writer, the step before, has been waited for by
         // this step's forward, and compute is behind that: kDirect's gradient event says so, and
-        // the preview of split weights comes after the host has read the step's outcome.
+        // kLate comes after the host has read the step's outcome.
         fetch_to(chunk.copy_class, work.copy, chunk.weights,
                  chunk.n * size_of(chunk.weights_dtype));
         note(kToHostTask, "weights", place, end_of(chunk.copy_class, work.copy));
@@ -331,6 +331,8 @@ const char* pass_name(Pass pass) {
             return "update";
         case Pass::kDirect:
             return "direct update";
+        case Pass::kLate:
+            return "late update";
         case Pass::kPreview:
             return "preview";
         case Pass::kCommit:
@@ -421,6 +423,11 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
             break;
         case Pass::kDirect:
             current_ = job.record;
+            break;
+        case Pass::kLate:
+            if (!layer.pending) throw std::logic_error("a late update with nothing pending");
+            current_ = *layer.pending;
+            layer.pending.reset();
             break;
         case Pass::kPreview:
             if (!layer.pending) throw std::logic_error("preview of a layer with nothing pending");

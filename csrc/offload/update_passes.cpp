@@ -68,11 +68,10 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
         case Pass::kDirect:
             run_direct(layer, chunk, work);
             break;
+        case Pass::kLate:
+            run_late(layer, chunk, work);
+            break;
         case Pass::kPreview: {
-            if (layer.state.split) {
-                preview_split(layer, chunk, work);
-                break;
-            }
             const GradientStep step = gradient_step(layer, chunk, chunk.slot, current_);
             float* const p = master(layer, chunk);
             const Moments m = moments(layer, chunk);
@@ -158,9 +157,7 @@ void UpdateWorker::in_blocks(const Layer& layer, const Chunk& chunk, Function pa
 void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
     const GradientStep current = gradient_step(layer, chunk, slot, current_);
     const Outgoing out = holding_ ? Outgoing{} : next_outgoing(chunk);
-    if (layer.state.split) {  // held: its weights follow when the step's outcome is known
-        run_commit(layer, chunk);
-    } else if (previous_) {
+    if (previous_) {
         const GradientStep previous = gradient_step(layer, chunk, chunk.slot, *previous_);
         in_blocks(layer, chunk, [&](const Chunk& block, std::size_t begin) {
             float* const p = master(layer, block);
@@ -192,7 +189,7 @@ void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
 void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, const Work& work) {
     const GradientStep step = gradient_step(layer, chunk, work.slot, current_);
     if (layer.state.split) {
-        update_split(layer, chunk, work, step, true);
+        commit_split(layer, chunk, work, step);
         free_slots(chunk, work);
         return;
     }
@@ -209,19 +206,16 @@ void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, const Work& work
     send(chunk, out);
 }
 
-// The new weights of a step whose outcome is known; the commit that moves the moments follows with
-// the next update, beside backward. With L2 decay moments depend on the weights before: at once.
-void UpdateWorker::preview_split(const Layer& layer, Chunk& chunk, const Work& work) {
-    const GradientStep step = gradient_step(layer, chunk, chunk.slot, current_);
-    const bool with_moments = !step.hyper.decoupled_decay && step.hyper.weight_decay != 0.0;
-    update_split(layer, chunk, work, step, with_moments);
-    if (with_moments) release_slot(chunk);
+// Commits the gradient of a step whose outcome is known.
+void UpdateWorker::run_late(const Layer& layer, Chunk& chunk, const Work& work) {
+    commit_split(layer, chunk, work, gradient_step(layer, chunk, chunk.slot, current_));
+    release_slot(chunk);
     free_slots(chunk, work);
 }
 
 // One step of split weights, whose upper halves are the training copy: fetched, or on the host.
-void UpdateWorker::update_split(const Layer& layer, const Chunk& chunk, const Work& work,
-                                const GradientStep& step, bool with_moments) {
+void UpdateWorker::commit_split(const Layer& layer, const Chunk& chunk, const Work& work,
+                                const GradientStep& step) {
     const Outgoing out = next_outgoing(chunk);
     const void* copy = chunk.weights;
     if (!chunk.weights_on_host) {
@@ -231,37 +225,23 @@ void UpdateWorker::update_split(const Layer& layer, const Chunk& chunk, const Wo
     const SplitWeights weights{
         copy, static_cast<std::uint16_t*>(layer.state.p) + chunk.shard_offset, out.data};
     const Moments m = moments(layer, chunk);
-    timed(with_moments ? SpanKind::kCommit : SpanKind::kPreview, chunk, out, [&] {
-        if (with_moments) {
-            adam_commit(weights, m, chunk.n, step, num_threads_);
-        } else {
-            adam_preview(weights, m, chunk.n, step, num_threads_);
-        }
-    });
+    timed(SpanKind::kCommit, chunk, out,
+          [&] { adam_commit(weights, m, chunk.n, step, num_threads_); });
     send(chunk, out);
 }
 
-// Applies what is pending, if anything is: of split weights the moments' part, unless
-// preview_split has done that, too.
+// Applies what is pending, if anything is.
 void UpdateWorker::run_commit(const Layer& layer, Chunk& chunk) {
-    const bool split = layer.state.split;
-    const bool pending = previous_ && !(split && chunk.slot < 0);
     GradientStep step;
-    if (pending) step = gradient_step(layer, chunk, chunk.slot, *previous_);
+    if (previous_) step = gradient_step(layer, chunk, chunk.slot, *previous_);
     in_blocks(layer, chunk, [&](const Chunk& block, std::size_t begin) {
-        if (!pending) return;
-        float* const p = split ? nullptr : master(layer, block);
+        if (!previous_) return;
+        float* const p = master(layer, block);
         const Moments m = moments(layer, block);
-        const GradientStep part = shifted(step, begin);
-        timed(SpanKind::kCommit, block, Outgoing{}, [&] {
-            if (split) {
-                adam_commit_moments(m, block.n, part, num_threads_);
-            } else {
-                adam_commit(p, m, block.n, part, Outgoing{}, num_threads_);
-            }
-        });
+        timed(SpanKind::kCommit, block, Outgoing{},
+              [&] { adam_commit(p, m, block.n, shifted(step, begin), Outgoing{}, num_threads_); });
     });
-    if (pending) release_slot(chunk);
+    if (previous_) release_slot(chunk);
 }
 
 void UpdateWorker::run_publish(const Layer& layer, const Chunk& chunk) {

@@ -259,7 +259,7 @@ int UpdateWorker::finalize(const StepRecord& record) {
         std::lock_guard<std::mutex> lock(mutex_);
         throw_if_failed();
         const std::vector<bool> taken_back = layers_taken_back();
-        std::vector<std::size_t> held;
+        std::vector<std::size_t> late;
         for (const auto& job : jobs_) {
             // Not begun: the one pass it will make is already the final one. A job of an earlier
             // step that is still waiting keeps that step's outcome.
@@ -267,11 +267,11 @@ int UpdateWorker::finalize(const StepRecord& record) {
                 job->record = record;
                 job->final = true;
                 const auto layer = static_cast<std::size_t>(job->layer);
-                if (layers_[layer].split) held.push_back(layer);
+                if (layers_[layer].split) late.push_back(layer);
             }
         }
-        // Behind their updates, which make no weights.
-        for (const std::size_t layer : held) push_pass(Pass::kPreview, layer);
+        // Behind their updates, which only fetch the gradient.
+        for (const std::size_t layer : late) push_pass(Pass::kLate, layer);
         for (std::size_t i = 0; i < layers_.size(); ++i) {
             Layer& layer = layers_[i];
             // What is on its way back belongs to a step that has had its outcome.
@@ -281,7 +281,7 @@ int UpdateWorker::finalize(const StepRecord& record) {
             if (!layer.held && layer.previewed == record) continue;
             layer.held = false;
             ++again;
-            push_pass(Pass::kPreview, i);
+            push_pass(layer.split ? Pass::kLate : Pass::kPreview, i);
         }
     }
     wake_.notify_one();

@@ -14,7 +14,8 @@ What is simulated is the time from one decision on clipping, at 0, to the next:
 - The decision falls at the end of ``tail``, late by the part of ``tail`` that is the user's own
   code. In a clipped step, a layer whose job begins before it is only committed (``cpu_commit``) and
   is previewed by a second job (``cpu_preview``) after it; a layer whose job begins later is done in
-  one (``cpu_update``). Both kinds then compete: lowest layer first.
+  one (``cpu_update``). Both kinds then compete: lowest layer first. Where updates are late, all
+  jobs begin after the decision.
 - A gradient is on the GPU until its layer's job has ended. Where more of them would be there than
   have room, backward stands still until jobs have ended (:meth:`Rank.hold_back`).
 - Ranks meet twice in a layer. Its gradient is final when the slowest rank's backward has passed it
@@ -165,7 +166,8 @@ class Rank:
         ``host_waits``: seconds for which the host waited for the worker.
         """
         jobs = [self._jobs[index] for index in self._on_cpu]
-        each = (job.commit + job.preview if clipped else job.update for job in jobs)
+        is_twice = clipped and not self.costs.late
+        each = (job.commit + job.preview if is_twice else job.update for job in jobs)
         return max(0.0, sum(each) - host_waits)
 
     def hold_back(
@@ -174,7 +176,7 @@ class Rank:
         """Where backward stands still for room for gradients, and for how long in all.
 
         How much is left to fetch depends little on which layer is done first: they are done here
-        as they come.
+        as they come. Late updates leave no gradient on the GPU for longer than its copy takes.
 
         Args:
             final: when each layer's gradient would be final, counted from the decision.
@@ -187,7 +189,7 @@ class Rank:
         found, held = list(final), 0.0
         fetched = in_flight = 0
         ends: list[float] = []
-        for index in self._on_cpu:
+        for index in () if self.costs.late else self._on_cpu:
             job = self._jobs[index]
             found[index] += held
             begin = max(ends[-1] if ends else -math.inf, found[index] + job.first_chunk)
@@ -213,6 +215,8 @@ class Rank:
             if not self._is_on_cpu[index]:
                 now += layer.gpu_update + layer.write_back
                 ready[index] = now
+        if self.costs.late:
+            final = [max(0.0, time) for time in final]
         order, coming = self._on_cpu, 0
         waiting: list[int] = []  # whose gradient is final, the lowest first
         committed: list[int] = []  # to be previewed after the decision

@@ -25,15 +25,6 @@ def clipped_passes(update: float) -> tuple[float, float]:
     return _COMMIT_SHARE * update, _PREVIEW_SHARE * update
 
 
-def split_passes(update: float) -> tuple[float, float]:
-    """Likewise with split master weights: of the moments' commit and of the weights' preview.
-
-    On two cores of an AMD EPYC (2026-11-29) they took 0.39 to 0.67 and 0.63 to 0.94 of one pass
-    that does both, most with fp32 moments.
-    """
-    return 0.5 * update, 0.8 * update
-
-
 def _check_seconds(name: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0.0):
         raise PlacementError(f"{name} must be finite and not negative seconds, got {value}")
@@ -104,13 +95,13 @@ class StepCosts:
             micro-batch's backward: the loss, and all other micro-batches.
         tail: seconds from the end of the last backward to the begin of the next forward, without
             updates: the decision on clipping, the user's own code.
-        clipped_share: share of the steps whose updates on the CPU are made in two passes, in
-            [0, 1]: of those whose gradient was clipped. 1 where master weights on the CPU are
-            split: the second pass always waits for the step's outcome.
+        clipped_share: share of the steps whose gradient was clipped, in [0, 1].
         chunk_elements: elements of a chunk, the unit of copies; a layer's update begins when its
             first chunk is on the host, and its last chunk's copy back follows the update.
         update_threads: threads of the CPU's updates while this was measured; None where it was not
             (a plan, an estimate) or is not known (records before 26 November 2026).
+        late: updates on the CPU begin at the decision on clipping, each in one pass (split master
+            weights); False: when gradients come.
 
     Raises:
         PlacementError: there is no layer, or a value is out of its range.
@@ -122,6 +113,7 @@ class StepCosts:
     clipped_share: float = 0.0
     chunk_elements: int = CHUNK_ELEMENTS
     update_threads: int | None = None
+    late: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -152,6 +144,8 @@ class StepCosts:
     def cpu_seconds(self) -> float:
         """t_U: the CPU's work for a step if it updated every layer."""
         unclipped = sum(layer.cpu_update for layer in self.layers)
+        if self.late:
+            return unclipped
         clipped = sum(layer.cpu_commit + layer.cpu_preview for layer in self.layers)
         return (1.0 - self.clipped_share) * unclipped + self.clipped_share * clipped
 

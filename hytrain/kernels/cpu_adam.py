@@ -36,11 +36,9 @@ __all__ = [
     "active_isa",
     "available_isas",
     "commit",
-    "commit_moments",
     "commit_split",
     "commit_then_preview",
     "preview",
-    "preview_split",
     "publish",
     "set_isa",
     "sum_of_squares",
@@ -232,7 +230,14 @@ def commit_split(
         KernelArgumentError: A buffer is unusable; nothing was touched.
     """
     check_moments(m, v, rounding, stores=True)
-    _check_split(copy, remainder, _moments(m, v), gradient, out, num_threads)
+    weights: list[_Part] = [
+        ("remainder", remainder, (REMAINDER,), 0),
+        ("copy", copy, (torch.bfloat16,), 0),
+    ]
+    if out is not None:
+        weights.append(("out", out, (torch.bfloat16,), 0))
+    state = [*weights, *_moments(m, v)]
+    _check_buffers(state, [("gradient", gradient.tensor)], None, num_threads)
     _C.commit_split(
         copy.data_ptr(),
         remainder.data_ptr(),
@@ -242,86 +247,6 @@ def commit_split(
         (copy if out is None else out).data_ptr(),
         num_threads,
     )
-
-
-def preview_split(
-    copy: torch.Tensor,
-    remainder: torch.Tensor,
-    m: Moment,
-    v: Moment,
-    gradient: Gradient,
-    *,
-    out: torch.Tensor | None = None,
-    num_threads: int = 1,
-) -> None:
-    """The weights of ``commit_split``, both halves, with the moments as they are.
-
-    ``commit_moments`` with the same gradient completes the step. Arguments and errors are those of
-    ``commit_split``.
-
-    Raises:
-        KernelArgumentError: Also for L2 decay: then the moments depend on the weights before.
-    """
-    check_moments(m, v, None, stores=False)
-    _refuse_l2(gradient)
-    _check_split(copy, remainder, _moments(m, v), gradient, out, num_threads)
-    _C.preview_split(
-        copy.data_ptr(),
-        remainder.data_ptr(),
-        native_moments(m, v, None),
-        remainder.numel(),
-        gradient.native(),
-        (copy if out is None else out).data_ptr(),
-        num_threads,
-    )
-
-
-def commit_moments(
-    m: Moment,
-    v: Moment,
-    gradient: Gradient,
-    *,
-    rounding: Rounding | None = None,
-    num_threads: int = 1,
-) -> None:
-    """The moments of ``commit``, in place: what is left of a step after ``preview_split``.
-
-    Raises:
-        KernelArgumentError: A buffer is unusable, or there is L2 decay; nothing was touched.
-    """
-    check_moments(m, v, rounding, stores=True)
-    _refuse_l2(gradient)
-    # First what has an element each: codes come in blocks.
-    parts = [("gradient", gradient.tensor, tuple(_NATIVE_DTYPES), 0), *_moments(m, v)]
-    _check_buffers(parts, [], None, num_threads)
-    _C.commit_moments(
-        native_moments(m, v, rounding), gradient.tensor.numel(), gradient.native(), num_threads
-    )
-
-
-def _refuse_l2(gradient: Gradient) -> None:
-    hyper = gradient.hyper
-    if hyper.weight_decay != 0.0 and not hyper.decoupled_decay:
-        raise KernelArgumentError(
-            "with L2 decay moments depend on the weights before the step: use commit_split"
-        )
-
-
-def _check_split(
-    copy: torch.Tensor,
-    remainder: torch.Tensor,
-    moments: Sequence[_Part],
-    gradient: Gradient,
-    out: torch.Tensor | None,
-    num_threads: int,
-) -> None:
-    weights: list[_Part] = [
-        ("remainder", remainder, (REMAINDER,), 0),
-        ("copy", copy, (torch.bfloat16,), 0),
-    ]
-    if out is not None:
-        weights.append(("out", out, (torch.bfloat16,), 0))
-    _check_buffers([*weights, *moments], [("gradient", gradient.tensor)], None, num_threads)
 
 
 def preview(

@@ -1,7 +1,7 @@
 """Which layers have split master weights: all, or only those on the GPU.
 
 Whole ones on the CPU take 2 bytes a parameter more there, and their updates are previewed in
-backward. Split ones are made when the step's outcome is known; backward hides the moments' part.
+backward. Split ones are updated when the step's outcome is known, which nothing hides.
 """
 
 from __future__ import annotations

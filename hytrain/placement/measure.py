@@ -85,7 +85,7 @@ class CostEstimator:
             rates: to begin with.
             updates_overlap: whether updates "on the GPU" run beside the next forward (on a GPU), or
                 before it (on a CPU).
-            late: the CPU makes new weights when the step's outcome is known, never before.
+            late: updates on the CPU begin when the step's outcome is known, not before.
         """
         self._late = late
         self._updates_overlap = updates_overlap
@@ -170,7 +170,7 @@ class CostEstimator:
                     self._close(span.layer, job)
                 # Without a gradient of an earlier step to commit it is another, shorter pass.
                 self._jobs[span.layer] = _OpenJob(seconds, span.committed)
-            elif span.job_pass == _C.Pass.direct:
+            elif span.job_pass in (_C.Pass.direct, _C.Pass.late):
                 self._add("update", span.layer, seconds)
             elif span.job_pass == _C.Pass.preview and job is not None:
                 job.preview = seconds
@@ -241,10 +241,6 @@ class CostEstimator:
         forward = _medians([self._forward(s) for s in samples])
         backward = _medians([self._backward(s) for s in samples])
         passes = {kind: self.cpu_seconds_per_parameter(kind) for kind in _TRAFFIC}
-        share = fmean(self._clipped) if self._clipped else 0.0
-        if self._late:
-            # One whose turn comes after the outcome is known takes both passes as well.
-            passes["update"], share = passes["commit"] + passes["preview"], 1.0
         gpu = self.gpu_seconds_per_parameter
         to_host = median(self._to_host or [self._rates.copy_seconds_per_byte])
         to_device = median(self._to_device or [self._rates.copy_seconds_per_byte])
@@ -267,9 +263,10 @@ class CostEstimator:
             layers=layers,
             between=median([s.between for s in samples]),
             tail=median([s.tail for s in samples]),
-            clipped_share=share,
+            clipped_share=fmean(self._clipped) if self._clipped else 0.0,
             chunk_elements=self._chunk_elements,
             update_threads=self.update_threads,
+            late=self._late,
         )
 
     def _forward(self, sample: StepSample) -> list[float]:

@@ -12,9 +12,7 @@
 // Every pass has one fixed arithmetic (fused multiply-add, true division and square root, in every
 // instruction set) and is elementwise, but for the exponent that a block of 8-bit codes shares. So
 // results are bitwise equal for any length, alignment, thread count and instruction set; commit
-// followed by publish equals preview. Split weights have no copy beside them: their preview writes
-// p, both halves, and the commit that follows moves the moments alone (without L2 decay, which
-// makes moments depend on the p before).
+// followed by publish equals preview.
 #pragma once
 
 #include <cstddef>
@@ -111,12 +109,8 @@ void adam_commit(float* p, const Moments& moments, std::size_t n, const Gradient
                  const Outgoing& out, int num_threads);
 void adam_commit(const SplitWeights& weights, const Moments& moments, std::size_t n,
                  const GradientStep& step, int num_threads);
-void adam_commit_moments(const Moments& moments, std::size_t n, const GradientStep& step,
-                         int num_threads);
 void adam_preview(const float* p, const Moments& moments, std::size_t n, const GradientStep& step,
                   const Outgoing& out, int num_threads);
-void adam_preview(const SplitWeights& weights, const Moments& moments, std::size_t n,
-                  const GradientStep& step, int num_threads);
 void adam_commit_then_preview(float* p, const Moments& moments, std::size_t n,
                               const GradientStep& previous, const GradientStep& current,
                               const Outgoing& out, int num_threads);

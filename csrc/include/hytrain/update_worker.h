@@ -9,11 +9,12 @@
 //   submit_withdraw the step is not taken yet: the gradient returns to the device, likewise
 // A gradient stays pending in its pinned slot until the next update, or a flush, commits it.
 //
-// Where master weights are split on the host, half of each is the training copy, which is never
-// ahead of the step:
-//   submit_update   commits the moments of the previous step's gradient, fetches the new one
-//   finalize        the copy is fetched, new weights, both halves, are made with the final scale
-//                   (kPreview), and the new copy is sent back
+// Where master weights are split on the host, the state is half of what the training copy is the
+// other half of:
+// nothing is previewed, and no gradient stays pending between steps.
+//   submit_update   fetches the new gradient into its slot
+//   finalize        the copy is fetched, a commit with the final scale follows (kLate), and the new
+//                   copy is sent back
 //
 // Between two steps a layer's state may move: submit_move. On leaving, what is pending is committed
 // first; a layer that arrives has nothing pending. The weights stay where they are, so no forward
@@ -85,6 +86,7 @@ struct StepRecord {
 enum class Pass {
     kUpdate,
     kDirect,
+    kLate,  // the commit of a split layer's gradient, once the step's outcome is known
     kPreview,
     kCommit,
     kSettle,  // as kCommit; no weights depend on it, so that no forward waits for it
@@ -356,9 +358,9 @@ class UpdateWorker {
     void run_pass(Layer& layer, Chunk& chunk, const Work& work);
     void run_update(const Layer& layer, Chunk& chunk, int slot);
     void run_direct(const Layer& layer, Chunk& chunk, const Work& work);
-    void preview_split(const Layer& layer, Chunk& chunk, const Work& work);
-    void update_split(const Layer& layer, const Chunk& chunk, const Work& work,
-                      const GradientStep& step, bool with_moments);
+    void run_late(const Layer& layer, Chunk& chunk, const Work& work);
+    void commit_split(const Layer& layer, const Chunk& chunk, const Work& work,
+                      const GradientStep& step);
     void run_commit(const Layer& layer, Chunk& chunk);
     void run_publish(const Layer& layer, const Chunk& chunk);
     static float* master(const Layer& layer, const Chunk& chunk);

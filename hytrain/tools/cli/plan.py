@@ -267,7 +267,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             print(fold(plan_report.trust_words(problem, plan)))
             print(fold(assumed_words(arguments, config, profile, options)))
         if options.master != FP32:
-            how = "split, too, and made after backward" if problem.late else "whole"
+            how = "split, too, and updated after backward" if problem.late else "whole"
             print(f"Split master weights: those of layers on the CPU are {how}.")
         print()
         print(fold(plan_report.plan_text(problem, plan, without)))

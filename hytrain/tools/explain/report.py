@@ -192,7 +192,7 @@ def costs_text(costs: StepCosts) -> str:
             ("host to GPU", mean.to_device),
         ]
         if costs.clipped_share > 0.0:
-            times += [("in two passes: commit", mean.cpu_commit), ("preview", mean.cpu_preview)]
+            times += [("clipped: commit", mean.cpu_commit), ("preview", mean.cpu_preview)]
         words = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in times)
         lines.append(f"  {count} x {_short(mean.parameters / 1e6)} M: {words}")
     seconds = partial(_seconds, longest=max(costs.compute_seconds, costs.cpu_seconds))
@@ -201,8 +201,7 @@ def costs_text(costs: StepCosts) -> str:
         f"t_B, backward of all layers: {seconds(costs.backward_seconds)} s",
         f"t_U, CPU update of all layers: {seconds(costs.cpu_seconds)} s{threads}",
         f"alpha, GPU update over CPU update: {costs.alpha:.3g}",
-        f"steps with two passes on the CPU (clipped; all with split master weights there): "
-        f"{costs.clipped_share:.1%}",
+        f"clipped share of the steps: {costs.clipped_share:.1%}",
         f"step without any update: {seconds(costs.compute_seconds)} s (forward "
         f"{seconds(costs.forward_seconds)}, between {seconds(costs.between)}, backward "
         f"{seconds(costs.backward_seconds)}, tail {seconds(costs.tail)})",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from hytrain.cost.simulate import Collectives as LayerCollectives
 from hytrain.cost.simulate import Rank, first_on_gpu, simulate
-from hytrain.cost.step import Launches, LayerCosts, StepCosts, clipped_passes, split_passes
+from hytrain.cost.step import Launches, LayerCosts, StepCosts, clipped_passes
 from hytrain.formats.policies import LAYER_MAJOR
 from hytrain.tools.planner.allocation import Share
 from hytrain.tools.planner.cluster import GpuProfile
@@ -58,7 +58,7 @@ class PlannedStep:
         even: bool,
     ) -> None:
         """With each rank's work and state; ``even``: whether all shards are equal."""
-        self._late, self._clipped_share = problem.late, problem.clipped_share
+        self._problem = problem
         self._collectives = _layer_collectives(problem, even=even)
         whole = problem.model.parameters
         fetches = [
@@ -95,17 +95,13 @@ class PlannedStep:
             gpu_layers: a number for each rank; None for the shares' own.
             clipped_share: of the steps, in [0, 1]; None for the problem's.
         """
+        share = self._problem.clipped_share if clipped_share is None else clipped_share
         ranks = self._ranks
         if gpu_layers is not None:
             pairs = zip(self._ranks, gpu_layers, strict=True)
             kinds = {pair: _placed(*pair) for pair in dict.fromkeys(pairs)}
             ranks = list(kinds.values())
-        return simulate(list(dict.fromkeys(ranks)), self._collectives, self._share(clipped_share))
-
-    def _share(self, clipped_share: float | None = None) -> float:
-        """Of steps whose updates on the CPU take two passes; see :class:`StepCosts`."""
-        share = self._clipped_share if clipped_share is None else clipped_share
-        return 1.0 if self._late else share
+        return simulate(list(dict.fromkeys(ranks)), self._collectives, share)
 
     def worthwhile_layers(self, most: Sequence[int]) -> list[int]:
         """GPU layers with which each rank's updates delay the step least.
@@ -128,7 +124,8 @@ class PlannedStep:
         for number in numbers:
             other = _placed(rank, number)
             others = [other if one is rank else one for one in kinds]
-            steps.append(simulate(others, self._collectives, self._share(), updating=[other]))
+            share = self._problem.clipped_share
+            steps.append(simulate(others, self._collectives, share, updating=[other]))
         allowed = min(steps) * (1.0 + _WORTHWHILE)
         return next(number for number, step in zip(numbers, steps, strict=True) if step <= allowed)
 
@@ -237,9 +234,6 @@ def _rank(
         shard = share.fraction * size
         update, copied = shard / rate, model.itemsize * shard / gpu.copy_rate
         commit, preview = clipped_passes(update)
-        if problem.late:
-            commit, preview = split_passes(update)
-            update = commit + preview
         # Where the host has the weights, they come when they are gathered.
         to_device, write_back = (0.0, copied) if problem.offload_param else (copied, 0.0)
         return LayerCosts(
@@ -260,7 +254,7 @@ def _rank(
     layers = (layer(model.block_size, is_block=True),) * model.num_layers
     layers = (layer(before, is_block=False),) * (before > 0) + layers
     layers += (layer(after, is_block=False),) * (after > 0)
-    costs = StepCosts(layers, between=passes.middle)
+    costs = StepCosts(layers, between=passes.middle, late=problem.late)
     places = first_on_gpu(share.gpu_layers, len(layers))
     launches = step_launches(problem, gpu, work, share.fraction)
     return Rank(costs, places, launches, has_samples=passes.first > 0.0)

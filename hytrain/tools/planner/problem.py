@@ -133,8 +133,8 @@ class PlanProblem:
             rank makes one micro-batch), and waits for the CPU's updates.
         sequence_ranks: how many share each sequence; ``batch`` counts as many parts a sample.
         exchange_ms: of a layer's attention, each way; its times have it already.
-        late: weights that the CPU updates are made when the step's outcome is known, as master
-            weights are split there.
+        late: updates on the CPU begin when the step's outcome is known, as master weights are split
+            there.
     """
 
     cluster: Cluster

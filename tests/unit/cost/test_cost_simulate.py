@@ -72,7 +72,9 @@ def random_layer(rng: random.Random, update_rate: float, copy_rate: float) -> La
     )
 
 
-def random_job(rng: random.Random, num_ranks: int, num_layers: int, tail: float = 0.0) -> Job:
+def random_job(
+    rng: random.Random, num_ranks: int, num_layers: int, tail: float = 0.0, *, late: bool = False
+) -> Job:
     """Costs, launches and places of each rank's own, places in any order; some ranks idle."""
     ranks: list[Rank] = []
     places: list[list[Place]] = []
@@ -83,7 +85,7 @@ def random_job(rng: random.Random, num_ranks: int, num_layers: int, tail: float 
         if not has_samples:
             layers = tuple(replace(one, forward=0.0, backward=0.0) for one in layers)
         between = rng.uniform(0.0, 0.02) * has_samples
-        costs = StepCosts(layers, between=between, tail=tail * rng.random())
+        costs = StepCosts(layers, between=between, tail=tail * rng.random(), late=late)
         own = [Place.GPU if rng.random() < 0.4 else Place.CPU for _ in range(num_layers)]
         if rng.random() < 0.7:
             own = list(first_on_gpu(rng.randint(0, num_layers), num_layers))
@@ -102,13 +104,14 @@ def jobs(seed: int, number: int, most_ranks: int = 4, most_layers: int = 26) -> 
     ]
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("tail", [0.0, 5e-3])
-def test_every_step_is_that_of_the_twin(clipped: bool, tail: float) -> None:
+def test_every_step_is_that_of_the_twin(clipped: bool, tail: float, late: bool) -> None:
     second_passes = 0
     rng = random.Random(1)
     for _ in range(75):
-        job = random_job(rng, rng.randint(1, 4), rng.randint(1, 26), tail)
+        job = random_job(rng, rng.randint(1, 4), rng.randint(1, 26), tail, late=late)
         never = [0.0] * len(job.ranks)
         at_once = [0.0] * len(job.places[0])
         found = simulate_step(job.ranks, job.collectives, at_once, never, clipped=clipped)
@@ -124,7 +127,19 @@ def test_every_step_is_that_of_the_twin(clipped: bool, tail: float) -> None:
             found = simulate_step(job.ranks, job.collectives, updated, never, clipped=clipped)
             assert found.seconds == pytest.approx(step.seconds, rel=1e-9)
     # Clipping made a difference in enough of them for the comparison to mean something.
-    assert (second_passes > 250) == clipped
+    assert (second_passes > 250) == (clipped and not late)
+
+
+def test_late_updates_are_one_pass_after_the_decision() -> None:
+    layer = LayerCosts("", 10, 1.0, 1.0, 0.0, 5.0, 5.0, 5.0, 0.0, 0.5)
+    rank = Rank(StepCosts((layer,) * 3, late=True, clipped_share=0.5), (Place.CPU,) * 3)
+    none = Collectives((0.0,) * 3, (0.0,) * 3)
+    # All gradients are there at the decision; forward follows the updates, lowest layer first.
+    for clipped in (False, True):
+        assert rank.updates([-1.0, -2.0, -3.0], clipped=clipped).ready == [5.0, 10.0, 15.0]
+        assert rank.busy_seconds(4.0, clipped=clipped) == pytest.approx(11.0)
+        assert simulate([rank], none, float(clipped)) == pytest.approx(15.0 + 1.0 + 3.0)
+    assert rank.costs.cpu_seconds == pytest.approx(15.0)
 
 
 @pytest.mark.parametrize("clipped", [False, True])

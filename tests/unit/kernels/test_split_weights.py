@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from kernel_cases import INTERPRETED, ISAS, NEEDS_CUDA
@@ -12,14 +10,7 @@ from support.reference_adam import copy_away_from_zero
 from hytrain import _C
 from hytrain.errors import KernelArgumentError
 from hytrain.kernels import cpu_adam, split_weights
-from hytrain.kernels.cpu_adam import (
-    AdamHyper,
-    Gradient,
-    commit,
-    commit_moments,
-    commit_split,
-    preview_split,
-)
+from hytrain.kernels.cpu_adam import AdamHyper, Gradient, commit, commit_split
 from hytrain.kernels.device_adam import cuda_adam, device_adam
 from hytrain.kernels.grouped_adam import GroupedAdam, Segment
 from hytrain.kernels.moments import EightBit, Moment, Rounding, native_moments, zero_moment
@@ -142,39 +133,6 @@ def test_a_step_is_that_of_whole_weights(isa: str, kind: torch.dtype) -> None:
             assert torch.equal(remainder, expected), n
             assert same(own_m, m), n
             assert same(own_v, v), n
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("isa", ISAS)
-def test_a_step_in_two_passes_is_that_of_one(isa: str, kind: torch.dtype) -> None:
-    cpu_adam.set_isa(isa)
-    for n in LENGTHS:
-        one, two = halves(weights_of(n)), halves(weights_of(n))
-        m, v, own_m, own_v = (zero_moment(kind, n) for _ in range(4))
-        for step, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16), 1):
-            drawn = gradient_of(n, step, dtype)
-            gradient = replace(drawn, hyper=replace(drawn.hyper, decoupled_decay=True))
-            commit_split(*one, m, v, gradient, rounding=ROUNDING)
-            out = torch.empty_like(two[0]) if step == 2 else None
-            preview_split(*two, own_m, own_v, gradient, out=out, num_threads=2)
-            two = two if out is None else (out, two[1])
-            assert torch.equal(bits(two[0]), bits(one[0])), n
-            assert torch.equal(two[1], one[1]), n
-            commit_moments(own_m, own_v, gradient, rounding=ROUNDING, num_threads=2)
-            assert same(own_m, m), n
-            assert same(own_v, v), n
-
-
-def test_two_passes_refuse_l2_decay() -> None:
-    copy, remainder = halves(weights_of(8))
-    m, v = torch.zeros(8), torch.zeros(8)
-    gradient = gradient_of(8, 1, torch.float32)
-    for run in (
-        lambda: preview_split(copy, remainder, m, v, gradient),
-        lambda: commit_moments(m, v, gradient),
-    ):
-        with pytest.raises(KernelArgumentError, match="L2 decay"):
-            run()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

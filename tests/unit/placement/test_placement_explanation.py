@@ -198,7 +198,7 @@ def test_the_text_has_the_decision_its_outcome_and_all_tables() -> None:
     (moved,) = [line for line in text.splitlines() if line.split()[:3] == ["10", "0", "13"]]
     assert moved.split()[4:6] == ["0.350", "7"]
     assert "24 x 113.0 M: forward 4.4 ms, backward 8.9 ms, CPU update 22.6 ms" in text
-    for words in ("t_B", "t_U", "alpha", "two passes on the CPU", "<- chosen", "<- closed form"):
+    for words in ("t_B", "t_U", "alpha", "clipped share", "<- chosen", "<- closed form"):
         assert words in text
     assert "host: waiting gradients, pinned" in text
 

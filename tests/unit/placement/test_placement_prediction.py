@@ -46,6 +46,9 @@ def test_backward_stands_still_for_room_for_gradients() -> None:
     # 0 is left, 10..13. Without any room each layer is updated before the next one's backward.
     assert step(1) == Candidate(0, 17, 12, 6 + 3, 0)
     assert step(0) == Candidate(0, 20, 12, 12, 0)
+    # What the host updates late is no different: its gradients leave at once.
+    late = predict(replace(costs, late=True), gpu_layers=[0], room=lambda _: [0] * 4)
+    assert late == predict(replace(costs, late=True), gpu_layers=[0])
 
 
 WORKED = {
