@@ -3,12 +3,14 @@
 Without it, a rank that has failed leaves the others in a collective until the process group's
 timeout, half an hour by default. Nothing on the way of a step waits for it.
 
-- What a rank says is on the process group's store (rank_status.py): an exception that ends a rank's
-  process, or leaves one of its steps in the middle, with its text. The others raise it.
-- A process that is gone without a word was killed or has crashed. The kernel tells of those on this
-  host (local_processes.py), connections of those on others (peers.py).
+- What a rank says (outbox.py) is on the process group's store (rank_status.py, store_looks.py): an
+  exception that ends a rank's process, or leaves one of its steps in the middle, with its text. The
+  others raise it.
+- A process that is gone without a word was killed or has crashed (presence.py). The kernel tells of
+  those on this host (local_processes.py), connections of those on others (peers.py).
 - Each rank counts its collectives and remembers what the last ones were. A rank that waits for
-  long asks all to publish theirs. Two that have different ones at one number can never meet.
+  long (waits.py) asks all to publish theirs. Two that have different ones at one number can never
+  meet.
 - A rank that waits for others which only have not come yet says so, and where they stand: they may
   be slow, or it may be where they never come, alone with weights that all ranks gather together.
 
@@ -25,30 +27,31 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hytrain.comm import process_exit
 from hytrain.comm.call_sites import place_of
-from hytrain.comm.daemon_executor import DaemonExecutor, Ended
+from hytrain.comm.daemon_executor import DaemonExecutor
 from hytrain.comm.failure_messages import Kind, Word, Words, is_connection_error
-from hytrain.comm.local_processes import Process, watched_by
+from hytrain.comm.local_processes import Process
+from hytrain.comm.outbox import Outbox
 from hytrain.comm.peers import Peers
+from hytrain.comm.presence import Presence
 from hytrain.comm.process_exit import Ending
 from hytrain.comm.rank_status import History, News, StatusStore
+from hytrain.comm.store_looks import StoreLooks
+from hytrain.comm.waits import Waits
 from hytrain.errors import OutOfStepError, RankFailedError
 from hytrain.testing import faults
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-PATIENCE_SECONDS = 5.0
-"""How long a rank waits at least before it asks what the others are doing, or gives up on one that
-has left a step in the middle and may come back."""
 ASK_SECONDS = 2.0
 """Between two requests of a rank that waits."""
 WARN_SECONDS = 30.0
@@ -64,19 +67,32 @@ UNREACHABLE_SECONDS = 60.0
 is known after a quarter of a minute.)"""
 STORE_UNREACHABLE_SECONDS = 75.0
 """The same of the store, whose last answer is the beginning."""
-RECONNECT_SECONDS = 10.0
-"""For which a look at the store waits before another one is made, by a connection of its own: when
-the network is there again, what was sent before may be sent once more only after a minute."""
 SAME_NUMBER = (
     "With ZeRO-2 and higher all ranks must make the same number of backward passes between two "
     "steps: where they have different numbers of micro-batches, use engine.train_batch. Start the "
     "job again from a checkpoint"
 )
-_USUAL = 32
-"""Waits that tell how long one usually takes: a step's backward may be longer than patience."""
 _MOST_TEXT = 4000
-_FLUSH_SECONDS = 10.0
 _CLOSING_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class _Requests:
+    """What a rank asks of the others in its last long wait, which began at ``since``."""
+
+    since: float = 0.0
+    number: int = 0
+    asked_at: float = -math.inf
+    warned_of: float | None = None
+    """The wait of which it has said that ranks are missing."""
+
+    def ask(self, now: float, since: float, patience: float) -> bool:
+        """Once more; whether to say now which ranks this one waits for."""
+        self.number = self.number + 1 if since == self.since else 1
+        self.asked_at, self.since = now, since
+        # Two requests before have given the others time to publish.
+        is_due = self.number > 2 and now - since > max(WARN_SECONDS, patience)
+        return is_due and since != self.warned_of
 
 
 class RankWatch:
@@ -109,47 +125,32 @@ class RankWatch:
             ending: of this process, when the job is lost; None: it goes on.
         """
         self._rank = rank
-        self._world_size = world_size
         self._abort = abort
         self._can_interrupt = can_interrupt
-        self._mark = mark
-        self._marked_at: float | None = None
-        self._processes = processes
-        self._watched = watched_by(rank, processes)
-        self._peers = peers
         self._ending = ending
         self._training_thread = threading.get_ident()
         self._process = os.getpid()
         self._lane = DaemonExecutor("hytrain-lane")
         self._history = History()
-        self._waits_since: float | None = None
-        self._usual: deque[float] = deque(maxlen=_USUAL)
+        self._waits = Waits(mark)
         self._told = False
-        self._has_ended = False
-        self._broken: Exception | None = None
-        self._broken_at: float | None = None
+        self._broken: tuple[Exception, float] | None = None
+        """A collective's failure whose reason is waited for, and since when."""
+        self._explained: Exception | None = None
         self._failure: RankFailedError | OutOfStepError | None = None
         self._failed = threading.Event()
         self._closed = threading.Event()
         self._wake = threading.Event()
-        # Guards _unsent, which both threads use, and the end: a watch that is closed must not fail.
-        # Notified when the store was used: flush() waits for it.
-        self._changed = threading.Condition()
-        self._unsent: list[Word] = []
-        self._is_flushing = False
+        # Guards the end, too: a watch that is closed must not fail.
+        self._outbox = Outbox(rank, world_size, self._is_cut_off)
         # What follows is of the watching thread alone.
+        self._presence = Presence(rank, processes, peers)
         self._words = Words(rank)
-        self._know_end = 0
         self._is_behind = False
-        self._gone_since: dict[int, float] = {}
-        self._status = StatusStore(rank, world_size, connect, prefix)
-        self._store_lane = DaemonExecutor("hytrain-store", then=self._wake.set)
-        self._looking: Ended | None = None
-        self._looked_at = self._asked_at = self._news_began = -math.inf
-        self._unanswered_since: float | None = None
-        self._store_lost_since: float | None = None
-        self._requests: tuple[float, int] = (0.0, 0)
-        self._warned_of: float | None = None
+        self._news_began = -math.inf
+        status = StatusStore(rank, world_size, connect, prefix)
+        self._store = StoreLooks(status, by_network=peers is not None, ended=self._wake.set)
+        self._requests = _Requests()
         self._thread = threading.Thread(target=self._run, name="hytrain-watch", daemon=True)
         self._thread.start()
         process_exit.follow(self)
@@ -186,21 +187,17 @@ class RankWatch:
         Raises:
             RankFailedError, OutOfStepError: in vain.
         """
-        # Read by the watching thread without a lock: one assignment, of a float or None.
-        begin = self._waits_since = time.monotonic()
         try:
-            yield
+            with self._waits.on_host():
+                yield
+                # A device whose collectives were aborted goes on with garbage.
+                self.check()
         except Exception as error:
             # What was read of a device whose collectives were aborted is no error of its own.
             if self._failure is not None and error is not self._failure:
                 self._hold_ending()
                 raise self._failure from error
             raise
-        finally:
-            self._waits_since = None
-        # A device whose collectives were aborted goes on with garbage.
-        self.check()
-        self._usual.append(time.monotonic() - begin)
 
     def run(self, collective: Callable[[], object]) -> None:
         """Runs a collective to its end, or until that will not come.
@@ -212,9 +209,7 @@ class RankWatch:
         try:
             if self._can_interrupt:
                 collective()
-                if self._mark is not None:
-                    self._mark.record()
-                    self._marked_at = time.monotonic()
+                self._waits.queued()
                 return
             ended = self._lane.submit(collective)
             with self.waiting():
@@ -236,12 +231,12 @@ class RankWatch:
 
         Waits for it where another rank must be behind it.
         """
-        is_new = error is not self._broken and not self._closed.is_set()
+        is_new = error is not self._explained and not self._closed.is_set()
         if self._failure is None and is_new and is_connection_error(error):
-            self._broken, self._broken_at = error, time.monotonic()
+            self._explained, self._broken = error, (error, time.monotonic())
             self._wake.set()
             self._failed.wait(EXPLAIN_SECONDS + 6 * POLL_SECONDS)  # in which _decide() gives up
-            self._broken_at = None
+            self._broken = None
         if self._failure is not None:
             self._hold_ending()
         return self._failure
@@ -271,23 +266,15 @@ class RankWatch:
     def _is_over(self) -> bool:
         # A forked child's mistakes are its own.
         is_forked = os.getpid() != self._process
-        return is_forked or self._has_ended or self._closed.is_set() or self._failure is not None
+        has_ended = self._outbox.has_ended or self._closed.is_set()
+        return is_forked or has_ended or self._failure is not None
 
     def flush(self) -> None:
-        """Returns when the others can know what this rank has said; after a while, in any case.
+        """See :meth:`Outbox.flush`."""
+        self._outbox.flush(self._wake.set)
 
-        The store may end with this process: then they must have read it.
-        """
-        with self._changed:
-            self._is_flushing = True
-            self._wake.set()
-            self._changed.wait_for(self._is_flushed, _FLUSH_SECONDS)
-
-    def _is_flushed(self) -> bool:
-        if self._store_lost_since is not None or not self._thread.is_alive():
-            return True
-        is_holder = self._rank == 0 and self._has_ended
-        return not self._unsent and (self._know_end >= self._world_size or not is_holder)
+    def _is_cut_off(self) -> bool:
+        return self._store.lost_since is not None or not self._thread.is_alive()
 
     def close(self) -> None:
         """Ends the threads. May be called twice."""
@@ -300,7 +287,7 @@ class RankWatch:
             self.tell(error, final=True)
         self.leave()
         self.flush()
-        with self._changed:
+        with self._outbox.changed:
             self._closed.set()
         self._wake.set()
         process_exit.forget(self)
@@ -310,7 +297,7 @@ class RankWatch:
         # goes on to see this process out.
         if self._failure is None:
             self._thread.join(_CLOSING_SECONDS)
-        self._store_lane.close(_CLOSING_SECONDS if self._store_lost_since is None else 0.0)
+        self._store.close(_CLOSING_SECONDS)
 
     def _hold_ending(self) -> None:
         """An exception is on its way: none needs to be brought about."""
@@ -318,25 +305,20 @@ class RankWatch:
             self._ending.told()
 
     def _say(self, kind: Kind, text: str, *, final: bool, about: int | None = None) -> None:
-        with self._changed:
-            self._has_ended = self._has_ended or final
-            issued = self._history.issued
-            self._unsent.append(Word(self._rank, kind, text, final, about, issued))
+        self._outbox.say(Word(self._rank, kind, text, final, about, self._history.issued))
         self._wake.set()
 
     # -- the watching thread -------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            self._wake.wait((0.1 if self._is_flushing else 1.0) * POLL_SECONDS)
+            self._wake.wait((0.1 if self._outbox.is_flushing else 1.0) * POLL_SECONDS)
             self._wake.clear()
             try:
                 self._turn()
             except Exception:
                 logger.exception("the watch of the other ranks goes on after an error of its own")
-        for each in (self._peers, *self._watched.values()):
-            if each is not None:
-                each.close()
+        self._presence.close()
         # Until the interpreter ends, or something that waits for other ranks is ended.
         while self._failure is not None and self._ending is not None:
             self._ending.turn()
@@ -345,59 +327,28 @@ class RankWatch:
     def _turn(self) -> None:
         faults.point("watch: a turn")
         now = time.monotonic()
-        gone = [rank for rank, process in self._watched.items() if process.is_gone()]
-        if self._peers is not None:
-            self._peers.turn()
-            gone += self._peers.refused()
-        for rank in gone:
-            self._gone_since.setdefault(rank, now)
-        self._use_store(now)
+        self._presence.turn(now)
+        if self._store.end(now):
+            self._outbox.used_store()
+        if not (self._store.is_looking or self._closed.is_set() or now < self._next_look()):
+            self._look(now)
         if self._failure is None:
             self._decide(now)
         elif self._ending is not None:
             self._ending.turn()
 
-    def _use_store(self, now: float) -> None:
-        """Begins a look at the store, or takes what one has found; never waits for it."""
-        silent = now - (self._unanswered_since or now) if self._peers is not None else 0.0
-        if self._looking is not None and self._looking.is_set():
-            ended, self._looking = self._looking, None
-            try:
-                take = ended.result()
-            except Exception as error:
-                logger.debug("the store: %s", error)
-                if silent < RECONNECT_SECONDS:  # else the network may be down
-                    self._store_lost_since = self._store_lost_since or now
-            else:
-                self._store_lost_since = self._unanswered_since = None
-                take(now)
-            with self._changed:
-                self._is_flushing = self._is_flushing and not self._is_flushed()
-                self._changed.notify_all()
-        elif self._looking is not None and min(silent, now - self._looked_at) > RECONNECT_SECONDS:
-            self._status, self._looking = self._status.again(), None
-            self._store_lane.close()  # its thread ends when its call returns, if ever
-            self._store_lane = DaemonExecutor("hytrain-store", then=self._wake.set)
-        if self._looking is not None or self._closed.is_set() or now < self._next_look():
-            return
-        since = self._late_since(now) if now - self._asked_at >= ASK_SECONDS else None
-        warns = False
-        if since is not None:
-            before = self._requests[1] if since == self._requests[0] else 0
-            self._asked_at, self._requests = now, (since, before + 1)
-            # Two requests have given the others time to publish.
-            is_due = before >= 2 and now - since > max(WARN_SECONDS, self._patience())
-            warns = is_due and since != self._warned_of
-        words = tuple(self._unsent)
+    def _look(self, now: float) -> None:
+        """Begins a look at the store."""
+        is_soon = now - self._requests.asked_at < ASK_SECONDS
+        since = None if is_soon else self._waits.late_since(now)
+        warns = since is not None and self._requests.ask(now, since, self._waits.patience)
+        words = self._outbox.words
         for word in words:
             self._words.hear(word)
-        self._looked_at = now
-        self._unanswered_since = self._unanswered_since or now
-        status = self._status
 
-        def look() -> Callable[[float], None]:
+        def look(status: StatusStore) -> News:
             faults.point("watch: a look")
-            news = status.look(
+            return status.look(
                 words,
                 self._history,
                 lambda: place_of(self._training_thread),
@@ -405,17 +356,17 @@ class RankWatch:
                 want_standings=warns,
                 hears=self._failure is None,
             )
-            return lambda now: self._take(now, news, len(words), since)
 
-        self._looking = self._store_lane.submit(look)
+        self._store.begin(now, look, lambda now, news: self._take(now, news, len(words), since))
 
     def _next_look(self) -> float:
-        if self._store_lost_since is not None and self._words.has_anyone_left():
+        if self._store.lost_since is not None and self._words.has_anyone_left():
             # The holder has ended in order, and torch warns of every use.
             return math.inf
-        is_unread = any(self._news_began < since for since in self._gone_since.values())
-        is_urgent = self._is_flushing or self._unsent or is_unread or self._is_behind
-        return self._looked_at + (0.1 if is_urgent else 1.0) * POLL_SECONDS
+        is_unread = any(self._news_began < since for since in self._presence.gone_since.values())
+        has_said = self._outbox.is_flushing or self._outbox.words
+        is_urgent = has_said or is_unread or self._is_behind
+        return self._store.began + (0.1 if is_urgent else 1.0) * POLL_SECONDS
 
     def _take(self, now: float, news: News, said: int, since: float | None) -> None:
         self._is_behind = news.is_behind
@@ -423,10 +374,9 @@ class RankWatch:
             self._news_began = news.began
         for word in news.words:
             self._words.hear(word)
-        with self._changed:
-            del self._unsent[:said]
-            # A rank that was killed will not acknowledge.
-            self._know_end = news.know_end + len(self._words.silent(self._gone_since))
+        # A rank that was killed will not acknowledge.
+        killed = self._words.silent(self._presence.gone_since)
+        self._outbox.sent(said, news.know_end + len(killed))
         self._decide(now)  # the cause that a rank gives comes before what follows of it
         mine = dict(self._history.recent())
         for rank, other in news.histories.items():
@@ -440,49 +390,34 @@ class RankWatch:
 
     # -- judgement -----------------------------------------------------------------------------
 
-    def _patience(self) -> float:
-        return max(PATIENCE_SECONDS, 3.0 * max(self._usual, default=0.0))
-
-    def _late_since(self, now: float) -> float | None:
-        """Since when this rank, or its device, has waited, where that is longer than patience."""
-        since, patience = self._waits_since, self._patience()
-        if since is not None:
-            return since if now - since > patience else None
-        if self._mark is None or self._marked_at is None or now - self._marked_at <= patience:
-            return None
-        # The host has gone on; that the device has not is seen at what was queued last.
-        try:
-            return None if self._mark.query() else self._marked_at
-        except RuntimeError:  # a broken device is reported by the code that uses it
-            return None
-
     def _decide(self, now: float) -> None:
         """Fails where another rank has."""
-        broken_at, lost_since = self._broken_at, self._store_lost_since
+        broken, lost_since = self._broken, self._store.lost_since
         # A rank that has left will not come to a collective that has broken off.
-        is_late = broken_at is not None or self._late_since(now) is not None
-        gone = {rank: self._name(rank) for rank in self._gone_since if self._is_silent(rank, now)}
-        if is_late and self._peers is not None:
-            for rank, seconds in self._peers.unreachable().items():
+        is_late = broken is not None or self._waits.late_since(now) is not None
+        name = self._presence.name
+        gone = {r: name(r) for r in self._presence.gone_since if self._is_silent(r, now)}
+        if is_late and self._presence.has_other_hosts:
+            for rank, seconds in self._presence.unreachable().items():
                 if seconds > UNREACHABLE_SECONDS:
-                    gone[rank] = f"{self._name(rank)}, has not answered for {seconds:.0f} s"
-            silent = now - (self._unanswered_since or now)
+                    gone[rank] = f"{name(rank)}, has not answered for {seconds:.0f} s"
+            silent = self._store.silent(now)
             if silent > STORE_UNREACHABLE_SECONDS:
                 self._lose_store(f"has not answered for {silent:.0f} s")
         cause = self._words.cause(gone, number=self._history.last[0] if is_late else None)
         if cause is not None:
             about, failure = cause
             self._fail(failure, "apart" if about is None else "found", about)
-        elif broken_at is not None and now - broken_at > EXPLAIN_SECONDS:
-            self._lose_connection(str(self._broken))
+        elif broken is not None and now - broken[1] > EXPLAIN_SECONDS:
+            self._lose_connection(str(broken[0]))
         elif now - (lost_since or now) > STORE_SECONDS and not self._words.has_anyone_left():
             # Else the holder has ended in order.
             self._lose_store("cannot be reached any more")
 
     def _is_silent(self, rank: int, now: float) -> bool:
         """Whether the last words of a rank that is gone would have come."""
-        since = self._gone_since[rank]
-        if self._store_lost_since is None:
+        since = self._presence.gone_since[rank]
+        if self._store.lost_since is None:
             is_missing = now - since > STORE_SECONDS and not self._is_behind
         else:  # The holder has failed: others end because of it, and cannot say so.
             is_missing = rank == 0 or self._words.has_anyone_left()
@@ -497,15 +432,12 @@ class RankWatch:
 
     def _lose_connection(self, text: str) -> None:
         """Fails where a connection broke off to a rank whose watch cannot say why."""
-        if self._peers is None:
-            return
-        unheard, lost = self._peers.unheard(), self._peers.unreachable().keys()
-        ranks = sorted(self._peers.ranks_at(text) - self._watched.keys() or unheard or lost)
+        ranks, has_unheard = self._presence.suspects(text)
         if not ranks:
             return
-        names = " or ".join(f"rank {rank} ({self._name(rank)})" for rank in ranks)
+        names = " or ".join(f"rank {rank} ({self._presence.name(rank)})" for rank in ranks)
         why = "and its host does not answer: it was shut down or restarted, or the network is down"
-        if unheard.intersection(ranks):
+        if has_unheard:
             why = (
                 "and its watch has not answered since the start: a firewall forbids the ranks' "
                 "watches to connect, so that it cannot be told whether that rank has failed or "
@@ -519,7 +451,7 @@ class RankWatch:
     def _fail(
         self, failure: RankFailedError | OutOfStepError, kind: Kind, about: int | None = None
     ) -> None:
-        with self._changed:
+        with self._outbox.changed:
             if self._failure is not None or self._closed.is_set():
                 return
             # Before any thread is woken: it looks for the failure at once. And with its word:
@@ -540,26 +472,23 @@ class RankWatch:
         with suppress(Exception):
             self._abort()
 
-    def _name(self, rank: int) -> str:
-        return str(self._processes[rank]) if self._processes else "its process"
-
     def _warn(self, now: float, since: float, standings: dict[int, tuple[int, str]]) -> None:
         """Says once a wait which ranks have not come to where this one is."""
         number, what = self._history.last
         behind = [rank for rank, (issued, _) in standings.items() if issued <= number]
         if not behind:
             return
-        self._warned_of = since
+        self._requests.warned_of = since
         here = f"rank {self._rank} has waited for {now - since:.0f} s at its collective number "
         here += f"{number + 1}, {what}; not there yet: ranks {behind}."
-        lost = {} if self._peers is None else self._peers.unreachable()
+        lost = self._presence.unreachable()
         if silent := [rank for rank in behind if rank in lost]:
             logger.warning(
                 "%s Of %s, and its host does not answer. Is a host, or the network between, down? "
                 "The job ends when it has not answered for a minute",
                 here,
                 "; ".join(
-                    f"rank {rank} ({self._name(rank)}) nothing has been heard for "
+                    f"rank {rank} ({self._presence.name(rank)}) nothing has been heard for "
                     f"{lost[rank]:.0f} s"
                     for rank in silent
                 ),

@@ -24,6 +24,7 @@ from support.sequences import make_model as make_shared
 from support.sequences import training_shared
 
 from hytrain.comm import failure_watch as watch
+from hytrain.comm import waits
 from hytrain.engine import build_optimizer
 from hytrain.errors import LossGraphError, OutOfStepError, RankFailedError, UnsupportedError
 
@@ -37,7 +38,7 @@ SECONDS = 25.0
 
 def impatient() -> None:
     """This process is not kept for other cases: its collectives hang when a case is over."""
-    watch.PATIENCE_SECONDS, watch.ASK_SECONDS = 1.5, 0.3
+    waits.PATIENCE_SECONDS, watch.ASK_SECONDS = 1.5, 0.3
 
 
 @contextmanager
@@ -123,9 +124,9 @@ def test_all_ranks_that_fail_alike_go_on_and_slow_ones_are_waited_for() -> None:
                     backward(engine, number)
                 strike.armed = False
                 if number == 1:
-                    time.sleep(watch.PATIENCE_SECONDS / 2 * (1 + dist.get_rank()))
+                    time.sleep(waits.PATIENCE_SECONDS / 2 * (1 + dist.get_rank()))
             if number == 4 + dist.get_rank():
-                time.sleep(2.5 * watch.PATIENCE_SECONDS)
+                time.sleep(2.5 * waits.PATIENCE_SECONDS)
             take_steps(engine, [number])
         assert engine.global_steps == 6
 

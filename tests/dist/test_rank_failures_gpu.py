@@ -122,9 +122,10 @@ def evaluates_alone(rank: int, port: int, folder: str, wait_in_stream: bool) -> 
     from support.models import loss_of, make_batch
 
     from hytrain.comm import failure_watch as watch
+    from hytrain.comm import waits
     from hytrain.errors import RankFailedError
 
-    watch.WARN_SECONDS = watch.PATIENCE_SECONDS
+    watch.WARN_SECONDS = waits.PATIENCE_SECONDS
     said: list[str] = []
 
     class Listener(logging.Handler):

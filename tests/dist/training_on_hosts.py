@@ -130,7 +130,8 @@ def _close_port(here: Listener) -> None:
 def fail(_: Path) -> None:
     """Trains for ever; rank 1 ends when the test says so."""
     with built(make_model("mlp"), make_config()) as engine:
-        say("WATCHES", *engine._collectives.watch._peers._listener._socket.getsockname()[:1])
+        listener = engine._collectives.watch._presence._peers._listener
+        say("WATCHES", *listener._socket.getsockname()[:1])
         for number in range(10**9):
             if dist.get_rank() == 1 and Path(sys.argv[-1], "die").exists():
                 os.kill(os.getpid(), signal.SIGKILL)

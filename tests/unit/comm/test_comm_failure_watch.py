@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from hytrain.comm import failure_watch as watch
-from hytrain.comm import process_exit
+from hytrain.comm import process_exit, store_looks, waits
 from hytrain.comm.failure_messages import Word
 from hytrain.comm.failure_watch import RankWatch
 from hytrain.comm.rank_status import History, StatusStore
@@ -121,7 +121,7 @@ def within(condition: Callable[[], bool]) -> bool:
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(watch, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(watch, "ASK_SECONDS", 0.05)
-    monkeypatch.setattr(watch, "PATIENCE_SECONDS", PATIENCE)
+    monkeypatch.setattr(waits, "PATIENCE_SECONDS", PATIENCE)
     monkeypatch.setattr(watch, "STORE_SECONDS", 0.5)
     monkeypatch.setattr(watch, "_CLOSING_SECONDS", LONGEST_WAIT)  # of threads that do end
     job = Job()
@@ -265,12 +265,18 @@ class _Peers:
     close = turn
 
 
+def on_other_hosts(monkeypatch: pytest.MonkeyPatch, rank: RankWatch, peers: _Peers) -> None:
+    """The rank has connections to others, and the store may be there, too."""
+    monkeypatch.setattr(rank._presence, "_peers", peers)
+    monkeypatch.setattr(rank._store, "_by_network", True)
+
+
 def test_a_host_that_does_not_answer_is_said_and_given_up(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watch, "WARN_SECONDS", 0.5)
     lost = {1: 20.0}
-    monkeypatch.setattr(job.ranks[0], "_peers", _Peers(lost=lost))
+    on_other_hosts(monkeypatch, job.ranks[0], _Peers(lost=lost))
     job.issue(10, 9, 10)
     with caplog.at_level(logging.WARNING, "hytrain"), job.ranks[0].waiting():
         assert within(lambda: bool(caplog.records))
@@ -292,7 +298,7 @@ def test_a_store_on_a_host_that_does_not_answer_is_given_up(
     time.sleep(QUIET)
     with job.ranks[0].waiting():
         time.sleep(QUIET)  # on one host it is a process that is stopped
-    monkeypatch.setattr(job.ranks[1], "_peers", _Peers())
+    on_other_hosts(monkeypatch, job.ranks[1], _Peers())
     with (
         pytest.raises(RankFailedError, match=r"rank 0 was killed .* has not answered"),
         job.ranks[1].waiting(),
@@ -304,7 +310,7 @@ def test_a_store_that_does_not_answer_is_asked_again_on_a_connection_of_its_own(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was sent while the network was down may be sent again only long after it is back."""
-    monkeypatch.setattr(watch, "RECONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(store_looks, "RECONNECT_SECONDS", 0.3)
     job.store.answers.clear()
     time.sleep(QUIET)  # looks have begun
     other = Store()
@@ -317,14 +323,15 @@ def test_a_store_that_does_not_answer_is_asked_again_on_a_connection_of_its_own(
         return other
 
     rank = job.ranks[1]
-    lane = rank._store_lane
-    monkeypatch.setattr(rank._status, "_connect", connect)
-    monkeypatch.setattr(rank, "_peers", _Peers())
-    assert within(lambda: not fails and rank._unanswered_since is None)
-    assert rank._store_lost_since is None
+    store = rank._store
+    lane = store._lane
+    monkeypatch.setattr(store._status, "_connect", connect)
+    on_other_hosts(monkeypatch, rank, _Peers())
+    assert within(lambda: not fails and store._unanswered_since is None)
+    assert store.lost_since is None
     assert job.finds_nothing(1)
     abandoned = lane._thread
-    assert lane is not rank._store_lane
+    assert lane is not store._lane
     assert abandoned is not None
     job.store.answers.set()
     assert within(lambda: not abandoned.is_alive()), "a thread a silence would stay for ever"
@@ -337,7 +344,7 @@ def test_a_connection_lost_to_a_rank_whose_host_does_not_answer(
         raise RuntimeError(GLOO)
 
     monkeypatch.setattr(watch, "EXPLAIN_SECONDS", 0.2)
-    monkeypatch.setattr(job.ranks[2], "_peers", _Peers(lost={1: 3.0}))
+    on_other_hosts(monkeypatch, job.ranks[2], _Peers(lost={1: 3.0}))
     with pytest.raises(RankFailedError, match=r"connection to rank 1 .*host does not answer"):
         job.ranks[2].run(broken)
     assert "the connection to rank 1 (its process) was lost" in str(job.wait_for(0))
@@ -353,7 +360,7 @@ def test_a_connection_lost_to_a_rank_whose_watch_is_not_heard(
     with pytest.raises(RuntimeError, match="Connection closed by peer") as unexplained:
         job.ranks[2].run(broken)
     assert not isinstance(unexplained.value, RankFailedError), "on one host"
-    monkeypatch.setattr(job.ranks[2], "_peers", _Peers(unheard={1}))
+    on_other_hosts(monkeypatch, job.ranks[2], _Peers(unheard={1}))
     with pytest.raises(RankFailedError, match=r"connection to rank 1 .*has not answered") as raised:
         job.ranks[2].run(broken)
     assert isinstance(raised.value.__cause__, RuntimeError)
@@ -362,13 +369,13 @@ def test_a_connection_lost_to_a_rank_whose_watch_is_not_heard(
 
 def test_waits_that_are_usual_alarm_nobody(job: Job) -> None:
     rank = job.ranks[0]
-    rank._usual.append(0.6)  # as long as a step's backward takes
+    rank._waits._usual.append(0.6)  # as long as a step's backward takes
     job.ranks[1].tell(ValueError("injected"), final=False)
     begin = time.monotonic()
     with pytest.raises(RankFailedError), rank.waiting():
         assert rank._failed.wait(LONGEST_WAIT)
     assert time.monotonic() - begin > 1.7
-    assert len(rank._usual) == 1, "a wait in vain is no usual one"
+    assert len(rank._waits._usual) == 1, "a wait in vain is no usual one"
 
 
 def test_a_wait_of_the_device_alone_is_one(job: Job) -> None:
@@ -417,7 +424,7 @@ def test_a_rank_that_ends_after_its_store_is_the_cause_only_where_the_holder_lef
         job.ranks[0].leave()
         assert within(lambda: job.is_known(0, "left"))
     with job.store.lock:  # the end and the loss are found in any order
-        monkeypatch.setattr(job.ranks[1], "_peers", _Peers(refused=(2,)))
+        on_other_hosts(monkeypatch, job.ranks[1], _Peers(refused=(2,)))
         job.store.broken = 10**9
     found = str(job.wait_for(1))
     assert f"rank {2 if has_left else 0} was killed or has crashed" in found
@@ -528,7 +535,7 @@ def test_a_forked_childs_failure_is_its_own(job: Job, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(watch.os, "getpid", lambda: -1)
         job.ranks[1].tell(ValueError("in a data loader"), final=True)
-    assert not job.ranks[1]._unsent
+    assert not job.ranks[1]._outbox.words
     assert job.finds_nothing(0)
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hytrain.comm import agreement, failure_watch, rank_status
+from hytrain.comm import agreement, failure_watch, outbox, rank_status, waits
 from hytrain.comm.failure_watch import RankWatch
 from hytrain.errors import RankFailedError
 
@@ -192,9 +192,10 @@ def watches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(rank_status, "_MOST_WARNERS", 2)
     # Many ranks in one process look at the store less often: they have one interpreter.
     slower = max(1.0, request.param / 20)
-    for name, seconds in (("POLL", 0.1), ("PATIENCE", 1.0), ("WARN", 1.5), ("ASK", 0.5)):
+    monkeypatch.setattr(waits, "PATIENCE_SECONDS", slower)
+    for name, seconds in (("POLL", 0.1), ("WARN", 1.5), ("ASK", 0.5)):
         monkeypatch.setattr(failure_watch, f"{name}_SECONDS", slower * seconds)
-    monkeypatch.setattr(failure_watch, "_FLUSH_SECONDS", 10.0 * slower)
+    monkeypatch.setattr(outbox, "_FLUSH_SECONDS", 10.0 * slower)
     logging.getLogger("hytrain").setLevel(logging.CRITICAL)
     watches = Watches(request.param)
     yield watches
@@ -224,7 +225,7 @@ def test_all_end_at_once(watches: Watches) -> None:
     ranks = len(watches.ranks)
     begin = time.monotonic()
     watches.close()
-    assert time.monotonic() - begin < failure_watch._FLUSH_SECONDS
+    assert time.monotonic() - begin < outbox._FLUSH_SECONDS
     assert all(rank._failure is None for rank in watches.ranks)
     # Each looks a few times until it has said that it leaves.
     assert watches.reads("word") <= (3 * rank_status._MOST_WORDS + 1) * ranks
