@@ -53,9 +53,6 @@ class UpdatePipeline:
         self.mover = LayerMover(cpu, streams)
         self._device_update = DeviceUpdate(self.layers, streams, self.mover, group_limits)
         self.streamed = StreamedUpdate(self.layers, streams)
-        """Updates on the device, to what else runs there, at some cost to themselves. Many models
-        have the host wait for the first kernels of forward, to see which mask they need: where
-        steps are launch-bound, it launches nothing until then."""
         self.room = GradientRoom(self.layers, cpu, streams)
         self.observer: UpdateObserver | None = None
         """Told of every update on the device, for measuring."""
