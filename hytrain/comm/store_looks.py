@@ -30,8 +30,7 @@ class StoreLooks:
         self._by_network = by_network
         self._ended = ended
         self._lane = self._new_lane()
-        self._looking: Ended | None = None
-        self._take: Callable[[float, News], None] | None = None
+        self._looking: tuple[Ended, Callable[[float, News], None]] | None = None
         self._unanswered_since: float | None = None
         self.began = -math.inf
         """When the last one did."""
@@ -58,17 +57,20 @@ class StoreLooks:
     ) -> None:
         """Begins one. ``take``: called with what it has found, and when, by :meth:`end`."""
         status = self._status
-        self.began, self._take = now, take
+        self.began = now
         self._unanswered_since = self._unanswered_since or now
-        self._looking = self._lane.submit(lambda: look(status))
+        self._looking = self._lane.submit(lambda: look(status)), take
 
     def end(self, now: float) -> bool:
         """Takes what a look has found; False where none has ended."""
-        if self._looking is None or not self._looking.is_set():
-            if self._looking and min(self.silent(now), now - self.began) > RECONNECT_SECONDS:
+        if self._looking is None:
+            return False
+        ended, take = self._looking
+        if not ended.is_set():
+            if min(self.silent(now), now - self.began) > RECONNECT_SECONDS:
                 self._reconnect()
             return False
-        ended, self._looking = self._looking, None
+        self._looking = None
         try:
             news = ended.result()
         except Exception as error:
@@ -77,8 +79,7 @@ class StoreLooks:
                 self.lost_since = self.lost_since or now
         else:
             self.lost_since = self._unanswered_since = None
-            assert self._take is not None
-            self._take(now, news)
+            take(now, news)
         return True
 
     def _reconnect(self) -> None:

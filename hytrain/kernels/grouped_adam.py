@@ -23,7 +23,7 @@ _BLOCK = 2048  # elements that a program updates at a time
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 """The rest of it is left to others: ten small kernels of another stream beside updates of 52 M
 elements took 0.15 ms, and 2.5 where each program has a block of its own (H100). Steps of 0.95 to
-8 B on one to four H200 were as fast with both, and slower by 2 to 12 % with programs on 64 to 16
+8 B on one to four H200 were as fast with both, and slower by 1 to 11 % with programs on 64 to 16
 multiprocessors only."""
 _NUM_FIELDS = 8
 _GRADIENT, _GROUP = 6, 7
