@@ -19,15 +19,15 @@ from hytrain.kernels.device_adam import adam_constants, device_adam
 from hytrain.kernels.launch_tables import NEVER, VECTOR, triton_dtypes
 from hytrain.kernels.split_weights import REMAINDER
 
-_BLOCK = 2048  # elements that a program updates at a time
-_PROGRAMS_PER_MULTIPROCESSOR = 2
-"""The rest of it is left to others: ten small kernels of another stream beside updates of 52 M
-elements took 0.15 ms, and 2.5 where each program has a block of its own (H100). Steps of 0.95 to
-8 B on one to four H200 were as fast with both, and slower by 1 to 11 % with programs on 64 to 16
-multiprocessors only."""
+_BLOCK = 2048  # elements of a program, as in device_adam
+_PROGRAMS_LEFT_ROOM = 2
+"""Of each multiprocessor, of a launch that leaves the rest of it to others. Updates of 52 M
+elements took 1.05 times as long, with one program 1.13 times, and ten small kernels of another
+stream beside them 0.15 ms instead of 2.5 (one H100, a kernel with the same loads and stores, but no
+table)."""
 _NUM_FIELDS = 8
 _GRADIENT, _GROUP = 6, 7
-"""Of a table's fields: first block, elements, p, m, v, weights, gradient, parameter group."""
+"""Of a table's fields: first program, elements, p, m, v, weights, gradient, parameter group."""
 _FEWEST_ROWS = 16  # so that launches of few segments share a compiled kernel
 _NUM_CONSTANTS = 8
 _NUM_BUFFERS = 2
@@ -59,7 +59,7 @@ class Segment(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Launch:
     rows: int
-    blocks: int
+    programs: int
     master_dtype: torch.dtype
     gradient_dtype: torch.dtype
     weights_dtype: torch.dtype
@@ -102,17 +102,17 @@ class GroupedAdam:
         per_launch = _NUM_FIELDS * self._rows
         num_words = len(launches) * per_launch + num_groups * _NUM_CONSTANTS // 2
         self._device_words = torch.zeros(num_words, dtype=torch.int64, device=device)
-        self._most_programs = _most_programs(device)
+        self._few_programs = _few_programs(device)
         self.constants = self._device_words[len(launches) * per_launch :].view(torch.float32)
         """Of each parameter group, ``adam_constants`` of the step, fp32 on the device."""
         self._launches: list[_Launch] = []
         tables = np.zeros((len(launches), _NUM_FIELDS, self._rows), dtype=np.int64)
         for number, segments in enumerate(launches):
-            blocks = self._fill(tables[number], segments)
+            programs = self._fill(tables[number], segments)
             part = self._device_words[number * per_launch : (number + 1) * per_launch]
             dtype = gradient_dtypes[segments[0].gradient]
             master, weights = segments[0].p.dtype, segments[0].weights.dtype
-            self._launches.append(_Launch(len(segments), blocks, master, dtype, weights, part))
+            self._launches.append(_Launch(len(segments), programs, master, dtype, weights, part))
         self._find_gradients(launches, gradient_dtypes)
         self._fixed_bits = np.array(
             [np.bitwise_or.reduce(t[1:_GRADIENT], axis=None) for t in tables], dtype=np.int64
@@ -124,16 +124,16 @@ class GroupedAdam:
         self._hyper: Sequence[AdamHyper] = ()
 
     def _fill(self, table: np.ndarray[Any, Any], segments: Sequence[Segment]) -> int:
-        """Writes what stays; returns the number of blocks."""
+        """Writes what stays; returns the number of programs."""
         table[0] = NEVER  # rows behind the last one are never reached
-        block = 0
+        program = 0
         for row, segment in enumerate(segments):
             addresses = [t.data_ptr() for t in (*segment[:3], segment.weights)]
             n = segment.p.numel()
-            table[:_GRADIENT, row] = block, n, *addresses
+            table[:_GRADIENT, row] = program, n, *addresses
             table[_GROUP, row] = segment.group
-            block += -(-n // _BLOCK)
-        return block
+            program += -(-n // _BLOCK)
+        return program
 
     def _find_gradients(
         self, launches: Sequence[Sequence[Segment]], dtypes: Sequence[torch.dtype]
@@ -189,20 +189,24 @@ class GroupedAdam:
         self.aligned = (bits % VECTOR == 0).tolist()
         self._hyper = hyper
 
-    def launch(self, number: int, outcome: torch.Tensor) -> None:
+    def launch(self, number: int, outcome: torch.Tensor, *, leaves_room: bool = False) -> None:
         """One of the launches, of the step that was begun: p, m, v and weights in place.
 
         Args:
             number: which.
             outcome: fp32 tensor of two elements on the device: gradient scale, and 1.0 where the
                 step is skipped (then nothing is written).
+            leaves_room: kernels of other streams need not wait until all of its programs have
+                begun: a GPU begins a kernel when it has begun the one before.
         """
         if self._device_words.device.type == "cuda":
-            self.triton_launch(number, outcome)
+            self.triton_launch(number, outcome, leaves_room=leaves_room)
         else:
             self.reference_launch(number, outcome)
 
-    def triton_launch(self, number: int, outcome: torch.Tensor) -> None:
+    def triton_launch(
+        self, number: int, outcome: torch.Tensor, *, leaves_room: bool = False
+    ) -> None:
         """:meth:`launch` by Triton; its interpreter (TRITON_INTERPRET) takes CPU tensors."""
         if not _kernel_cache:
             # Triton comes with torch's CUDA builds only; it is imported where a GPU is present.
@@ -211,15 +215,14 @@ class GroupedAdam:
             _kernel_cache.extend((triton_kernels.adam_grouped_kernel, triton_dtypes()))
         kernel, dtypes = _kernel_cache
         launch = self._launches[number]
+        loops = leaves_room and launch.programs > self._few_programs
         master, weights = launch.master_dtype, launch.weights_dtype
         if master == REMAINDER:
             master = weights = torch.uint16
-        # A GPU begins a kernel when it has begun all programs of the one before: with a program for
-        # each block, forward's kernels would wait until nearly all of a launch is done.
-        kernel[(min(self._most_programs, launch.blocks),)](
-            launch.table, self.constants, outcome, launch.blocks,
+        kernel[(self._few_programs if loops else launch.programs,)](
+            launch.table, self.constants, outcome, launch.programs,
             GRADIENT=dtypes[launch.gradient_dtype], MASTER=dtypes[master], WEIGHTS=dtypes[weights],
-            ALIGNED=self.aligned[number], ROWS=self._rows, BLOCK=_BLOCK,
+            ALIGNED=self.aligned[number], ROWS=self._rows, BLOCK=_BLOCK, LOOPS=loops,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -241,12 +244,11 @@ class GroupedAdam:
             device_adam(p, m, v, gradient, weights, outcome, self._hyper[group])
 
 
-def _most_programs(device: torch.device) -> int:
-    """Of a launch."""
+def _few_programs(device: torch.device) -> int:
+    """Of a launch that leaves room."""
     if device.type != "cuda":
-        return _PROGRAMS_PER_MULTIPROCESSOR
-    number = torch.cuda.get_device_properties(device).multi_processor_count
-    return _PROGRAMS_PER_MULTIPROCESSOR * number
+        return _PROGRAMS_LEFT_ROOM
+    return _PROGRAMS_LEFT_ROOM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -84,21 +84,21 @@ def adam_kernel(
 
 
 @triton.jit
-def row_of_block(table_ptr, block, ROWS: tl.constexpr):
-    """Which row of a table a block is of, by the rows' first blocks, which come first in it.
+def row_of_program(table_ptr, program, ROWS: tl.constexpr):
+    """Which row of a table a program is of, by the rows' first programs, which come first in it.
 
     Args:
         table_ptr: the table.
-        block: its number.
+        program: its number.
         ROWS: of the table.
 
     Returns:
-        The row, and the block's number among the row's blocks.
+        The row, and the program's number among the row's programs.
     """
-    block = block.to(tl.int64)
+    program = program.to(tl.int64)
     firsts = tl.load(table_ptr + tl.arange(0, ROWS))
-    row = tl.sum((firsts <= block).to(tl.int32), axis=0) - 1
-    return row, block - tl.load(table_ptr + row)
+    row = tl.sum((firsts <= program).to(tl.int32), axis=0) - 1
+    return row, program - tl.load(table_ptr + row)
 
 
 @triton.jit
@@ -110,37 +110,43 @@ def address_in(table_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     return pointer
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["programs"])
 def adam_grouped_kernel(
-    table_ptr, constants_ptr, outcome_ptr, blocks,
+    table_ptr, constants_ptr, outcome_ptr, programs,
     GRADIENT: tl.constexpr, MASTER: tl.constexpr, WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
     """:func:`adam_kernel` over the segments of a table (kernels/grouped_adam.py has its fields).
 
     With ALIGNED every address is a multiple of 16 bytes and every length one of 16 elements:
-    without knowing that, loads and stores would be of single elements. The table has so many
-    blocks; programs take turns at them.
+    without knowing that, loads and stores would be of single elements. With LOOPS fewer programs
+    are launched than the table has, and each does the work of several.
     """
-    block = tl.program_id(0)
-    while block < blocks:
-        adam_of_block(
-            table_ptr, constants_ptr, outcome_ptr, block,
+    if LOOPS:
+        program = tl.program_id(0)
+        while program < programs:
+            adam_of_program(
+                table_ptr, constants_ptr, outcome_ptr, program,
+                GRADIENT, MASTER, WEIGHTS, ALIGNED, ROWS, BLOCK,
+            )  # fmt: skip
+            program += tl.num_programs(0)
+    else:
+        adam_of_program(
+            table_ptr, constants_ptr, outcome_ptr, tl.program_id(0),
             GRADIENT, MASTER, WEIGHTS, ALIGNED, ROWS, BLOCK,
         )  # fmt: skip
-        block += tl.num_programs(0)
 
 
 @triton.jit
-def adam_of_block(
-    table_ptr, constants_ptr, outcome_ptr, block,
+def adam_of_program(
+    table_ptr, constants_ptr, outcome_ptr, program,
     GRADIENT: tl.constexpr, MASTER: tl.constexpr, WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of one segment of a table."""
     scale = tl.load(outcome_ptr)
     skip = tl.load(outcome_ptr + 1)
-    row, inside = row_of_block(table_ptr, block, ROWS)
+    row, inside = row_of_program(table_ptr, program, ROWS)
     if skip == 0.0:
         fields = table_ptr + row
         n = tl.load(fields + ROWS)
@@ -234,7 +240,7 @@ def copy_squares_grouped_kernel(
     places of 16 elements: without knowing that, loads and stores would be of single elements, and
     sums in another order.
     """
-    row, inside = row_of_block(table_ptr, tl.program_id(0), ROWS)
+    row, inside = row_of_program(table_ptr, tl.program_id(0), ROWS)
     address = address_of_row(
         row, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hytrain.kernels.triton_kernels import address_of_row, row_of_block
+from hytrain.kernels.triton_kernels import address_of_row, row_of_program
 
 
 @triton.jit(do_not_specialize=[f"x{row}" for row in range(16)])
@@ -22,7 +22,7 @@ def squares_grouped_kernel(
     x0 to x15 are their addresses. With ALIGNED these are multiples of 16 bytes, and lengths of 16
     elements. Sums are in another order then: a gradient's are always with it or always without.
     """
-    row, inside = row_of_block(table_ptr, tl.program_id(0), ROWS)
+    row, inside = row_of_program(table_ptr, tl.program_id(0), ROWS)
     address = address_of_row(
         row, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
     )

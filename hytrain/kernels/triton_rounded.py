@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hytrain.kernels.triton_kernels import adam_step, load_master, row_of_block, store_master
+from hytrain.kernels.triton_kernels import adam_step, load_master, row_of_program, store_master
 
 _SIGN = tl.constexpr(0x80000000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -58,7 +58,7 @@ def run_of_program(table_ptr, step, ROWS: tl.constexpr):
     Returns:
         Its number among the run's programs; the run's begin, end and first index; the key.
     """
-    row, inside = row_of_block(table_ptr, tl.program_id(0), ROWS)
+    row, inside = row_of_program(table_ptr, tl.program_id(0), ROWS)
     # The compiler cannot see that a run begins at a multiple of 64; a hint outside this function,
     # on what it returns, would be lost where it is inlined.
     begin = tl.multiple_of(tl.load(table_ptr + ROWS + row), 64)

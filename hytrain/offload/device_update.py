@@ -162,7 +162,7 @@ class DeviceUpdate:
     def whole_group(self, layer: LayerState) -> list[LayerState]:
         """The layers that are updated with this one, if the gradients of all of them have come."""
         if layer.index not in self._group_of:
-            found = batches(self.layers, self._limits.in_backward())
+            found = batches(self.layers, self._limits)
             self._group_of = {one.index: group for group in found for one in group}
         group = self._group_of[layer.index]
         return group if all(one.update.gradient is not None for one in group) else []
@@ -173,13 +173,17 @@ class DeviceUpdate:
         hyper: tuple[AdamHyper, ...],
         outcome: torch.Tensor,
         observers: Sequence[UpdateObserver],
+        *,
+        leaves_room: bool = False,
     ) -> None:
         """As :meth:`run`, of one group in backward."""
         # Of the group before: its update has had the time of this one's backward, so that compute
         # hardly ever stands still for it.
         self.let_go()
         gradients = [one.update.gradient for one in group if one.update.gradient is not None]
-        self._run(group, hyper, outcome, observers, ONE_GROUP, lets_go=False)
+        self._run(
+            group, hyper, outcome, observers, ONE_GROUP, leaves_room=leaves_room, lets_go=False
+        )
         self._read, self._updated = gradients, group[-1].update.updated
         self._computing = self._streams.now_computing()
 
@@ -201,12 +205,16 @@ class DeviceUpdate:
         hyper: tuple[AdamHyper, ...],
         outcome: torch.Tensor,
         observers: Sequence[UpdateObserver],
+        *,
+        leaves_room: bool = False,
     ) -> None:
         """Queues the updates on their stream; the host waits for nothing.
 
-        ``outcome``: fp32, two elements on the device: gradient scale, and 1.0 for a skipped step.
+        ``outcome``: fp32, two elements on the device: gradient scale, and 1.0 for a skipped step;
+        ``leaves_room``: forward's kernels need not wait for those of updates to have begun.
         """
-        self._run(self.layers, hyper, outcome, observers, self._limits)
+        limits = self._limits.leaving_room() if leaves_room else self._limits
+        self._run(self.layers, hyper, outcome, observers, limits, leaves_room=leaves_room)
 
     def _run(
         self,
@@ -216,6 +224,7 @@ class DeviceUpdate:
         observers: Sequence[UpdateObserver],
         limits: GroupLimits,
         *,
+        leaves_room: bool,
         lets_go: bool = True,
     ) -> None:
         gradients: list[torch.Tensor] = []
@@ -238,7 +247,7 @@ class DeviceUpdate:
                     self._update_alone(batch.layers[0], hyper, outcome)
                 else:
                     for number in batch.launches:
-                        plan.grouped.launch(number, outcome)
+                        plan.grouped.launch(number, outcome, leaves_room=leaves_room)
                 self._queued(batch, observers, lets_go=lets_go)
             # The next decision drops it: compute could write there before the update has read it.
             self._streams.used_on_update(outcome)

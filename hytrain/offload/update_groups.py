@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+_ROOM_SHARE = 0.5
+"""Such a group is updated when 1.5 times as long has passed as all before it took. Forward comes to
+it when it has launched those, and need not wait where launching a layer's forward takes 1.5 times
+as long as the layer's update."""
 _NO_LIMIT = 1 << 62
 
 
@@ -17,27 +21,30 @@ class GroupLimits:
             first one is small, and each may have twice as many elements as the one before it.
         most_elements: of any group.
         most_layers: likewise.
-        earlier_share: a group may have this share of all elements before it as well. With a half
-            its update is done when 1.5 times as long has passed as all before it took: forward,
-            which has come through those, need not wait where it takes 1.5 times as long as updates.
+        alone_elements: a layer of more is updated alone: its launch costs little beside its update,
+            and the event behind that lets the next forward begin sooner.
+        earlier_share: a group may have this share of all elements before it as well.
     """
 
     first_elements: int = 16 << 20
     most_elements: int = 64 << 20
     most_layers: int = 8
-    earlier_share: float = 0.5
+    alone_elements: int = 32 << 20
+    earlier_share: float = 0.0
 
-    def in_backward(self) -> GroupLimits:
-        """Where a group is updated as soon as its gradients have come: they wait for each other,
-        so that what waits is bounded."""
-        return replace(self, earlier_share=0.0)
+    def leaving_room(self) -> GroupLimits:
+        """Where the host's launches set the pace: fewer groups.
+
+        The next forward is behind the updates then, large ones as well.
+        """
+        return replace(self, alone_elements=_NO_LIMIT, earlier_share=_ROOM_SHARE)
 
 
 LIMITS = GroupLimits()
 
 IN_FLIGHT = 2
 """Pieces of streamed state on the device: one comes or leaves while the other is updated."""
-ONE_GROUP = GroupLimits(_NO_LIMIT, _NO_LIMIT, _NO_LIMIT)
+ONE_GROUP = GroupLimits(_NO_LIMIT, _NO_LIMIT, _NO_LIMIT, _NO_LIMIT)
 """Of neighbours that may share a launch."""
 
 
@@ -60,6 +67,7 @@ def group_begins(
             not begins
             or index - begins[-1] == limits.most_layers
             or taken > limit
+            or max(size, sizes[index - 1]) > limits.alone_elements
             or not (groupable[index] and groupable[index - 1])
         ):
             most = min(limits.most_elements, most * 2) if begins else most

@@ -53,6 +53,10 @@ class UpdatePipeline:
         self.mover = LayerMover(cpu, streams)
         self._device_update = DeviceUpdate(self.layers, streams, self.mover, group_limits)
         self.streamed = StreamedUpdate(self.layers, streams)
+        self.updates_leave_room = False
+        """Updates on the device, to what else runs there, at some cost to themselves. Many models
+        have the host wait for the first kernels of forward, to see which mask they need: where
+        steps are launch-bound, it launches nothing until then."""
         self.room = GradientRoom(self.layers, cpu, streams)
         self.observer: UpdateObserver | None = None
         """Told of every update on the device, for measuring."""
@@ -247,10 +251,11 @@ class UpdatePipeline:
         """Of all layers there, at the end of a step that is final; or of a group in backward."""
         self.is_torn = True  # until the last layer has made the step
         observers = [told for told in (self.observer, self.trace) if told is not None]
+        update, leaves_room = self._device_update, self.updates_leave_room
         if group is None:
-            self._device_update.run(hyper, self.norm.outcome, observers)
+            update.run(hyper, self.norm.outcome, observers, leaves_room=leaves_room)
             return
-        self._device_update.run_group(group, hyper, self._scale, observers)
+        update.run_group(group, hyper, self._scale, observers, leaves_room=leaves_room)
         self.is_torn = False  # what is left has yet to come: see is_partly_committed
 
     def _update_streamed(self, hyper: tuple[AdamHyper, ...]) -> None:

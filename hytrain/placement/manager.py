@@ -138,6 +138,8 @@ class PlacementManager:
         spans = self._pipeline.cpu.worker.take_spans()
         if not controller.streams:  # the worker numbers its own layers
             estimator.add_spans(spans)
+        if estimator.num_samples:
+            self._pipeline.updates_leave_room = estimator.launch_bound
         if controller.is_due(self._steps):
             self._consider()
 

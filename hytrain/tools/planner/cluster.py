@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hytrain.formats.policies import Activations
 from hytrain.formats.profile_file import LAUNCH_BOUND_SHARE, UpdateLaunches
-from hytrain.offload.update_groups import group_begins
+from hytrain.offload.update_groups import LIMITS, group_begins
 from hytrain.tools.planner.curves import FREE, Table
 
 UNEVEN_FACTOR = 1.25
@@ -32,7 +32,9 @@ class UpdateLaunchTimes:
 
     def on_gpu(self, sizes: Sequence[int]) -> list[float]:
         """To launch the updates of the first 0, 1, ... of layers with shards of these sizes."""
-        begins = set(group_begins(sizes, [self.shares] * len(sizes)))
+        # Where launches count, updates leave room.
+        limits = LIMITS.leaving_room()
+        begins = set(group_begins(sizes, [self.shares] * len(sizes), limits))
         found, launches = [0.0], 0
         for number in range(len(sizes)):
             launches += number in begins

@@ -22,6 +22,7 @@ from hytrain.offload import device_update
 from hytrain.offload.device_update import batches
 from hytrain.offload.update_groups import LIMITS, GroupLimits, group_begins
 from hytrain.optimizer.offloaded_states import StateKind
+from hytrain.placement.measure import CostEstimator
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(60)]
 
@@ -44,28 +45,33 @@ def counts(layers: Sequence[Any]) -> list[int]:
     """How many layers each launch has."""
     found = batches(layers)
     assert [each for batch in found for each in batch] == list(layers)
+    for batch in found[1:]:
+        assert len(batch) == 1 or sum(each.shard_size for each in batch) <= LIMITS.most_elements
+    assert len(found[0]) == 1 or sum(each.shard_size for each in found[0]) <= LIMITS.first_elements
     return [len(batch) for batch in found]
 
 
 def test_launches_grow_from_a_small_one() -> None:
-    assert counts([layer(13_000_000)] * 26) == [1, 2, 5, 5, 6, 7]
+    assert counts([layer(13_000_000)] * 26) == [1, 2, 5, 5, 5, 5, 3]
     assert counts([layer(MEBI)] * 26) == [8, 8, 8, 2]
     assert LIMITS.most_layers == 8
 
 
-def test_groups_in_backward_are_bounded() -> None:
-    limits = LIMITS.in_backward()
-    assert group_begins([13_000_000] * 26, [True] * 26, limits) == [0, 1, 3, 8, 13, 18, 23]
-    assert group_begins([52_000_000] * 18, [True] * 18, limits) == list(range(18))
+def test_large_layers_are_updated_alone() -> None:
+    assert counts([layer(52_000_000)] * 18) == [1] * 18
+    small, large = layer(MEBI), layer(33 * MEBI)
+    assert counts([small, small, large, small, small]) == [2, 1, 2]
 
 
-def test_groups_have_at_most_half_of_what_is_before_them_or_64_mebi() -> None:
+def test_groups_that_leave_room_have_at_most_half_of_what_is_before_them_or_64_mebi() -> None:
+    room = LIMITS.leaving_room()
     large = [65_000_000, *([52_000_000] * 16), 65_000_000]
-    begins = group_begins(large, [True] * len(large))
+    begins = group_begins(large, [True] * len(large), room)
     assert begins == [0, 1, 2, 3, 4, 6, 9, 13]  # 18 where each is updated alone
     for begin, end in pairwise([*begins, len(large)]):
         assert end == begin + 1 or sum(large[begin:end]) <= max(64 * MEBI, sum(large[:begin]) // 2)
-    assert max(b - a for a, b in pairwise(group_begins([MEBI] * 90, [True] * 90))) == 8
+    assert group_begins([13_000_000] * 26, [True] * 26, room) == [0, 1, 3, 8, 13, 19]
+    assert max(b - a for a, b in pairwise(group_begins([MEBI] * 90, [True] * 90, room))) == 8
 
 
 def test_what_a_table_of_addresses_cannot_do_is_done_alone() -> None:
@@ -82,7 +88,7 @@ def test_groups_of_the_first_layers_are_those_of_all_cut() -> None:
     sizes = [9, 1, 20, 40, 2, 2, 2, 2, 2, 2, 2, 2, 2, 70, 3]
     mebi = [size * MEBI for size in sizes]
     for groupable in ([True] * len(sizes), [number % 5 > 0 for number in range(len(sizes))]):
-        for limits in (LIMITS, LIMITS.in_backward()):
+        for limits in (LIMITS, LIMITS.leaving_room()):
             begins = group_begins(mebi, groupable, limits)
             for number in range(len(sizes) + 1):
                 cut = [begin for begin in begins if begin < number]
@@ -106,9 +112,14 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+_LEAVING_ROOM = 3
+"""Layers of a group where steps are launch-bound."""
+
+
 def group_at_most(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def begins(sizes: Sequence[int], groupable: Sequence[bool], limits: GroupLimits) -> list[int]:
-        return group_begins(sizes, groupable, replace(limits, most_layers=layers))
+        most = _LEAVING_ROOM if limits.earlier_share else layers
+        return group_begins(sizes, groupable, replace(limits, most_layers=most))
 
     monkeypatch.setattr(device_update, "group_begins", begins)
 
@@ -121,7 +132,7 @@ def step(engine: Any, number: int, *, overflows: bool = False) -> None:
     engine.step()
 
 
-How = Literal["stays", "moves"]
+How = Literal["stays", "moves", "launch-bound"]
 
 
 def trained(config: dict[str, Any], how: How) -> tuple[list[dict[str, torch.Tensor]], int]:
@@ -129,7 +140,8 @@ def trained(config: dict[str, Any], how: How) -> tuple[list[dict[str, torch.Tens
 
     Args:
         config: of the engine.
-        how: layers, and the memory of their states, move meanwhile or stay.
+        how: layers, and the memory of their states, move meanwhile; or steps are launch-bound now
+            and then, so that updates leave room.
     """
     found: list[dict[str, torch.Tensor]] = []
     made: list[GroupedAdam] = []
@@ -146,6 +158,7 @@ def trained(config: dict[str, Any], how: How) -> tuple[list[dict[str, torch.Tens
 
         patch.setattr(device_update, "GroupedAdam", making)
         for number in range(STEPS):
+            patch.setattr(CostEstimator, "launch_bound", how == "launch-bound" and number % 4 < 2)
             if how == "moves":
                 engine.optimizer.placement.set_gpu_fraction((0.5, 1.0, 0.5, 0.0)[number // 2 % 4])
             step(engine, number, overflows=number == 3 and config["bf16"]["enabled"])
@@ -195,10 +208,12 @@ def test_training_is_bitwise_that_of_single_launches(
     assert all(not torch.equal(each[3], each[4]) for each in weights.values())
 
 
+@pytest.mark.parametrize("launch_bound", [False, True])
 def test_each_layer_waits_for_its_own_update_when_it_is_used(
-    monkeypatch: pytest.MonkeyPatch,
+    launch_bound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where compute waited for all of them, a forward that waits for compute would, too."""
+    monkeypatch.setattr(CostEstimator, "launch_bound", launch_bound)
     waits: list[int] = []
     with built(make_model("mlp"), make_config(gpu_fraction=0.5)) as engine:
         pipeline, states = engine.optimizer.pipeline, engine.optimizer.layer_states
@@ -220,8 +235,11 @@ def test_each_layer_waits_for_its_own_update_when_it_is_used(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_compute_does_not_wait_for_updates_that_it_does_not_need() -> None:
+def test_compute_does_not_wait_for_updates_that_it_does_not_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A forward that has the host wait for compute first, as many do, does not wait for them."""
+    monkeypatch.setattr(CostEstimator, "launch_bound", True)
     with built(make_model("mlp"), make_config(gpu_fraction=1.0)) as engine:
         pipeline = engine.optimizer.pipeline
         for number in range(3):
@@ -292,3 +310,33 @@ def test_state_that_has_moved_is_found(kind: StateKind) -> None:
         after = [tensor for state in states for tensor in state.state]
         for one, other in zip(before, after, strict=True):
             assert not torch.equal(one, other)
+
+
+def test_updates_leave_room_where_steps_are_launch_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before that is known, and no longer when they are not."""
+    seen: list[bool] = []
+    launch = GroupedAdam.launch
+
+    def watched(
+        self: GroupedAdam, number: int, outcome: torch.Tensor, *, leaves_room: bool = False
+    ) -> None:
+        seen.append(leaves_room)
+        launch(self, number, outcome)
+
+    monkeypatch.setattr(GroupedAdam, "launch", watched)
+    monkeypatch.setattr(CostEstimator, "launch_bound", True)
+    with built(make_model("mlp"), make_config(gpu_fraction=1.0)) as engine:
+        step(engine, 0)
+        assert seen
+        assert not any(seen)
+        for number in range(1, STEPS):
+            seen.clear()
+            step(engine, number)
+        assert seen
+        assert all(seen)
+        monkeypatch.setattr(CostEstimator, "launch_bound", False)
+        for number in range(STEPS, 2 * STEPS):
+            seen.clear()
+            step(engine, number)
+        assert seen
+        assert not any(seen)
