@@ -14,8 +14,8 @@ What is simulated is the time from one decision on clipping, at 0, to the next:
 - The decision falls at the end of ``tail``, late by the part of ``tail`` that is the user's own
   code. In a clipped step, a layer whose job begins before it is only committed (``cpu_commit``) and
   is previewed by a second job (``cpu_preview``) after it; a layer whose job begins later is done in
-  one (``cpu_update``). Both kinds then compete: lowest layer first. Where updates are late, all
-  jobs begin after the decision.
+  one (``cpu_update``). A layer that is updated late (``late_from``) has one job, after the
+  decision. All that is left then competes: lowest layer first.
 - A gradient is on the GPU until its layer's job has ended. Where more of them would be there than
   have room, backward stands still until jobs have ended (:meth:`Rank.hold_back`).
 - Ranks meet twice in a layer. Its gradient is final when the slowest rank's backward has passed it
@@ -69,6 +69,7 @@ class _Jobs:
     update: float
     commit: float
     preview: float
+    late: float
     last_chunk: float  # back to the GPU
 
     @staticmethod
@@ -79,6 +80,7 @@ class _Jobs:
             update=max(layer.cpu_update, layer.to_host, layer.to_device),
             commit=max(layer.cpu_commit, layer.to_host),
             preview=max(layer.cpu_preview, layer.to_device),
+            late=max(layer.cpu_late, layer.to_host, layer.to_device),
             last_chunk=layer.to_device * chunk,
         )
 
@@ -145,8 +147,11 @@ class Rank:
         layers = self.costs.layers
         self._is_on_cpu = [place is Place.CPU for place in places]
         # Gradients become final from the last layer down.
-        self._on_cpu = [index for index in reversed(range(len(layers))) if self._is_on_cpu[index]]
-        self.num_gpu_layers = len(layers) - len(self._on_cpu)
+        on_cpu = [index for index in reversed(range(len(layers))) if self._is_on_cpu[index]]
+        self.num_gpu_layers = len(layers) - len(on_cpu)
+        first = self._first_late = self.costs.first_late(self.num_gpu_layers)
+        self._on_cpu = [index for index in on_cpu if index < first]
+        self._late = [index for index in on_cpu if index >= first]
         self.gpu_update_seconds = 0.0
         for layer, is_on_cpu in zip(layers, self._is_on_cpu, strict=True):
             self.gpu_update_seconds += 0.0 if is_on_cpu else layer.gpu_update
@@ -166,9 +171,9 @@ class Rank:
         ``host_waits``: seconds for which the host waited for the worker.
         """
         jobs = [self._jobs[index] for index in self._on_cpu]
-        is_twice = clipped and not self.costs.late
-        each = (job.commit + job.preview if is_twice else job.update for job in jobs)
-        return max(0.0, sum(each) - host_waits)
+        seconds = sum(job.commit + job.preview if clipped else job.update for job in jobs)
+        seconds += sum(self._jobs[index].late for index in self._late)
+        return max(0.0, seconds - host_waits)
 
     def hold_back(
         self, final: Sequence[float], room: Sequence[int], *, clipped: bool
@@ -189,7 +194,7 @@ class Rank:
         found, held = list(final), 0.0
         fetched = in_flight = 0
         ends: list[float] = []
-        for index in () if self.costs.late else self._on_cpu:
+        for index in self._on_cpu:
             job = self._jobs[index]
             found[index] += held
             begin = max(ends[-1] if ends else -math.inf, found[index] + job.first_chunk)
@@ -215,9 +220,11 @@ class Rank:
             if not self._is_on_cpu[index]:
                 now += layer.gpu_update + layer.write_back
                 ready[index] = now
-        if self.costs.late:
-            final = [max(0.0, time) for time in final]
-        order, coming = self._on_cpu, 0
+        # A late job may begin at the decision, when its gradient has long been there.
+        order, coming = [*self._on_cpu, *self._late], 0
+        final = [*final]
+        for index in self._late:
+            final[index] = max(0.0, final[index])
         waiting: list[int] = []  # whose gradient is final, the lowest first
         committed: list[int] = []  # to be previewed after the decision
         is_second = [False] * len(final)
@@ -239,7 +246,7 @@ class Rank:
                 seconds = job.preview
             else:
                 now = max(now, final[index] + job.first_chunk)
-                seconds = job.update
+                seconds = job.update if index < self._first_late else job.late
                 if clipped and now < 0.0:
                     is_second[index] = True
                     committed.append(index)

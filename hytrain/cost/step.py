@@ -45,6 +45,7 @@ class LayerCosts:
         cpu_commit: the pass that it makes instead in a step that is clipped, over a layer whose
             turn comes before the clip coefficient is known (mostly commit without output).
         cpu_preview: the second pass that follows on ``cpu_commit`` once the coefficient is known.
+        cpu_late: the only pass over a layer that is updated after the decision.
         to_device: copying the shard's new training copy back.
         gpu_update: the update on the GPU, with the GPU to itself.
         write_back: copying the new training copy of a layer that the GPU has updated to the host,
@@ -65,6 +66,7 @@ class LayerCosts:
     to_device: float
     gpu_update: float
     write_back: float = 0.0
+    cpu_late: float = 0.0
 
     def __post_init__(self) -> None:
         if self.parameters < 0:
@@ -79,6 +81,7 @@ class LayerCosts:
             ("to_device", self.to_device),
             ("gpu_update", self.gpu_update),
             ("write_back", self.write_back),
+            ("cpu_late", self.cpu_late),
         )
         for name, value in times:
             _check_seconds(f"layer '{self.name}': {name}", value)
@@ -100,8 +103,9 @@ class StepCosts:
             first chunk is on the host, and its last chunk's copy back follows the update.
         update_threads: threads of the CPU's updates while this was measured; None where it was not
             (a plan, an estimate) or is not known (records before 26 November 2026).
-        late: updates on the CPU begin at the decision on clipping, each in one pass (split master
-            weights); False: when gradients come.
+        late_from: for 0, 1, ... L layers on the GPU, the first of the layers that the CPU updates
+            after the decision on clipping (split master weights); those before it are updated when
+            their gradients come. Empty: all of them are.
 
     Raises:
         PlacementError: there is no layer, or a value is out of its range.
@@ -113,7 +117,7 @@ class StepCosts:
     clipped_share: float = 0.0
     chunk_elements: int = CHUNK_ELEMENTS
     update_threads: int | None = None
-    late: bool = False
+    late_from: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -124,6 +128,14 @@ class StepCosts:
             raise PlacementError(f"clipped_share must be in [0, 1], got {self.clipped_share}")
         if self.chunk_elements < 1:
             raise PlacementError(f"chunk_elements must be at least 1, got {self.chunk_elements}")
+        if len(self.late_from) not in (0, len(self.layers) + 1):
+            raise PlacementError(
+                f"late_from has {len(self.late_from)} numbers for {len(self.layers)} layers"
+            )
+
+    def first_late(self, gpu_layers: int) -> int:
+        """The first layer that is updated after the decision, if the CPU updates it; L: none."""
+        return self.late_from[gpu_layers] if self.late_from else len(self.layers)
 
     @property
     def backward_seconds(self) -> float:
@@ -143,11 +155,12 @@ class StepCosts:
     @property
     def cpu_seconds(self) -> float:
         """t_U: the CPU's work for a step if it updated every layer."""
-        unclipped = sum(layer.cpu_update for layer in self.layers)
-        if self.late:
-            return unclipped
-        clipped = sum(layer.cpu_commit + layer.cpu_preview for layer in self.layers)
-        return (1.0 - self.clipped_share) * unclipped + self.clipped_share * clipped
+        first = self.first_late(0)
+        early, late = self.layers[:first], self.layers[first:]
+        unclipped = sum(layer.cpu_update for layer in early)
+        clipped = sum(layer.cpu_commit + layer.cpu_preview for layer in early)
+        seconds = (1.0 - self.clipped_share) * unclipped + self.clipped_share * clipped
+        return seconds + sum(layer.cpu_late for layer in late)
 
     @property
     def alpha(self) -> float:

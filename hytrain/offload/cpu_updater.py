@@ -432,8 +432,8 @@ def native_state(layer: LayerState) -> _C.StateArrays:
 
 
 def _fetches_copy(layer: LayerState) -> bool:
-    """Whether the worker fetches a layer's training copy, as half of its master weights."""
-    return layer.form.at("cpu").is_split and not layer.storage.on_host
+    """Whether the worker may fetch a layer's training copy, as half of its master weights."""
+    return layer.form.rounds_away and not layer.storage.on_host
 
 
 def _native_chunk(layer: LayerState, span: Segment, slot_class: int, copy_class: int) -> _C.Chunk:

@@ -49,14 +49,9 @@ class SlotPlan:
         return len(self.classes)
 
     @property
-    def copy_bytes(self) -> int:
-        """Of the buffers of training copies that come to the host."""
-        return NUM_OUTGOING * self.outgoing_bytes if self.fetches_copies else 0
-
-    @property
     def buffer_bytes(self) -> int:
         """Of all buffers of training copies."""
-        return NUM_OUTGOING * self.outgoing_bytes + self.copy_bytes
+        return NUM_OUTGOING * self.outgoing_bytes * (2 if self.fetches_copies else 1)
 
     def counts(self, on_host: Sequence[bool]) -> list[int]:
         """Slots of each class that the chunks on the host need; a class without any needs none.

@@ -24,7 +24,7 @@ from hytrain.placement.calibration import gpu_seconds_per_parameter
 from hytrain.placement.first_decision import decide_first, state_sizes
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
-from hytrain.placement.memory import check_fits, taken_of_host
+from hytrain.placement.memory import all_split, check_fits, taken_of_host
 from hytrain.placement.memory_probe import MemoryProbe
 from hytrain.placement.move import PlacementController
 from hytrain.placement.peak_memory import (
@@ -167,7 +167,8 @@ def _warn_of_host(decision: Decision, gpu_fraction: float) -> None:
     A process that touches more than there is gets killed, and cannot say why. What lies in swap is
     slow, but there; no reserve is kept of what the user has decided.
     """
-    layers, limits, staging = decision.layer_bytes, decision.limits, decision.staging_bytes
+    layers, limits = all_split(decision.layer_bytes), decision.limits
+    staging = decision.staging_bytes
     number, chosen = decision.num_layers, decision.gpu_layers_target
     room = limits.host + int(psutil.swap_memory().free)
     needed = [taken_of_host(layers, limits, staging, k) for k in range(number + 1)]
@@ -213,7 +214,6 @@ def build_placement(
         config.offload.chunk_elements,
         InitialRates(cpu_rate, gpu_rate),
         updates_overlap=device.type == "cuda",
-        late=pipeline.layers[0].form.at("cpu").is_split and not pipeline.norm.settings.direct,
     )
     tuned = None
     if config.offload.cpu_threads is None:

@@ -152,6 +152,7 @@ def _with_slack(costs: StepCosts) -> StepCosts:
             cpu_update=factor * layer.cpu_update,
             cpu_commit=factor * layer.cpu_commit,
             cpu_preview=factor * layer.cpu_preview,
+            cpu_late=factor * layer.cpu_late,
         )
         for layer in costs.layers
     )

@@ -24,7 +24,7 @@ class LayerBytes:
         weights_itemsize: bytes of an element of the training copy that comes back.
         moments: how Adam's moments are kept ("hytrain.moments").
         master: how master weights are kept ("hytrain.master").
-        host_master: how those of layers on the host are, where that is another way.
+        host_master: how they are on the host, where that is another way.
         streamed_states: of a layer that is updated on the GPU with state from the host, how many
             tensors its optimizer has beside master weights; None: Adam's, and on the CPU.
         piece_bytes: of its state, that are copied to the GPU at once.

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 
 from hytrain.config import HyTrainConfig
 from hytrain.errors import ConfigError
-from hytrain.formats.moment_kinds import MASTER_BYTES, SPLIT
+from hytrain.formats.moment_kinds import MASTER_BYTES
 from hytrain.model.layer_state import LayerState
 from hytrain.offload.cpu_updater import CpuSettings, slot_plan
 from hytrain.offload.streamed_update import piece_bytes, work_bytes
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.host_master import whole_on_host, with_whole_on_host
-from hytrain.placement.memory import Bounds, bounds
+from hytrain.placement.memory import Bounds, as_kept, bounds, master_words
 from hytrain.placement.records import Decision
 
 
@@ -26,7 +25,6 @@ class StateSizes:
         layers: this rank's shards, in forward order; split master weights are split on both sides.
         gradients: bytes of each layer's gradient as one rank computes it.
         staging_bytes: pinned staging on the host.
-        copies_bytes: of it, what takes training copies that split master weights need there.
         largest_parameter: elements of the largest parameter.
         rank: this one.
         num_ranks: ranks that share the state.
@@ -43,7 +41,6 @@ class StateSizes:
     rank: int = 0
     num_ranks: int = 1
     shards_weights: bool = False
-    copies_bytes: int = 0
     micro_batches: int = 1
     summed_gradients: int = 0
 
@@ -90,7 +87,6 @@ def state_sizes(
         rank=rank,
         num_ranks=num_ranks,
         shards_weights=shards_weights,
-        copies_bytes=plan.copy_bytes,
         micro_batches=micro_batches,
         summed_gradients=summed,
     )
@@ -128,38 +124,25 @@ def decide_first(config: HyTrainConfig, sizes: StateSizes, limits: MemoryLimits)
     if sizes.num_ranks == 1 or sizes.shards_weights:
         # Elsewhere what is known has all gradients of the first backward, which are no fewer.
         limits = replace(limits, kept_gradients=sizes.kept_gradients)
-    layers, staging, why = _host_master(config, sizes, limits)
-    fitting = bounds(layers, limits, staging)
+    fitting = bounds(sizes.layers, limits, sizes.staging_bytes)
     number, reason = _first_number(config, sizes, fitting)
+    is_fixed = config.gpu_fraction != "solve"
+    # A fixed number is refused where a save does not fit beside it: then late updates do.
+    saved = 2 * MASTER_BYTES * sizes.largest_parameter * is_fixed
+    layers = as_kept(sizes.layers, limits, sizes.staging_bytes + saved, number)
     return Decision(
         step=0,
         gpu_layers_before=number,
         gpu_layers_target=number,
         num_layers=len(layers),
         reason=reason,
-        decider="start" if config.gpu_fraction == "solve" else "user",
+        decider="user" if is_fixed else "start",
         bounds=fitting,
         layer_bytes=layers,
         limits=limits,
-        staging_bytes=staging,
-        host_master_reason=why,
+        staging_bytes=sizes.staging_bytes,
+        host_master_reason=master_words(layers, number),
     )
-
-
-def _host_master(
-    config: HyTrainConfig, sizes: StateSizes, limits: MemoryLimits
-) -> tuple[tuple[LayerBytes, ...], int, str]:
-    """The layers and pinned staging with master weights on the host as they are kept, and why."""
-    layers, staging = sizes.layers, sizes.staging_bytes
-    if config.master != SPLIT or not layers[0].keeps_pending:
-        return layers, staging, ""
-    whole, least = with_whole_on_host(layers), staging - sizes.copies_bytes
-    fraction = config.gpu_fraction
-    fixed = None if fraction == "solve" else round(fraction * len(layers))
-    # A fixed number is refused where a save does not fit beside it: then late updates do.
-    saved = 0 if fixed is None else 2 * MASTER_BYTES * sizes.largest_parameter
-    is_whole, why = whole_on_host(whole, limits, least + saved, fixed)
-    return (whole, least, why) if is_whole else (layers, staging, why)
 
 
 def _first_number(config: HyTrainConfig, sizes: StateSizes, allowed: Bounds) -> tuple[int, str]:

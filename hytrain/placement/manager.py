@@ -16,7 +16,7 @@ from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
 from hytrain.placement.costs import MemoryLimits
 from hytrain.placement.measure import CONFIRMING, MANY_STEPS, CostEstimator
-from hytrain.placement.memory import check_fits, host_state_bytes, state_bytes
+from hytrain.placement.memory import check_fits, state_bytes
 from hytrain.placement.memory_probe import LOOK_EVERY, MemoryProbe
 from hytrain.placement.move import PlacementController
 from hytrain.placement.peak_memory import PeakMemoryInputs, PhasePeak, predict_peaks
@@ -77,7 +77,8 @@ class PlacementManager:
 
     def memory_peaks(self) -> dict[str, PhasePeak]:
         """What each phase takes at most where the layers are now; see :func:`predict_peaks`."""
-        return predict_peaks(self._peak_inputs(self.controller.num_gpu_layers))
+        inputs = self._peak_inputs(self.controller.num_gpu_layers)
+        return predict_peaks(replace(inputs, layers=self.controller.layer_bytes))
 
     # -- through a step ------------------------------------------------------------------------
 
@@ -206,8 +207,8 @@ class PlacementManager:
     @property
     def host_bytes(self) -> int:
         """State and pinned memory that this rank has on the host."""
-        here = self._bytes[self.controller.num_gpu_layers :]
-        return host_state_bytes(here) + self._pipeline.cpu.pinned.num_bytes
+        state = (x.state_bytes for x in self._pipeline.layers if x.placement != "gpu")
+        return sum(state) + self._pipeline.cpu.pinned.num_bytes
 
     def end_step(self, outcome: Outcome | None, statistics: _C.WorkerStatistics) -> None:
         """The step is final: layers may move."""
@@ -314,7 +315,8 @@ class PlacementManager:
 
     def costs(self) -> StepCosts | None:
         """What the last steps took; None before enough of them, and with updates that stream."""
-        return None if self.controller.streams else self._estimator.costs()
+        costs = None if self.controller.streams else self._estimator.costs()
+        return costs and self.controller.with_late(costs, self._current_limits())
 
     @property
     def decisions(self) -> list[Decision]:

@@ -32,10 +32,10 @@ _PCIE_RATE, _C2C_RATE = 20e9, 400e9
 _LARGE_SHARE = 0.25
 """Of a layer's size. Smaller ones tell nothing of the others: launches take most of their time."""
 
-# Bytes of memory traffic a parameter of the three passes, bf16 gradients and weights: what one
+# Bytes of memory traffic a parameter of the four passes, bf16 gradients and weights: what one
 # takes tells what the others will, until they have been seen.
-_Kind = Literal["update", "commit", "preview"]
-_TRAFFIC: dict[_Kind, int] = {"update": 30, "commit": 26, "preview": 16}
+_Kind = Literal["update", "commit", "preview", "late"]
+_TRAFFIC: dict[_Kind, int] = {"update": 30, "commit": 26, "preview": 16, "late": 26}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +78,13 @@ class CostEstimator:
         rates: InitialRates,
         *,
         updates_overlap: bool,
-        late: bool = False,
     ) -> None:
         """
         Args:
             rates: to begin with.
             updates_overlap: whether updates "on the GPU" run beside the next forward (on a GPU), or
                 before it (on a CPU).
-            late: updates on the CPU begin when the step's outcome is known, not before.
         """
-        self._late = late
         self._updates_overlap = updates_overlap
         self._layers = list(layers)
         self._chunk_elements = chunk_elements
@@ -170,8 +167,10 @@ class CostEstimator:
                     self._close(span.layer, job)
                 # Without a gradient of an earlier step to commit it is another, shorter pass.
                 self._jobs[span.layer] = _OpenJob(seconds, span.committed)
-            elif span.job_pass in (_C.Pass.direct, _C.Pass.late):
+            elif span.job_pass == _C.Pass.direct:
                 self._add("update", span.layer, seconds)
+            elif span.job_pass == _C.Pass.late:
+                self._add("late", span.layer, seconds)
             elif span.job_pass == _C.Pass.preview and job is not None:
                 job.preview = seconds
             elif span.job_pass in (_C.Pass.drop, _C.Pass.withdraw, _C.Pass.leave):
@@ -254,6 +253,7 @@ class CostEstimator:
                 cpu_update=passes["update"] * layer.parameters,
                 cpu_commit=passes["commit"] * layer.parameters,
                 cpu_preview=passes["preview"] * layer.parameters,
+                cpu_late=passes["late"] * layer.parameters,
                 to_device=to_device * layer.parameters * layer.weights_itemsize,
                 gpu_update=gpu * layer.parameters,
             )
@@ -266,7 +266,6 @@ class CostEstimator:
             clipped_share=fmean(self._clipped) if self._clipped else 0.0,
             chunk_elements=self._chunk_elements,
             update_threads=self.update_threads,
-            late=self._late,
         )
 
     def _forward(self, sample: StepSample) -> list[float]:

@@ -1,22 +1,29 @@
 """The memory budget: which numbers of GPU layers fit, on one rank. Bytes in, bytes out.
 
 A layer's optimizer state (fp32 master weights and two moments: 12 bytes a parameter, 8 or 6 where
-moments are kept in fewer, 2 less where master weights are split, perhaps on the GPU alone) is on
-the GPU or on the host. On either side its gradient waits for the step's outcome as well: on the
-GPU for the update, on the host, pinned, for the commit. Where updates are committed directly it
-waits for neither: on the GPU those of two launches are there at one time.
+moments are kept in fewer, 2 less where master weights are split, on the CPU those of as few layers
+as memory asks for) is on the GPU or on the host. On either side its gradient waits for the step's
+outcome as well: on the GPU for the update, on the host, pinned, for the commit. Where updates are
+committed directly it waits for neither: on the GPU those of two launches are there at one time.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from hytrain.errors import MemoryBudgetError, PlacementError, size_text
-from hytrain.formats.moment_kinds import FP32, MOMENTS, SPLIT, MasterName
+from hytrain.formats.moment_kinds import (
+    FP32,
+    MASTER_BYTES,
+    MOMENTS,
+    SPLIT,
+    SPLIT_BYTES,
+    MasterName,
+)
 from hytrain.offload.update_groups import IN_FLIGHT, LIMITS
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 
@@ -238,6 +245,60 @@ def _check_number(k: int, num_layers: int) -> None:
         raise PlacementError(f"{k} GPU layers: must be in 0..{num_layers}")
 
 
+# -- split master weights on the host ----------------------------------------------------------
+
+
+def all_split(layers: Sequence[LayerBytes]) -> tuple[LayerBytes, ...]:
+    """The same layers, whose master weights are on the host as they are on the GPU."""
+    return tuple(replace(layer, host_master=None) for layer in layers)
+
+
+def first_late_layers(
+    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
+) -> list[int]:
+    """For 0..L GPU layers, the first layer that is split on the CPU as well; L where none is.
+
+    Its update is late, behind backward. So master weights are whole there as far as the host has
+    room, and late layers the last in forward order, which needs them last. Empty where master
+    weights are not split, or updates not previewed.
+
+    Raises:
+        PlacementError: ``gpu_base_at`` is not one number a layer.
+    """
+    if not any(_may_be_late(layer) for layer in layers):
+        return []
+    until = list(accumulate((_bytes_of_whole(layer) for layer in layers), initial=0))
+    limit, taken = limits.host - limits.host_reserve, _taken_if_split(layers, limits, staging_bytes)
+    return [
+        max(k, bisect_right(until, until[k] + limit - needed) - 1) for k, needed in enumerate(taken)
+    ]
+
+
+def _may_be_late(layer: LayerBytes) -> bool:
+    return layer.master == SPLIT and layer.keeps_pending
+
+
+def _bytes_of_whole(layer: LayerBytes) -> int:
+    """By which a layer on the host takes more than a split one."""
+    return (MASTER_BYTES - SPLIT_BYTES) * layer.parameters * _may_be_late(layer)
+
+
+def as_kept(
+    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int, k: int
+) -> tuple[LayerBytes, ...]:
+    """The layers with master weights on the host as :func:`first_late_layers` has them."""
+    first = first_late_layers(layers, limits, staging_bytes)
+    return tuple(
+        replace(layer, host_master=FP32 if _may_be_late(layer) and index < first[k] else None)
+        for index, layer in enumerate(layers)
+    )
+
+
+def late_layers(layers: Sequence[LayerBytes], k: int) -> int:
+    """How many layers are updated late with the first ``k`` on the GPU."""
+    return sum(_may_be_late(layer) and layer.host_master is None for layer in layers[k:])
+
+
 # -- what fits ---------------------------------------------------------------------------------
 
 
@@ -250,23 +311,32 @@ def bounds(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: in
         PlacementError: ``gpu_base_at`` is not one number a layer.
     """
     num_layers = len(layers)
-    _check(layers, limits, 0)
-    moved = [host_state_bytes([layer]) + pending_bytes([layer]) for layer in layers]
-    on_host = sum(moved) + staging_bytes + limits.host_base
     host_limit = limits.host - limits.host_reserve
-    needed = [on_host - gone for gone in accumulate(moved, initial=0)]
-    fewest = next((k for k, need in enumerate(needed) if need <= host_limit), num_layers + 1)
+    taken = _taken_if_split(layers, limits, staging_bytes)
+    fitting = [k for k, need in enumerate(taken) if need <= host_limit]
+    if limits.shares_host:
+        return Bounds(num_layers, *(fitting[0], fitting[-1]) if fitting else (num_layers + 1, -1))
+    fewest = fitting[0] if fitting else num_layers + 1
     if limits.gpu is None:
         return Bounds(num_layers, fewest, num_layers)
-    if limits.shares_host:
-        taken = [taken_of_host(layers, limits, staging_bytes, k) for k in range(num_layers + 1)]
-        fitting = [k for k, need in enumerate(taken) if need <= host_limit]
-        return Bounds(num_layers, *(fitting[0], fitting[-1]) if fitting else (num_layers + 1, -1))
     gpu_limit = limits.gpu - limits.gpu_reserve
     most = num_layers
     while most >= 0 and gpu_peak_bytes(layers, limits, most) > gpu_limit:
         most -= 1
     return Bounds(num_layers, fewest, most)
+
+
+def _taken_if_split(
+    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
+) -> list[int]:
+    """:func:`taken_of_host` with 0..L layers on the GPU, all split that may be."""
+    _check(layers, limits, 0)
+    moved = [layer.host_state_bytes + pending_bytes([layer]) for layer in all_split(layers)]
+    on_host = sum(moved) + staging_bytes + limits.host_base
+    taken = [on_host - gone for gone in accumulate(moved, initial=0)]
+    if limits.shares_host:
+        taken = [need + gpu_peak_bytes(layers, limits, k) for k, need in enumerate(taken)]
+    return taken
 
 
 def check_fits(
@@ -438,6 +508,24 @@ def _ranks_that_fit(
 # -- for people --------------------------------------------------------------------------------
 
 
+def master_words(layers: Sequence[LayerBytes], k: int) -> str:
+    """Which master weights are whole on the host and which split, and what follows from that; empty
+    where those on the GPU are not split, or updates not previewed."""
+    if not any(_may_be_late(layer) for layer in layers):
+        return ""
+    late, on_cpu = late_layers(layers, k), len(layers) - k
+    if not late:
+        return "master weights of layers on the CPU are whole, and updates there previewed"
+    room = "the host has no room for whole ones"
+    after = "updated after backward"
+    if late == on_cpu:
+        return f"master weights of layers on the CPU are split, too, and {after}: {room}"
+    return (
+        f"master weights of the last {late} of {on_cpu} layers on the CPU are split, too, and "
+        f"{after}: {room}; those of the others are whole, and their updates previewed"
+    )
+
+
 def table(
     layers: Sequence[LayerBytes],
     limits: MemoryLimits,
@@ -482,6 +570,7 @@ def _split(
     host_weights: int = 0,
 ) -> dict[str, int]:
     """Bytes with the first ``k`` layers on the GPU, by the names of the table's rows."""
+    layers = as_kept(layers, limits, staging_bytes, k)
     state, peak = state_bytes(layers[:k]), gpu_peak_bytes(layers, limits, k)
     waiting = _gpu_rest_bytes(layers, limits, k) - limits.gpu_base
     host, gpu = taken_of_host(layers, limits, staging_bytes, k), limits.gpu

@@ -1,7 +1,8 @@
 """Carries placement decisions out: which layer's state moves when, and what if it does not fit.
 
 The controller keeps the last decision, moves a few layers a step towards it, and steps back where
-a side turns out to have not enough memory.
+a side turns out to have not enough memory. Where master weights are split, those of a layer on the
+CPU become whole, or split again, by a move to the GPU and back.
 """
 
 from __future__ import annotations
@@ -29,10 +30,20 @@ from hytrain.placement.choose_gpu_layers import (
     solve,
     worth_moving,
 )
-from hytrain.placement.costs import MemoryLimits, counted
+from hytrain.placement.costs import LayerBytes, MemoryLimits, counted
 from hytrain.placement.launch_bound import LaunchBoundPlacement
 from hytrain.placement.measure import MANY_STEPS, STEP_CHANGE, WINDOW
-from hytrain.placement.memory import Bounds, bounds, gpu_peak_bytes, gradient_room
+from hytrain.placement.memory import (
+    Bounds,
+    all_split,
+    as_kept,
+    bounds,
+    first_late_layers,
+    gpu_peak_bytes,
+    gradient_room,
+    late_layers,
+    master_words,
+)
 from hytrain.placement.records import Decision
 
 logger = logging.getLogger(__name__)
@@ -63,7 +74,6 @@ class PlacementController:
             solves: whether it decides by itself, or a user or a plan does.
         """
         self._layers = list(layers)
-        self._bytes = first.layer_bytes
         self.streams = any(layer.is_streamed for layer in first.layer_bytes)
         """Whether state of layers on the host is streamed to updates on the GPU."""
         self._staging_bytes = first.staging_bytes
@@ -75,6 +85,8 @@ class PlacementController:
         self.solves = solves
         self.decisions: list[Decision] = [first]
         self.target = self.num_gpu_layers
+        self._reshaped: list[LayerState] = []
+        """Layers on the CPU whose master weights are to be whole, or split, and are not yet."""
         self._settled_steps = 0
         # Moves make the worker late: an eighth of the layers a step keeps a hiccup short.
         self._moves_a_step = max(1, -(-len(self._layers) // 8))
@@ -85,6 +97,7 @@ class PlacementController:
         """Nothing is known of other placements, and everything may be tried."""
         self._most, self._no_gpu_memory = len(self._layers), Backoff()
         self._fewest, self._no_host_memory = 0, Backoff()
+        self._no_memory_to_reshape = Backoff()
         self.see_other_workload()
 
     def see_other_workload(self) -> None:
@@ -100,9 +113,14 @@ class PlacementController:
         return [layer.placement for layer in self._layers].count("gpu")
 
     @property
+    def layer_bytes(self) -> tuple[LayerBytes, ...]:
+        """The layers' sizes, as the last decision has them."""
+        return self.decisions[-1].layer_bytes
+
+    @property
     def is_moving(self) -> bool:
         """Whether layers are on their way."""
-        return self.target != self.num_gpu_layers
+        return self.target != self.num_gpu_layers or bool(self._reshaped)
 
     # -- deciding ------------------------------------------------------------------------------
 
@@ -113,7 +131,7 @@ class PlacementController:
     @property
     def is_settled(self) -> bool:
         """No layer has moved for long enough that times are those of this placement."""
-        return self._settled_steps >= SETTLED_STEPS and self.target == self.num_gpu_layers
+        return self._settled_steps >= SETTLED_STEPS and not self.is_moving
 
     def add_step(self, seconds: float) -> None:
         """A step of the present placement took so long; call it only when settled."""
@@ -149,7 +167,8 @@ class PlacementController:
         costs = estimate()
         if costs is None:
             return
-        room = partial(gradient_room, self._bytes, limits)
+        costs = self.with_late(costs, limits)
+        room = partial(gradient_room, self.layer_bytes, limits)
         if seconds is not None:
             # Some costs are known sooner than steps that show a change: of both it is the median.
             predicted = predict(costs, gpu_layers=[here], room=room)
@@ -166,7 +185,7 @@ class PlacementController:
         )
         number, reason = self._choose(step, solution, is_certain=is_certain)
         # Warns once why nothing moves.
-        if number != here or not is_known:
+        if number != here or not is_known or self._has_other_room(step, costs, allowed):
             self.decide(
                 step,
                 number,
@@ -178,6 +197,20 @@ class PlacementController:
                 limits=limits,
                 corrections=solution.corrections,
             )
+
+    def with_late(self, costs: StepCosts, limits: MemoryLimits) -> StepCosts:
+        """The same with the layers that would be updated late, by what the host has room for."""
+        first = first_late_layers(self.layer_bytes, limits, self._staging_bytes)
+        return replace(costs, late_from=tuple(first)) if first else costs
+
+    def _has_other_room(self, step: int, costs: StepCosts, allowed: Bounds) -> bool:
+        """Whether the host has no room for all whole master weights on it, or for many more."""
+        if not costs.late_from or not self._no_memory_to_reshape.is_over(step):
+            return False
+        here, num_layers = self.num_gpu_layers, len(self._layers)
+        late = late_layers(self.layer_bytes, here)
+        more = num_layers - costs.first_late(here) - late
+        return more > 0 or -more >= allowed.notable_layers
 
     def _choose(self, step: int, solution: Solution, *, is_certain: bool) -> tuple[int, str]:
         """The number to move to, and why."""
@@ -252,7 +285,7 @@ class PlacementController:
 
     def _fitting(self, step: int, limits: MemoryLimits) -> Bounds:
         """What fits, as far as is known, and has not turned out not to."""
-        fitting = bounds(self._bytes, limits, self._staging_bytes)
+        fitting = bounds(self.layer_bytes, limits, self._staging_bytes)
         if not self._no_gpu_memory.is_over(step):
             most = min(fitting.max_gpu_layers, self._most)
             fitting = replace(fitting, max_gpu_layers=most)
@@ -285,10 +318,13 @@ class PlacementController:
     def decide(self, step: int, gpu_layers: int, reason: str, **found: Any) -> None:
         """Sets the target; ``found`` are other fields of the decision than those of the last."""
         self.target = gpu_layers
-        other = {"decider": "training", "corrections": ()}
+        last, other = self.decisions[-1], {"decider": "training", "corrections": ()}
         other |= {"predicted_seconds": None, "measured_seconds": None}
+        limits = found.get("limits", last.limits)
+        layers = found.get("layer_bytes") or self._to_be_kept(step, limits, gpu_layers)
+        other |= {"layer_bytes": layers, "host_master_reason": master_words(layers, gpu_layers)}
         decision = replace(
-            self.decisions[-1],
+            last,
             step=step,
             gpu_layers_before=self.num_gpu_layers,
             gpu_layers_target=gpu_layers,
@@ -296,6 +332,12 @@ class PlacementController:
             **(other | found),
         )
         self.decisions.append(decision)
+        self._reshaped = [
+            layer
+            for layer, planned in zip(self._layers, layers, strict=True)
+            if layer.placement == "cpu" and layer.index >= gpu_layers
+            if layer.form.host_master != planned.host_master
+        ]
         logger.info(
             "step %d: %d -> %d GPU layers: %s",
             decision.step,
@@ -303,11 +345,24 @@ class PlacementController:
             decision.gpu_layers_target,
             decision.reason,
         )
-        layers, limits = decision.layer_bytes, decision.limits
         if limits.gpu is not None and gpu_layers > decision.gpu_layers_before:
             counts = (gpu_layers, decision.gpu_layers_before)
             planned, before = (gpu_peak_bytes(layers, limits, count) for count in counts)
             advise_on_gaps(planned, limits.gpu, before)
+
+    def _to_be_kept(
+        self, step: int, limits: MemoryLimits, gpu_layers: int
+    ) -> tuple[LayerBytes, ...]:
+        """The layers, with master weights on the CPU whole as far as there is room."""
+        layers = as_kept(self.layer_bytes, limits, self._staging_bytes, gpu_layers)
+        if self._no_memory_to_reshape.is_over(step):
+            return layers
+        return tuple(
+            replace(planned, host_master=layer.form.host_master)
+            if layer.placement == "cpu"
+            else planned
+            for layer, planned in zip(self._layers, layers, strict=True)
+        )
 
     def resume(self, step: int, history: Sequence[Decision]) -> None:
         """The decisions of this run follow on those of an earlier one.
@@ -325,7 +380,7 @@ class PlacementController:
 
     def _is_comparable(self, earlier: Decision) -> bool:
         now = self.decisions[-1]
-        if earlier.layer_bytes != now.layer_bytes:
+        if all_split(earlier.layer_bytes) != all_split(now.layer_bytes):
             return False
         if earlier.limits.gpu is None or now.limits.gpu is None:
             return earlier.limits.gpu is now.limits.gpu
@@ -344,17 +399,21 @@ class PlacementController:
         ``at_once``: all of them, not only a few.
         """
         self._settled_steps += 1
-        moves = len(self._layers) if at_once else self._moves_a_step
-        while moves and self.target != self.num_gpu_layers:
+        moves = 2 * len(self._layers) if at_once else self._moves_a_step
+        while moves and self.is_moving:
             self._settled_steps = 0
             self._predicted.clear()
             moves -= 1
             here = self.num_gpu_layers
+            if here >= self.target and self._reshaped:
+                # Before layers come to the host, for which it makes room.
+                self._reshape(self._reshaped.pop(0), step)
+                continue
             try:
                 if here < self.target:
                     self._mover.to_gpu(self._layers[here])
                 else:
-                    self._mover.to_cpu(self._layers[here - 1])
+                    self._to_cpu(self._layers[here - 1])
             except (torch.OutOfMemoryError, MemoryError) as error:
                 if here < self.target:
                     self._step_back(self._layers[here], step)
@@ -363,6 +422,37 @@ class PlacementController:
                 return
         self._mover.release()
 
+    def _to_cpu(self, layer: LayerState) -> None:
+        master = self.layer_bytes[layer.index].host_master
+        layer.form = replace(layer.form, host_master=master)
+        self._mover.to_cpu(layer)
+
+    def _reshape(self, layer: LayerState, step: int) -> None:
+        """Has a layer's master weights whole on the CPU, or split, as was decided.
+
+        Raises:
+            HostMemoryError: the host has not even the memory any more that the layer had there.
+        """
+        before = layer.form.host_master
+        try:
+            self._mover.to_gpu(layer)
+        except (torch.OutOfMemoryError, MemoryError):
+            self._keep_forms(step, f"the GPU had no memory for the state of layer '{layer.name}'")
+            return
+        try:
+            self._to_cpu(layer)
+        except MemoryError as error:
+            layer.form = replace(layer.form, host_master=before)
+            self._mover.to_cpu(layer)
+            self._keep_forms(step, f"the host had no memory for layer '{layer.name}' ({error})")
+
+    def _keep_forms(self, step: int, reason: str) -> None:
+        """No other layer's master weights become whole, or split, for now."""
+        again = self._no_memory_to_reshape.fail(step)
+        reason += f": master weights on the CPU stay as they are until step {again}"
+        self.decide(step, self.target, reason)
+        logger.warning("%s", self.decisions[-1].reason)
+
     def _step_back(self, layer: LayerState, step: int) -> None:
         """There was no memory for a layer's state: it and one more stay on the host."""
         # The allocator could not even serve this: the next forward needs some slack.
@@ -370,7 +460,7 @@ class PlacementController:
             step,
             1,
             f"the GPU had no memory for the state of layer '{layer.name}' "
-            f"({self._bytes[layer.index].state_bytes} bytes): stepping back",
+            f"({self.layer_bytes[layer.index].state_bytes} bytes): stepping back",
         )
 
     def retreat(self, step: int, limits: MemoryLimits) -> bool:
@@ -413,5 +503,6 @@ class PlacementController:
             here,
             f"the host had no memory for the state of layer '{layer.name}' ({error}): it stays on "
             f"the GPU; fewer than {here} layers there are not tried again before step {again}",
+            layer_bytes=self.layer_bytes,
         )
         logger.warning("%s", self.decisions[-1].reason)

@@ -38,8 +38,8 @@ class Decision:
         staging_bytes: pinned staging on the host.
         corrections: seconds that measured steps add to what ``costs`` predict for 0..L GPU layers;
             empty where nothing was corrected.
-        host_master_reason: why master weights of layers on the host are whole or split, where
-            those on the GPU are split; else empty.
+        host_master_reason: which master weights of layers on the host are whole and which split,
+            in words, where those on the GPU are split; else empty.
     """
 
     step: int

@@ -190,7 +190,8 @@ class Case:
         follows: this is such a job.
         moments: "hytrain.moments".
         master: "hytrain.master".
-        late: master weights of layers on the CPU are split, too, as where host memory is short.
+        late: share of layers, the last ones, whose master weights are split on the CPU, too, as
+            where host memory is short.
         precision: of a case that is not in bf16, see `precision.py`.
         async_saves: "hytrain.checkpoint.async".
         traced: "hytrain.trace.steps"; None: no trace.
@@ -223,7 +224,7 @@ class Case:
     follows: bool = False
     moments: str = "fp32"
     master: str = "fp32"
-    late: bool = False
+    late: float = 0.0
     precision: str = ""
     async_saves: bool = False
     traced: tuple[int, int] | None = None

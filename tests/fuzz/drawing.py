@@ -68,7 +68,7 @@ def _draw(seed: int, ranks: int | None) -> Case:
         # Of another stream: cases of a seed are otherwise what they were before there was a choice.
         moments=random.Random(f"moments {seed}").choice(("fp32", "fp32", "bf16", "8bit")),
         master=_master(seed) if bf16 else "fp32",
-        late=random.Random(f"late {seed}").random() < 0.4,
+        late=random.Random(f"late {seed}").choice((0.0, 0.0, 0.4, 1.0)),
         precision="" if bf16 else _precision(random.Random(f"precision {seed}"), model),
         short=random.Random(f"short {seed}").random() < 0.5,
         gradients=random.Random(f"gradients {seed}").choice(tuple(WAYS)),

@@ -23,7 +23,7 @@ from deepspeed.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from support.engines import built, device, environment, room_for_whole_masters
+from support.engines import built, device, environment, split_on_cpu
 from support.gradient_ways import taking_gradients
 from support.sequences import sequence_ranks_of
 from support.short_memory import short_of_memory
@@ -310,7 +310,7 @@ class Player:
         if self.case.has_sequence_group:
             keywords["mpu"] = sequence_ranks
         self._engine_context = built(model, config, **keywords)
-        with room_for_whole_masters(not self.case.late):
+        with split_on_cpu(self.case.late):
             self.engine = self._engine_context.__enter__()
         self._stack.callback(self.engine.destroy)
         for event in self._toggles:
@@ -676,7 +676,8 @@ class Player:
 
     def _do_move(self, event: Event) -> None:
         value: Any = event.value
-        self.engine.set_gpu_fraction("solve" if event.number % 4 == 0 else value)
+        with split_on_cpu((0.0, 0.5, 1.0)[event.number % 3]):
+            self.engine.set_gpu_fraction("solve" if event.number % 4 == 0 else value)
 
     def _do_round_trip(self, _event: Event) -> None:
         self.engine.optimizer.load_state_dict(copy.deepcopy(self.engine.optimizer.state_dict()))

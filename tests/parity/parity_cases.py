@@ -29,7 +29,8 @@ DELAYED = [
     Case("vit", 0.0, "never", 4, "fp32", **STEPS),
     *(Case("llama", 0.3, "sometimes", 1, "bf16", fractions=each, **STEPS) for each in SHARDS),
     Case("llama", 0.3, "sometimes", 1, "bf16", **STEPS, master="split"),
-    Case("llama", 0.3, "sometimes", 1, "bf16", **STEPS, master="split", late=True),
+    Case("llama", 0.3, "sometimes", 1, "bf16", **STEPS, master="split", late=0.4),
+    Case("llama", 0.3, "always", 1, "bf16", **STEPS, master="split", late=1.0),
     Case("llama", 0.0, "off", 1, "bf16", 3, HALVES, **STEPS, master="split", offload_param=True),
 ]
 ROUNDED = [
@@ -45,8 +46,9 @@ SPLIT = [
     Case("llama", 0.0, "sometimes", 1, "bf16", 2, **STEPS, master="split"),
     Case("llama", 0.5, "always", 4, "bf16", 1, **STEPS, master="split", moments="8bit"),
     Case("vit", 0.3, "sometimes", 4, "bf16", 3, **STEPS, master="split", moments="bf16"),
-    Case("llama", 0.0, "sometimes", 1, "bf16", 2, **STEPS, master="split", late=True),
-    Case("llama", 0.3, "always", 4, "bf16", 1, **STEPS, master="split", moments="8bit", late=True),
+    Case("llama", 0.0, "sometimes", 1, "bf16", 2, **STEPS, master="split", late=1.0),
+    Case("llama", 0.0, "sometimes", 1, "bf16", 2, **STEPS, master="split", late=0.5),
+    Case("llama", 0.3, "always", 4, "bf16", 1, **STEPS, master="split", moments="8bit", late=1.0),
     Case("gpt2", 1.0, "never", 1, "bf16", 2, **STEPS, master="split"),
     Case("vit", 0.3, "off", 1, "bf16", 3, **STEPS, master="split", moments="bf16"),
     Case("gpt2", 0.3, "off", 4, "bf16", 2, **STEPS, master="split", moments="8bit"),
@@ -64,13 +66,13 @@ SPLIT_ON_TWO_RANKS = [
          moments="8bit"),
     Case("gpt2", 0.0, "always", 4, "bf16", 3, UNEQUAL, **STEPS, master="split"),
     Case("llama", 0.5, "sometimes", 1, "bf16", 1, UNEQUAL, **STEPS, master="split"),
-    Case("gpt2", 0.0, "always", 4, "bf16", 3, UNEQUAL, **STEPS, master="split", late=True),
+    Case("gpt2", 0.0, "always", 4, "bf16", 3, UNEQUAL, **STEPS, master="split", late=0.5),
     Case("llama", 0.3, "off", 1, "bf16", 3, HALVES, **STEPS, master="split", moments="8bit",
          offload_param=True),
     Case("vit", 0.3, "sometimes", 1, "bf16", 3, UNEQUAL, **STEPS, master="split",
          offload_param=True),
     Case("vit", 0.3, "sometimes", 1, "bf16", 3, UNEQUAL, **STEPS, master="split",
-         offload_param=True, late=True),
+         offload_param=True, late=1.0),
 ]  # fmt: skip
 ROUNDED_ON_TWO_RANKS = [
     Case("llama", 0.3, "sometimes", 1, "bf16", 2, UNEQUAL, **STEPS, moments="8bit"),

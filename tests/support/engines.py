@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from hytrain.formats.moment_kinds import SPLIT
+from hytrain.placement.costs import LayerBytes
 from support.ports import free_port
 
 
@@ -136,12 +138,28 @@ def built(model: nn.Module, config: dict[str, Any], **keywords: Any) -> Iterator
 
 
 @contextmanager
-def room_for_whole_masters(has_room: bool) -> Iterator[None]:
-    """Whether engines built in the block have whole master weights on the CPU beside split ones."""
-    with patch(
-        "hytrain.placement.first_decision.whole_on_host", lambda *_: (has_room, "as asked for")
+def split_on_cpu(share: float) -> Iterator[None]:
+    """In the block, decisions have split master weights on the CPU for a share of the layers.
+
+    The last ones, whatever room the host has; whole ones, whose updates are previewed, for others.
+    """
+
+    def first_late(layers: Sequence[LayerBytes], *_: object) -> list[int]:
+        if not any(layer.master == SPLIT and layer.keeps_pending for layer in layers):
+            return []
+        first = first_split_on_cpu(len(layers), share)
+        return [max(number, first) for number in range(len(layers) + 1)]
+
+    with (
+        patch("hytrain.placement.memory.first_late_layers", first_late),
+        patch("hytrain.placement.move.first_late_layers", first_late),
     ):
         yield
+
+
+def first_split_on_cpu(num_layers: int, share: float) -> int:
+    """The first of these last layers."""
+    return num_layers - round(share * num_layers)
 
 
 @contextmanager

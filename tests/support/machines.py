@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from hytrain.config import SolverConfig
 from hytrain.cost.prediction import predict
 from hytrain.cost.step import LayerCosts, StepCosts
+from hytrain.model.state_format import StateFormat
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
@@ -150,7 +151,12 @@ class Training:
         self.random = random.Random(seed)
         n = machine.layers
         self.layers: list[Any] = [
-            SimpleNamespace(index=i, name=str(i), placement="gpu" if i < gpu_layers else "cpu")
+            SimpleNamespace(
+                index=i,
+                name=str(i),
+                placement="gpu" if i < gpu_layers else "cpu",
+                form=StateFormat(),
+            )
             for i in range(n)
         ]
         self.limits = MemoryLimits(gpu=None, gpu_reserve=0, gpu_base=0, host=10**13, host_reserve=0)

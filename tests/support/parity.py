@@ -23,9 +23,10 @@ from support.engines import (
     OFFLOAD_AT_SCALE,
     built,
     device,
+    first_split_on_cpu,
     from_all_ranks,
     make_config,
-    room_for_whole_masters,
+    split_on_cpu,
 )
 from support.models import loss_of, make_batch, make_model
 from support.reference_adam import copy_away_from_zero
@@ -48,7 +49,7 @@ class Case:
         observe: steps after which the training copy is read.
         moments: how they are kept.
         master: how master weights are.
-        late: the host has no memory for whole ones beside split ones on the GPU.
+        late: the share of layers, the last ones, for whose whole ones the host has no memory.
         offload_param: the training copy is kept in host memory (ZeRO-3).
     """
 
@@ -64,7 +65,7 @@ class Case:
     moments: str = "fp32"
     offload_param: bool = False
     master: str = "fp32"
-    late: bool = False
+    late: float = 0.0
 
     @property
     def num_ranks(self) -> int:
@@ -77,7 +78,7 @@ class Case:
             f"-{self.dtype}-z{self.stage}-{shards}"
             f"{'' if self.moments == 'fp32' else '-' + self.moments}"
             f"{'' if self.master == 'fp32' else '-' + self.master}"
-            f"{'-late' if self.late else ''}"
+            f"{f'-late{self.late:g}' if self.late else ''}"
             f"{'-host' if self.offload_param else ''}"
         )
 
@@ -252,13 +253,16 @@ def train(case: Case, disturb: Callable[[Any], None] | None = None) -> Run:
     rank = dist.get_rank()
     model = make_model(case.model)
     with (
-        room_for_whole_masters(not case.late),
+        split_on_cpu(case.late),
         built(model, case.config(), model_parameters=parameter_groups(model)) as engine,
     ):
         states = engine.optimizer.layer_states
         is_direct = engine.optimizer.pipeline.norm.settings.direct
-        is_whole = case.master == "split" and not case.late and not is_direct
-        assert all((state.form.host_master == "fp32") is is_whole for state in states)
+        has_whole = case.master == "split" and not is_direct
+        first = first_split_on_cpu(len(states), case.late) if has_whole else 0
+        for state in states:
+            is_whole = state.form.host_master == "fp32"
+            assert state.placement == "gpu" or is_whole is (state.index < first)
         run = Run(case, dist.get_world_size(), [shard_of(state) for state in states])
         recorded: dict[int, torch.Tensor] = {}
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.comparisons import assert_same_states
-from support.engines import built, make_config, room_for_whole_masters
+from support.engines import built, make_config, split_on_cpu
 from support.models import Block
 
 VOCABULARY = 41
@@ -76,7 +76,7 @@ class Run:
     run_pickled_code: bool = False
     moments: str = "fp32"
     master: str = "fp32"
-    late: bool = False
+    late: float = 0.0
     moments_seed: int = 0
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ def engine_of(run: Run) -> Iterator[Any]:
     )
     if run.bf16:
         config["bf16"]["check_grad_overflow"] = run.check_overflow
-    with room_for_whole_masters(not run.late), built(model, config, **keywords) as engine:
+    with split_on_cpu(run.late), built(model, config, **keywords) as engine:
         if run.disturb:
             for group in engine.optimizer.param_groups:
                 group["lr"], group["weight_decay"] = 7.0, 0.77

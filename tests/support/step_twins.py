@@ -89,10 +89,15 @@ def _events(
     decision: float,
     clipped: bool,
 ) -> dict[int, float]:
-    """When each CPU-placed layer's weights are back on the GPU; times are of the job."""
+    """When each CPU-placed layer's weights are back on the GPU; times are of the job.
+
+    For the worker, a layer that is updated late has its gradient no sooner than the decision.
+    """
     layers = [index for index, place in enumerate(places) if place is Place.CPU]
-    if costs.late:
-        return _late_events(costs, layers, final, decision)
+    first_late = costs.first_late(len(places) - len(layers))
+    final = [
+        max(time, decision) if index >= first_late else time for index, time in enumerate(final)
+    ]
     events = [(final[layer], f"gradient {layer}") for layer in layers]
     events.append((decision, "decision"))
     ready: set[int] = set()
@@ -123,33 +128,10 @@ def _events(
                 busy_until = begin + max(one.cpu_commit, one.to_host)
                 committed.add(layer)
             else:
-                busy_until = begin + max(one.cpu_update, one.to_host, one.to_device)
+                seconds = one.cpu_late if layer >= first_late else one.cpu_update
+                busy_until = begin + max(seconds, one.to_host, one.to_device)
                 weights[layer] = busy_until + chunk * one.to_device
         events.append((busy_until, "free"))
-    return weights
-
-
-def _late_events(
-    costs: StepCosts, layers: Sequence[int], final: Sequence[float], decision: float
-) -> dict[int, float]:
-    """The same, where the worker begins nothing before the decision.
-
-    From then on the old weights come to the host, beside the updates of the layers before: a job
-    waits for its own first chunk of them.
-    """
-    weights: dict[int, float] = {}
-    now = decision
-    while len(weights) < len(layers):
-        left = [layer for layer in layers if layer not in weights]
-        there = [layer for layer in left if final[layer] <= now]
-        if not there:
-            now = min(final[layer] for layer in left)
-            continue
-        one = costs.layers[there[0]]
-        chunk = min(1.0, costs.chunk_elements / max(one.parameters, 1))
-        first = max(decision, final[there[0]]) + chunk * one.to_host
-        now = max(now, first) + max(one.cpu_update, one.to_host, one.to_device)
-        weights[there[0]] = now + chunk * one.to_device
     return weights
 
 

@@ -649,8 +649,11 @@ def test_split_master_weights_take_what_explain_says(
     told = found["candidates"][rank["gpu_layers"]]
     # A plan counts activations as well, and what passes through staging as taken.
     assert 0 <= rank["gpu_bytes"] - told["gpu_bytes"] < 4 * GIB
-    staging = found["decision"]["staging_bytes"]
-    assert rank["host_bytes"] == pytest.approx(told["host_bytes"] - staging, rel=1e-2)
+    held = told["host_bytes"] - found["decision"]["staging_bytes"]
+    if form == "split":  # in a plan all are; training has room for some whole ones
+        assert rank["host_bytes"] < held < host_gib * GIB
+    else:
+        assert rank["host_bytes"] == pytest.approx(held, rel=1e-2)
     assert _run(*call) == 0
     words = f"those of layers on the CPU are {form}"
     assert words in capsys.readouterr().out

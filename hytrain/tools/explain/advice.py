@@ -16,6 +16,7 @@ from hytrain.placement.memory import (
     HOST_RESERVE_SHARE,
     LEAST_RESERVE,
     STREAMED,
+    all_split,
     gpu_peak_bytes,
     reserve_advice,
     taken_of_host,
@@ -85,7 +86,7 @@ def _changes(
 
 def _host_needed(decision: Decision, config: HyTrainConfig, ranks: int) -> int | None:
     """Bytes for all ranks with which all state fits on the host; None where the GPU is short."""
-    limits, layers = decision.limits, decision.layer_bytes
+    limits, layers = decision.limits, all_split(decision.layer_bytes)
     has_own = limits.gpu is not None and not limits.shares_host
     if has_own and gpu_peak_bytes(layers, limits, 0) > (limits.gpu or 0) - limits.gpu_reserve:
         return None

@@ -9,6 +9,7 @@ from functools import partial
 
 from hytrain.cost.prediction import predict
 from hytrain.placement.memory import (
+    as_kept,
     gpu_peak_bytes,
     gradient_room,
     host_bytes,
@@ -87,7 +88,7 @@ def candidate_rows(
                 exposed_seconds=None if one is None else one.exposed_seconds,
                 bound=None if one is None else one.bound,
                 gpu_bytes=gpu_peak_bytes(decision.layer_bytes, decision.limits, number),
-                host_bytes=host_bytes(decision.layer_bytes, number, decision.staging_bytes),
+                host_bytes=_host_bytes(decision, number),
                 fits=decision.bounds.allow(number),
                 measured=measured,
                 error=error,
@@ -95,6 +96,12 @@ def candidate_rows(
             )
         )
     return rows
+
+
+def _host_bytes(decision: Decision, gpu_layers: int) -> int:
+    staging = decision.staging_bytes
+    layers = as_kept(decision.layer_bytes, decision.limits, staging, gpu_layers)
+    return host_bytes(layers, gpu_layers, staging)
 
 
 def worst_misfit(rows: Sequence[CandidateRow]) -> CandidateRow | None:

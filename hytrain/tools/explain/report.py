@@ -193,6 +193,8 @@ def costs_text(costs: StepCosts) -> str:
         ]
         if costs.clipped_share > 0.0:
             times += [("clipped: commit", mean.cpu_commit), ("preview", mean.cpu_preview)]
+        if costs.late_from:
+            times.append(("updated late", mean.cpu_late))
         words = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in times)
         lines.append(f"  {count} x {_short(mean.parameters / 1e6)} M: {words}")
     seconds = partial(_seconds, longest=max(costs.compute_seconds, costs.cpu_seconds))

@@ -14,7 +14,6 @@ import math
 from dataclasses import replace
 
 from hytrain.formats.policies import ACCUMULATION_MODES, LAYER_MAJOR, Activations
-from hytrain.placement.host_master import LEAST_FREE_SHARE
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.infeasibility import missing
 from hytrain.tools.planner.local_search import local_search, unevenly
@@ -22,7 +21,6 @@ from hytrain.tools.planner.micro_batch_counts import best_mode, best_rounds
 from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Found, OtherMode, Plan, even_split, to_plan
 from hytrain.tools.planner.search import CLOSE, Search, longer, search
-from hytrain.tools.planner.step_program import StepProgram
 
 # A plan that is not that close is compared with plans of a step up to so many times as long by the
 # roofline bounds; so many of them are simulated, and refined.
@@ -62,25 +60,6 @@ def make_plan_without_spare(problem: PlanProblem) -> tuple[PlanProblem, Plan | I
     if isinstance(found, Infeasible) and found.missing >= plan.missing:
         return problem, plan
     return other, found
-
-
-def master_is_whole_on_hosts(problem: PlanProblem) -> bool:
-    """Whether training would keep whole master weights there beside split ones on GPUs.
-
-    By the rule of :func:`~hytrain.placement.host_master.whole_on_host`, for all ranks together.
-
-    Args:
-        problem: with whole ones on hosts.
-    """
-    parameters = problem.model.parameters
-    ranks = StepProgram(problem, even=False).ranks
-    room = sum(max((work.room for work in rank.extremes), default=0.0) for rank in ranks)
-    free = room - problem.sharded_bytes * parameters
-    left = sum(host.memory_bytes for host in problem.cluster.hosts)
-    left -= problem.host_weight_bytes * parameters
-    on_gpus = max(0.0, parameters - left / problem.host_state_bytes)
-    taken = on_gpus * (problem.gpu_state_bytes + problem.waiting_bytes)
-    return left >= 0.0 and on_gpus <= parameters and taken <= (1.0 - LEAST_FREE_SHARE) * free
 
 
 def beside_micro_batch_major(problem: PlanProblem, plan: Plan) -> Plan:

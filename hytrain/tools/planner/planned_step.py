@@ -248,13 +248,15 @@ def _rank(
             to_device=to_device,
             gpu_update=shard / gpu.update_rate,
             write_back=write_back,
+            cpu_late=update,
         )
 
     before, after = model.outside
     layers = (layer(model.block_size, is_block=True),) * model.num_layers
     layers = (layer(before, is_block=False),) * (before > 0) + layers
     layers += (layer(after, is_block=False),) * (after > 0)
-    costs = StepCosts(layers, between=passes.middle, late=problem.late)
+    late_from = (0,) * (len(layers) + 1) if problem.late else ()
+    costs = StepCosts(layers, between=passes.middle, late_from=late_from)
     places = first_on_gpu(share.gpu_layers, len(layers))
     launches = step_launches(problem, gpu, work, share.fraction)
     return Rank(costs, places, launches, has_samples=passes.first > 0.0)

@@ -199,6 +199,12 @@ class PlanProblem:
         return self.model.weight_bytes if self.offload_param else 0.0
 
     @property
+    def hosts_hold_all_state(self) -> bool:
+        """Whether hosts together have memory for the state of all parameters."""
+        each = self.host_state_bytes + self.host_weight_bytes
+        return each * self.model.parameters <= sum(x.memory_bytes for x in self.cluster.hosts)
+
+    @property
     def written_bytes(self) -> int:
         """Bytes that a GPU-placed parameter's update sends to the host."""
         return self.model.itemsize if self.offload_param else 0

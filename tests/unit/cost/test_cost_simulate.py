@@ -18,6 +18,7 @@ from hytrain.cost.simulate import (
     simulate_step,
 )
 from hytrain.cost.step import Launches, LayerCosts, StepCosts, clipped_passes
+from hytrain.errors import PlacementError
 from tests.support.step_twins import train
 
 ROUNDS = 5
@@ -69,15 +70,20 @@ def random_layer(rng: random.Random, update_rate: float, copy_rate: float) -> La
         cpu_preview=preview,
         to_device=2 * parameters / copy_rate,
         gpu_update=parameters / rng.uniform(2e10, 2e11),
+        cpu_late=update * rng.uniform(0.6, 1.2),
     )
 
 
 def random_job(
-    rng: random.Random, num_ranks: int, num_layers: int, tail: float = 0.0, *, late: bool = False
+    rng: random.Random, num_ranks: int, num_layers: int, tail: float = 0.0, *, late: float = 0.0
 ) -> Job:
-    """Costs, launches and places of each rank's own, places in any order; some ranks idle."""
+    """Costs, launches and places of each rank's own, places in any order; some ranks idle.
+
+    ``late``: the share of the layers, the last ones, that the CPU updates late.
+    """
     ranks: list[Rank] = []
     places: list[list[Place]] = []
+    late_from = (num_layers - round(late * num_layers),) * (num_layers + 1)
     for number in range(num_ranks):
         rates = 10 ** rng.uniform(8.3, 10.3), 10 ** rng.uniform(9.0, 11.0)
         layers = tuple(random_layer(rng, *rates) for _ in range(num_layers))
@@ -85,7 +91,7 @@ def random_job(
         if not has_samples:
             layers = tuple(replace(one, forward=0.0, backward=0.0) for one in layers)
         between = rng.uniform(0.0, 0.02) * has_samples
-        costs = StepCosts(layers, between=between, tail=tail * rng.random(), late=late)
+        costs = StepCosts(layers, between=between, tail=tail * rng.random(), late_from=late_from)
         own = [Place.GPU if rng.random() < 0.4 else Place.CPU for _ in range(num_layers)]
         if rng.random() < 0.7:
             own = list(first_on_gpu(rng.randint(0, num_layers), num_layers))
@@ -104,10 +110,10 @@ def jobs(seed: int, number: int, most_ranks: int = 4, most_layers: int = 26) -> 
     ]
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("tail", [0.0, 5e-3])
-def test_every_step_is_that_of_the_twin(clipped: bool, tail: float, late: bool) -> None:
+def test_every_step_is_that_of_the_twin(clipped: bool, tail: float, late: float) -> None:
     second_passes = 0
     rng = random.Random(1)
     for _ in range(75):
@@ -127,12 +133,13 @@ def test_every_step_is_that_of_the_twin(clipped: bool, tail: float, late: bool) 
             found = simulate_step(job.ranks, job.collectives, updated, never, clipped=clipped)
             assert found.seconds == pytest.approx(step.seconds, rel=1e-9)
     # Clipping made a difference in enough of them for the comparison to mean something.
-    assert (second_passes > 250) == (clipped and not late)
+    assert (second_passes > 150) == (clipped and late < 1.0)
 
 
 def test_late_updates_are_one_pass_after_the_decision() -> None:
-    layer = LayerCosts("", 10, 1.0, 1.0, 0.0, 5.0, 5.0, 5.0, 0.0, 0.5)
-    rank = Rank(StepCosts((layer,) * 3, late=True, clipped_share=0.5), (Place.CPU,) * 3)
+    layer = LayerCosts("", 10, 1.0, 1.0, 0.0, 9.0, 9.0, 9.0, 0.0, 0.5, cpu_late=5.0)
+    costs = StepCosts((layer,) * 3, late_from=(0,) * 4, clipped_share=0.5)
+    rank = Rank(costs, (Place.CPU,) * 3)
     none = Collectives((0.0,) * 3, (0.0,) * 3)
     # All gradients are there at the decision; forward follows the updates, lowest layer first.
     for clipped in (False, True):
@@ -140,6 +147,31 @@ def test_late_updates_are_one_pass_after_the_decision() -> None:
         assert rank.busy_seconds(4.0, clipped=clipped) == pytest.approx(11.0)
         assert simulate([rank], none, float(clipped)) == pytest.approx(15.0 + 1.0 + 3.0)
     assert rank.costs.cpu_seconds == pytest.approx(15.0)
+
+
+def test_late_layers_beside_others() -> None:
+    layer = LayerCosts("", 10, 1.0, 1.0, 0.0, 2.0, 3.0, 4.0, 0.0, 0.5, cpu_late=5.0)
+    costs = StepCosts((layer,) * 4, late_from=(2, 2, 2, 3, 4), clipped_share=0.5)
+    rank = Rank(costs, first_on_gpu(0, 4))
+    final = [-1.0, -2.0, -3.0, -4.0]
+    # Layer 1 from -2 to 0, layer 0 to 2; then the late ones, lowest first.
+    assert rank.updates(final, clipped=False).ready == [2.0, 0.0, 7.0, 12.0]
+    # Layer 1 is committed until 1; layer 0 is done in one pass; layer 1 is previewed.
+    assert rank.updates(final, clipped=True).ready == [3.0, 7.0, 12.0, 17.0]
+    assert rank.busy_seconds(0.0, clipped=False) == pytest.approx(2 * 2.0 + 2 * 5.0)
+    assert rank.busy_seconds(0.0, clipped=True) == pytest.approx(2 * 7.0 + 2 * 5.0)
+    assert costs.cpu_seconds == pytest.approx((2 * 2.0 + 2 * 7.0) / 2 + 2 * 5.0)
+    # With three layers on the GPU the last one is late; with two, both are.
+    rank.place(first_on_gpu(3, 4))
+    assert rank.updates(final, clipped=False).ready == [0.5, 1.0, 1.5, 5.0]
+    rank.place(first_on_gpu(2, 4))
+    assert rank.updates(final, clipped=False).ready == [0.5, 1.0, 5.0, 10.0]
+
+
+def test_late_layers_are_given_for_each_number_on_the_gpu() -> None:
+    layer = LayerCosts("", 10, 1.0, 1.0, 0.0, 2.0, 3.0, 4.0, 0.0, 0.5)
+    with pytest.raises(PlacementError, match="late_from has 2 numbers for 2 layers"):
+        StepCosts((layer,) * 2, late_from=(0, 1))
 
 
 @pytest.mark.parametrize("clipped", [False, True])

@@ -22,7 +22,7 @@ from deepspeed.utils import (
 )
 from support.comparisons import assert_same_bits, assert_same_states
 from support.covering import everyday
-from support.engines import GATHERS, built, environment, make_config, room_for_whole_masters
+from support.engines import GATHERS, built, environment, make_config, split_on_cpu
 from support.models import make_model
 from support.plans import a_plan, write_a_plan
 from support.precision import fp16_on_a_cpu
@@ -36,16 +36,19 @@ from hytrain.placement.memory import host_state_bytes, state_bytes
 
 pytestmark = pytest.mark.timeout(120)
 SPLIT = {"master": "split"}
-WAYS: dict[str, dict[str, bool]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "previewed": {},
-    "late": {"late": True},
+    "late": {"late": 1.0},
+    "both": {"late": 0.4},
     "direct": {"direct": True},
 }
-"""Updates on the CPU are previewed, follow the step's outcome, or their gradient."""
+"""Updates on the CPU are previewed, follow the step's outcome, are some of them that and some this,
+or follow their gradient."""
 RUN = Run(master="split", gpu_fraction=0.5)
-LATE = replace(RUN, late=True)
+LATE = replace(RUN, late=1.0)
+BOTH = replace(RUN, late=0.4)
 DIRECT = replace(RUN, clipping=0.0, check_overflow=False)
-RUNS = (RUN, LATE, DIRECT)
+RUNS = (RUN, LATE, BOTH, DIRECT)
 ALL = pytest.mark.parametrize("run", RUNS, ids=list(WAYS))
 
 
@@ -53,7 +56,7 @@ ALL = pytest.mark.parametrize("run", RUNS, ids=list(WAYS))
 def _engine(
     *,
     direct: bool = False,
-    late: bool = False,
+    late: float = 0.0,
     gpu_fraction: float = 0.5,
     is_sharded: bool = True,
     **more: Any,
@@ -65,7 +68,7 @@ def _engine(
         config["zero_optimization"].update(GATHERS["each"], offload_param={"device": "cpu"})
     with (
         environment("HYTRAIN_DELAYS", "3:500"),
-        room_for_whole_masters(not late),
+        split_on_cpu(late),
         built(make_model("mlp"), config) as engine,
     ):
         make_steps(engine, range(2))
@@ -80,7 +83,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield found
 
 
-@pytest.fixture(params=[(w, k) for w in ("previewed", "late") for k in (0.0, 0.5, 1.0)], ids=str)
+@pytest.fixture(
+    params=[(w, k) for w in ("previewed", "late", "both") for k in (0.0, 0.5, 1.0)], ids=str
+)
 def shadow(request: pytest.FixtureRequest) -> Iterator[Shadow]:
     """Of steps that may be taken back: the serial loop beside them."""
     way, gpu_fraction = request.param
@@ -164,9 +169,9 @@ def test_updates_are_previewed_where_the_host_has_room(reserve: int) -> None:
         assert ("previewed" in why) is (reserve == 0)
         assert all(state.form.is_split is (reserve != 0) for state in states)
         make_steps(engine, range(3))
-        costs = engine.optimizer.placement._estimator.costs()
+        costs = engine.optimizer.placement.costs()
         assert costs is not None
-        assert costs.late is (reserve != 0)
+        assert costs.first_late(0) == (0 if reserve else len(states))
         engine.synchronize()
         before = [state.read_copy() for state in states]
         backward(engine, 2)
@@ -443,7 +448,7 @@ def _check_loaded(engine: Any, saved: Snapshot) -> None:
 
 FORMS: dict[str, dict[str, Any]] = {
     "split": {"master": "split"},
-    "late": {"master": "split", "late": True},
+    "late": {"master": "split", "late": 0.5},
     "fp32": {"master": "fp32"},
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from layer_major_runs import assert_same, mlp_batch, train, train_both
 from support.covering import everyday
-from support.engines import room_for_whole_masters
+from support.engines import split_on_cpu
 from support.models import LENGTH, VOCABULARY, Mlp, make_batch, make_model
 from torch import nn
 
@@ -46,10 +46,11 @@ def test_split_master_weights(gpu_fraction: float) -> None:
     make = (lambda: make_model("llama"), lambda number: make_batch("llama", number))
     train_both(*make, **options)
     outcomes: list[Any] = []
-    for has_room in (True, False):
-        with room_for_whole_masters(has_room):
+    for share in (0.0, 0.5, 1.0):
+        with split_on_cpu(share):
             outcomes.append(train(*make, **options))
-    assert_same(*outcomes)
+    for other in outcomes[1:]:
+        assert_same(outcomes[0], other)
 
 
 @everyday({"activations": ("keep", "offload"), "clipping": (0.0, 0.01, 1e6)}, pairs=False)

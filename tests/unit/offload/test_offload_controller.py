@@ -13,6 +13,8 @@ import torch
 
 from hytrain.config import SolverConfig
 from hytrain.cost.step import LayerCosts, StepCosts
+from hytrain.formats.moment_kinds import MasterName
+from hytrain.model.state_format import StateFormat
 from hytrain.placement.backoff import FIRST_PAUSE
 from hytrain.placement.choose_gpu_layers import solve
 from hytrain.placement.costs import LayerBytes, MemoryLimits
@@ -69,16 +71,21 @@ class Bench:
         interval: int = 1,
         solves: bool = True,
         alpha: float | None = None,
+        master: MasterName = "fp32",
     ) -> None:
         self.layers = [
             SimpleNamespace(
-                index=i, name=f"layer {i}", shard_size=SIZE, placement="gpu" if i < begin else "cpu"
+                index=i,
+                name=f"layer {i}",
+                shard_size=SIZE,
+                placement="gpu" if i < begin else "cpu",
+                form=StateFormat(master=master),
             )
             for i in range(L)
         ]
         self.mover = FakeMover()
         self.mover.layers = self.layers
-        layer_bytes = tuple(LayerBytes(layer.name, SIZE) for layer in self.layers)
+        layer_bytes = tuple(LayerBytes(layer.name, SIZE, master=master) for layer in self.layers)
         first = Decision(
             step=0,
             gpu_layers_before=begin,
@@ -135,6 +142,7 @@ def costs(cpu: float, backward: float = 1.0, gpu: float = 0.0001) -> StepCosts:
             cpu_preview=cpu / L,
             to_device=0.0,
             gpu_update=gpu / L,
+            cpu_late=cpu / L,
         )
         for i in range(L)
     ]
@@ -462,3 +470,116 @@ def test_all_at_once_stops_where_there_is_no_room() -> None:
     bench.controller.apply_moves(4)
     assert bench.here == 2
     assert bench.controller.target == 2
+
+
+# -- split master weights: those of some layers on the CPU are whole ------------------------------
+
+
+def room_for_whole(number: int, *, on_gpu: int = 0, most: int = L) -> MemoryLimits:
+    """So many layers on the CPU may be whole, beside the others, with ``on_gpu`` on the GPU."""
+    host = (L - on_gpu) * (10 + 2) * SIZE + number * 2 * SIZE
+    return MemoryLimits(
+        gpu=most * (10 + 2) * SIZE, gpu_reserve=0, gpu_base=0, host=host, host_reserve=0
+    )
+
+
+def whole(bench: Bench) -> list[int]:
+    """The layers on the CPU whose master weights are whole."""
+    return [x.index for x in bench.layers if x.placement == "cpu" and x.form.host_master == "fp32"]
+
+
+def test_as_few_layers_are_late_as_memory_asks_for() -> None:
+    bench = Bench(master="split")
+    target = bench.run(SLOW, 30, room_for_whole(3))[-1]
+    assert target == best(SLOW)
+    # What has gone to the GPU has left room for six whole ones each.
+    assert whole(bench) == list(range(target, L))
+    decision = bench.controller.decisions[-1]
+    assert decision.host_master_reason.endswith("are whole, and updates there previewed")
+    # Those that come back are in the way of the others, which are split first.
+    bench.mover.log.clear()
+    bench.run(FAST, 30, room_for_whole(3))
+    number = bench.here
+    split = L - number - 3 - 6 * number
+    assert len(whole(bench)) == L - number - max(0, split)
+    assert whole(bench) == list(range(number, number + len(whole(bench))))
+    decision = bench.controller.decisions[-1]
+    assert f"the last {split} of {L - number} layers on the CPU are split" in (
+        decision.host_master_reason
+    )
+    assert decision.costs is not None
+    assert decision.costs.first_late(number) == L - split
+    moved = [index for place, index in bench.mover.log if place == "cpu" and index >= target]
+    assert moved == list(range(target, L))
+
+
+def test_moves_for_the_form_are_few_a_step_and_settle() -> None:
+    bench = Bench(10, master="split")
+    bench.controller.solves = False
+    bench.controller.decide(0, 10, "", limits=room_for_whole(10, on_gpu=10))
+    seen: list[int] = []
+    while bench.controller.is_moving:
+        assert not bench.controller.is_settled
+        bench.controller.apply_moves(bench.step)
+        seen.append(len(whole(bench)))
+    assert seen == [STEP_MOVES, 2 * STEP_MOVES, 3 * STEP_MOVES, 10]
+    assert bench.here == 10
+    assert bench.mover.log == [(p, i) for i in range(10, L) for p in ("gpu", "cpu")]
+
+
+@pytest.mark.parametrize(("room", "expected"), [(9, 9), (8, 8), (11, 10), (12, 12)])
+def test_the_host_has_other_room_than_before(room: int, expected: int) -> None:
+    """Less of it makes a layer late; more of it counts from a tenth of the layers on."""
+    bench = Bench(master="split")
+    bench.run(FAST, 8, room_for_whole(10))
+    assert bench.here == 0
+    assert whole(bench) == list(range(10))
+    bench.run(FAST, 8, room_for_whole(room))
+    assert whole(bench) == list(range(expected))
+
+
+def test_the_gpu_has_no_memory_for_a_change_of_form(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(4, master="split")
+    bench.controller.solves = False
+    bench.mover.gpu_has_room_for = 4
+    bench.controller.decide(0, 4, "", limits=room_for_whole(6, on_gpu=4))
+    bench.controller.apply_moves(1)
+    assert whole(bench) == []
+    assert not bench.controller.is_moving
+    assert bench.here == 4
+    (message,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "the GPU had no memory for the state of layer 'layer 4'" in message
+    assert f"stay as they are until step {1 + FIRST_PAUSE}" in message
+    assert [one.host_master for one in bench.controller.layer_bytes[4:]] == [None] * (L - 4)
+    # Then it is tried again.
+    bench.mover.gpu_has_room_for = L
+    bench.controller.solves = True
+    bench.step = 1
+    enough = room_for_whole(6, on_gpu=4, most=4)
+    of = costs(0.5)
+    assert bench.run(of, FIRST_PAUSE - 1, enough)[-1] == 4
+    assert whole(bench) == []
+    bench.run(of, 8, enough)
+    assert whole(bench) == list(range(4, 10))
+
+
+def test_the_host_has_no_memory_for_a_whole_form(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(4, master="split")
+    bench.controller.solves = False
+    to_cpu = bench.mover.to_cpu
+
+    def refused(layer: Any) -> None:
+        if layer.index == 6 and layer.form.host_master is not None:
+            raise MemoryError("host memory for 1.00 GiB cannot be mapped")
+        to_cpu(layer)
+
+    bench.mover.to_cpu = refused  # pyright: ignore[reportAttributeAccessIssue]
+    bench.controller.decide(0, 4, "", limits=room_for_whole(6, on_gpu=4))
+    bench.controller.apply_moves(1, at_once=True)
+    assert whole(bench) == [4, 5]
+    assert bench.here == 4
+    assert not bench.controller.is_moving
+    (message,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "the host had no memory for layer 'layer 6' (host memory for 1.00 GiB" in message
+    forms = [one.host_master for one in bench.controller.layer_bytes[4:]]
+    assert forms == ["fp32"] * 2 + [None] * (L - 6)

@@ -20,6 +20,7 @@ from hytrain.config import SolverConfig
 from hytrain.cost.prediction import predict
 from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.hardware.host_share import HostShare
+from hytrain.model.state_format import StateFormat
 from hytrain.offload.threads import ThreadChoice
 from hytrain.placement import manager as placement
 from hytrain.placement import memory_probe
@@ -111,7 +112,14 @@ class Simulation:
         self.steps = 0
         monkeypatch.setattr(memory_probe, "host_memory_pools", lambda: {"machine": 500 * GIB})
         layers: Any = [
-            SimpleNamespace(index=i, name=f"layer {i}", shard_size=n, placement="cpu")
+            SimpleNamespace(
+                index=i,
+                name=f"layer {i}",
+                shard_size=n,
+                placement="cpu",
+                form=StateFormat(),
+                state_bytes=12 * n,
+            )
             for i, n in enumerate(SIZES)
         ]
         self.layers = layers

@@ -45,18 +45,29 @@ TIMES = (
     "cpu_preview",
     "to_device",
     "gpu_update",
+    "cpu_late",
 )
 
 
 @st.composite
 def random_costs(
-    draw: st.DrawFn, times: st.SearchStrategy[float], shares: Sequence[float] = (0.0, 0.3, 1.0)
+    draw: st.DrawFn,
+    times: st.SearchStrategy[float],
+    shares: Sequence[float] = (0.0, 0.3, 1.0),
+    *,
+    late: bool = False,
 ) -> StepCosts:
-    """Up to 9 layers of 4 parameters; chunks are a quarter, a half, all or twice a layer."""
+    """Up to 9 layers of 4 parameters; chunks are a quarter, a half, all or twice a layer.
+
+    ``late``: some layers may be updated late.
+    """
     fixed = st.fixed_dictionaries({name: times for name in TIMES})
     layers = draw(st.lists(fixed, min_size=1, max_size=9))
+    number = len(layers) + 1
+    first = st.lists(st.integers(0, len(layers)), min_size=number, max_size=number)
     return StepCosts(
         layers=tuple(layer(**values) for values in layers),
+        late_from=tuple(draw(first)) if late else (),
         between=draw(times),
         tail=draw(times),
         clipped_share=draw(st.sampled_from(shares)),

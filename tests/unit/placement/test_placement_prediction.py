@@ -47,8 +47,13 @@ def test_backward_stands_still_for_room_for_gradients() -> None:
     assert step(1) == Candidate(0, 17, 12, 6 + 3, 0)
     assert step(0) == Candidate(0, 20, 12, 12, 0)
     # What the host updates late is no different: its gradients leave at once.
-    late = predict(replace(costs, late=True), gpu_layers=[0], room=lambda _: [0] * 4)
-    assert late == predict(replace(costs, late=True), gpu_layers=[0])
+    late = replace(costs, late_from=(0,) * 5)
+    assert predict(late, gpu_layers=[0], room=lambda _: [0] * 4) == predict(late, gpu_layers=[0])
+    # Layers 2 and 3 late, room for none: g 1, 2, 3, when backward waits for layer 1 until 6; g 7,
+    # and for layer 0 until 10. Late updates take nothing here.
+    some = replace(costs, late_from=(2,) * 5)
+    (found,) = predict(some, gpu_layers=[0], room=lambda _: [0] * 4).candidates
+    assert found.exposed_seconds == 3 + 3
 
 
 WORKED = {

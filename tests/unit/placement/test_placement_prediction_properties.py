@@ -28,13 +28,13 @@ def all_steps(costs: StepCosts) -> tuple[float, ...]:
     return predict(costs).step_seconds
 
 
-@given(costs=random_costs(any_seconds))
+@given(costs=random_costs(any_seconds) | random_costs(any_seconds, late=True))
 def test_it_agrees_with_its_slow_twin(costs: StepCosts) -> None:
     slow = [predict_one(costs, k) for k in range(len(costs.layers) + 1)]
     assert all_steps(costs) == pytest.approx(slow, rel=1e-9, abs=1e-300)
 
 
-@given(costs=random_costs(whole_seconds))
+@given(costs=random_costs(whole_seconds) | random_costs(whole_seconds, late=True))
 def test_it_agrees_with_its_slow_twin_where_times_tie(costs: StepCosts) -> None:
     slow = [predict_one(costs, k) for k in range(len(costs.layers) + 1)]
     assert all_steps(costs) == pytest.approx(slow, rel=1e-12)
@@ -66,10 +66,15 @@ def test_with_every_layer_on_the_gpu_nothing_waits(costs: StepCosts) -> None:
     assert last.bound == "gpu"
 
 
-@given(costs=random_costs(any_seconds, shares=[0.0]))
+@given(costs=random_costs(any_seconds, shares=[0.0], late=True))
 def test_the_worker_passes_over_every_layer_once(costs: StepCosts) -> None:
     for found in predict(costs).candidates:
-        jobs = [max(c.cpu_update, c.to_host, c.to_device) for c in costs.layers[found.gpu_layers :]]
+        first_late = costs.first_late(found.gpu_layers)
+        jobs = [
+            max(c.cpu_late if index >= first_late else c.cpu_update, c.to_host, c.to_device)
+            for index, c in enumerate(costs.layers)
+            if index >= found.gpu_layers
+        ]
         assert found.worker_seconds == pytest.approx(sum(jobs), rel=1e-12)
 
 
