@@ -118,21 +118,32 @@ class GatherSchedule:
         Args:
             order: in which all ranks reduce the layers.
             early: for each layer, whether it may be reduced before the backward is over.
-            uses_before: for each layer, uses of the pass when its last gradient came.
+            uses_before: for each layer, uses of the pass when its last gradient came; 0: none has.
         """
-        latest = 1
-        found: dict[int, tuple[int, ...]] = {}
         # The largest over the ranks: no rank has to reduce a gradient before it is there.
         positions = self._collectives.maximum(uses_before)
         record = None if self._taught is None else self._records.get(self._taught)
+        self._taught = None
+        if record is None:
+            return
+        latest = 1
+        found: dict[int, tuple[int, ...]] = {}
         for index in order:
             if early[index]:
-                latest = max(latest, positions[index])
-                place = latest if record is None else record.place(latest)
-                found[place] = (*found.get(place, ()), index)
-        if record is not None:
-            record.reduces = found
-        self._taught = None
+                # Of a layer that is frozen now: without waiting for its use, its update could
+                # overwrite the weights that this backward still goes through.
+                own = positions[index] and record.place(positions[index])
+                latest = max(latest, own or self._last_use(record.uses, index))
+                found[latest] = (*found.get(latest, ()), index)
+        record.reduces = found
+
+    def _last_use(self, uses: Sequence[int], gradient: int) -> int:
+        """How many uses there are up to the last one of the layer with this gradient."""
+        trained = self._context.trained.items()
+        own = {layer for layer, gradients in trained if gradient in gradients}
+        return max(
+            (place for place, layer in enumerate(uses, 1) if layer in own), default=len(uses)
+        )
 
     @property
     def wants_reduces(self) -> bool:

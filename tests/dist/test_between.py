@@ -125,6 +125,32 @@ def second_order(stage: int, *, is_normed: bool, zero: dict[str, Any] | None = N
                 transformed(_data(beside.engine, 0, 0))
 
 
+class _Skipping(nn.Module):
+    """Blocks, of which a forward may leave some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_net())
+        self.skipped: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x if number in self.skipped else block(x)
+        return x
+
+
+def frozen_between_others(stage: int, zero: dict[str, Any] | None = None) -> None:
+    """Backward goes through weights that had gradients in the first step, and have none now."""
+    with training_beside_torch(_Skipping(), stage, zero=zero) as beside:
+        models = beside.engine.module, beside.plain
+        for number in range(6):
+            for model in models:
+                model.skipped = () if number else (2,)
+                model.blocks[1].requires_grad_(number not in (2, 3))
+                model.blocks[2].requires_grad_(number not in (3, 4))
+            beside.step(_sum_of(1, number))
+
+
 def late_hooks(stage: int) -> None:
     """They mask rows of a gradient, whenever they were registered, and can be taken off."""
     with training_beside_torch(_net(), stage) as beside:
@@ -360,6 +386,12 @@ def test_late_hooks(stage: int) -> None:
 
 @stages
 @on_ranks(2)
+def test_frozen_between_others(stage: int) -> None:
+    frozen_between_others(stage)
+
+
+@stages
+@on_ranks(2)
 def test_tiles(stage: int) -> None:
     """In changing number, but never more than in a rank's first step; or not reentrant."""
     tiles(stage, ((4, 2), (4, 2), (1, 2), (2, 1), (4, 2)))
@@ -383,4 +415,5 @@ def test_one_rank(streams: bool) -> None:
         input_gradients(way, 2, stage, zero)
     second_order(stage, is_normed=True, zero=zero)
     tiles(stage, ((1,), (2,), (4,), (3,), (4,)), zero)
+    frozen_between_others(stage, zero)
     late_hooks(stage)
