@@ -126,21 +126,20 @@ def decide_first(config: HyTrainConfig, sizes: StateSizes, limits: MemoryLimits)
         limits = replace(limits, kept_gradients=sizes.kept_gradients)
     fitting = bounds(sizes.layers, limits, sizes.staging_bytes)
     number, reason = _first_number(config, sizes, fitting)
-    is_fixed = config.gpu_fraction != "solve"
-    # A fixed number is refused where a save does not fit beside it: then late updates do.
-    saved = 2 * MASTER_BYTES * sizes.largest_parameter * is_fixed
-    layers = as_kept(sizes.layers, limits, sizes.staging_bytes + saved, number)
+    save_bytes = 2 * MASTER_BYTES * sizes.largest_parameter
+    layers = as_kept(sizes.layers, limits, sizes.staging_bytes + save_bytes, number)
     return Decision(
         step=0,
         gpu_layers_before=number,
         gpu_layers_target=number,
         num_layers=len(layers),
         reason=reason,
-        decider="user" if is_fixed else "start",
+        decider="start" if config.gpu_fraction == "solve" else "user",
         bounds=fitting,
         layer_bytes=layers,
         limits=limits,
         staging_bytes=sizes.staging_bytes,
+        save_bytes=save_bytes,
         host_master_reason=master_words(layers, number),
     )
 

@@ -393,7 +393,7 @@ def _nearest(
     layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
 ) -> tuple[int, Mapping[str, int]]:
     """The number of GPU layers with which the least is missing, and its bytes."""
-    splits = [_split(layers, limits, staging_bytes, k) for k in range(len(layers) + 1)]
+    splits = [_split(layers, limits, k, staging_bytes) for k in range(len(layers) + 1)]
     return min(enumerate(splits), key=lambda it: it[1][_GPU_MISSING] + it[1][_HOST_MISSING])
 
 
@@ -534,17 +534,19 @@ def table(
     *,
     host_weights: int = 0,
     gpu_weights: int = 0,
+    save_bytes: int = 0,
 ) -> str:
     """Bytes on both sides for some numbers of GPU layers, one column each, in GiB.
 
     ``host_weights``: of ``staging_bytes``, weights that are kept on the host; ``gpu_weights``:
-    those on the GPU, if known.
+    those on the GPU, if known; ``save_bytes``: of the host, that whole master weights leave free.
 
     Raises:
         PlacementError: a number is not in 0..L, or ``gpu_base_at`` is not one number a layer.
     """
     rows = [("layers on the GPU", [f"{k} of {len(layers)}" for k in gpu_layers])]
-    splits = [_split(layers, limits, staging_bytes, k, host_weights) for k in gpu_layers]
+    shared = staging_bytes, host_weights, save_bytes
+    splits = [_split(layers, limits, k, *shared) for k in gpu_layers]
     for name in splits[0]:
         cells = [size_text(split[name]) for split in splits]
         if name == _GPU_BASE and gpu_weights == limits.gpu_base:
@@ -565,12 +567,13 @@ def table(
 def _split(
     layers: Sequence[LayerBytes],
     limits: MemoryLimits,
-    staging_bytes: int,
     k: int,
+    staging_bytes: int,
     host_weights: int = 0,
+    save_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes with the first ``k`` layers on the GPU, by the names of the table's rows."""
-    layers = as_kept(layers, limits, staging_bytes, k)
+    layers = as_kept(layers, limits, staging_bytes + save_bytes, k)
     state, peak = state_bytes(layers[:k]), gpu_peak_bytes(layers, limits, k)
     waiting = _gpu_rest_bytes(layers, limits, k) - limits.gpu_base
     host, gpu = taken_of_host(layers, limits, staging_bytes, k), limits.gpu

@@ -36,6 +36,8 @@ class Decision:
         layer_bytes: the layers' sizes, in forward order.
         limits: what the rank may use.
         staging_bytes: pinned staging on the host.
+        save_bytes: of the host, that a save takes: whole master weights leave them where split ones
+            would do.
         corrections: seconds that measured steps add to what ``costs`` predict for 0..L GPU layers;
             empty where nothing was corrected.
         host_master_reason: which master weights of layers on the host are whole and which split,
@@ -56,6 +58,7 @@ class Decision:
     layer_bytes: tuple[LayerBytes, ...]
     limits: MemoryLimits
     staging_bytes: int = 0
+    save_bytes: int = 0
     corrections: tuple[float, ...] = ()
     host_master_reason: str = ""
 

@@ -99,9 +99,9 @@ def candidate_rows(
 
 
 def _host_bytes(decision: Decision, gpu_layers: int) -> int:
-    staging = decision.staging_bytes
-    layers = as_kept(decision.layer_bytes, decision.limits, staging, gpu_layers)
-    return host_bytes(layers, gpu_layers, staging)
+    taken = decision.staging_bytes + decision.save_bytes
+    layers = as_kept(decision.layer_bytes, decision.limits, taken, gpu_layers)
+    return host_bytes(layers, gpu_layers, decision.staging_bytes)
 
 
 def worst_misfit(rows: Sequence[CandidateRow]) -> CandidateRow | None:

@@ -85,7 +85,13 @@ def memory_text(
     """
     columns = columns or sorted({0, decision.gpu_layers_target, decision.num_layers})
     sizes = decision.layer_bytes, decision.limits, decision.staging_bytes
-    memory = table(*sizes, columns, host_weights=host_weights, gpu_weights=gpu_weights)
+    memory = table(
+        *sizes,
+        columns,
+        host_weights=host_weights,
+        gpu_weights=gpu_weights,
+        save_bytes=decision.save_bytes,
+    )
     candidates = candidates_text(rows)
     return f"Candidates\n\n{candidates}\n\nMemory\n\n{memory}"
 

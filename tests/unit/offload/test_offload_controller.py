@@ -72,6 +72,7 @@ class Bench:
         solves: bool = True,
         alpha: float | None = None,
         master: MasterName = "fp32",
+        save_bytes: int = 0,
     ) -> None:
         self.layers = [
             SimpleNamespace(
@@ -95,6 +96,7 @@ class Bench:
             bounds=Bounds(L, 0, L),
             layer_bytes=layer_bytes,
             limits=PLENTY,
+            save_bytes=save_bytes,
         )
         layers: Any = self.layers
         mover: Any = self.mover
@@ -511,6 +513,12 @@ def test_as_few_layers_are_late_as_memory_asks_for() -> None:
     assert decision.costs.first_late(number) == L - split
     moved = [index for place, index in bench.mover.log if place == "cpu" and index >= target]
     assert moved == list(range(target, L))
+
+
+def test_whole_master_weights_leave_room_for_a_save() -> None:
+    bench = Bench(master="split", save_bytes=3 * 2 * SIZE)
+    bench.run(FAST, 8, room_for_whole(10))
+    assert whole(bench) == list(range(7))
 
 
 def test_moves_for_the_form_are_few_a_step_and_settle() -> None:
