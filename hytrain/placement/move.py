@@ -76,7 +76,9 @@ class PlacementController:
         self._layers = list(layers)
         self.streams = any(layer.is_streamed for layer in first.layer_bytes)
         """Whether state of layers on the host is streamed to updates on the GPU."""
-        self._staging_bytes, self._save_bytes = first.staging_bytes, first.save_bytes
+        self._staging_bytes = first.staging_bytes
+        self._beside_whole = first.staging_bytes + first.save_bytes
+        """Bytes of the host beside state, where master weights are whole that could be split."""
         self._least_here = first.bounds.min_gpu_layers
         """The fewest layers on the GPU with which the host held the others when memory was last
         looked at."""
@@ -200,8 +202,7 @@ class PlacementController:
 
     def with_late(self, costs: StepCosts, limits: MemoryLimits) -> StepCosts:
         """The same with the layers that would be updated late, by what the host has room for."""
-        taken = self._staging_bytes + self._save_bytes
-        first = first_late_layers(self.layer_bytes, limits, taken)
+        first = first_late_layers(self.layer_bytes, limits, self._beside_whole)
         return replace(costs, late_from=tuple(first)) if first else costs
 
     def _has_other_room(self, step: int, costs: StepCosts, allowed: Bounds) -> bool:
@@ -355,8 +356,7 @@ class PlacementController:
         self, step: int, limits: MemoryLimits, gpu_layers: int
     ) -> tuple[LayerBytes, ...]:
         """The layers, with master weights on the CPU whole as far as there is room."""
-        taken = self._staging_bytes + self._save_bytes
-        layers = as_kept(self.layer_bytes, limits, taken, gpu_layers)
+        layers = as_kept(self.layer_bytes, limits, self._beside_whole, gpu_layers)
         if self._no_memory_to_reshape.is_over(step):
             return layers
         return tuple(
