@@ -87,7 +87,7 @@ class PlacementController:
         self.solves = solves
         self.decisions: list[Decision] = [first]
         self.target = self.num_gpu_layers
-        self._reshaped: list[LayerState] = []
+        self._changing_form: list[LayerState] = []
         """Layers on the CPU whose master weights are to be whole, or split, and are not yet."""
         self._settled_steps = 0
         # Moves make the worker late: an eighth of the layers a step keeps a hiccup short.
@@ -99,7 +99,7 @@ class PlacementController:
         """Nothing is known of other placements, and everything may be tried."""
         self._most, self._no_gpu_memory = len(self._layers), Backoff()
         self._fewest, self._no_host_memory = 0, Backoff()
-        self._no_memory_to_reshape = Backoff()
+        self._no_memory_for_forms = Backoff()
         self.see_other_workload()
 
     def see_other_workload(self) -> None:
@@ -122,7 +122,7 @@ class PlacementController:
     @property
     def is_moving(self) -> bool:
         """Whether layers are on their way."""
-        return self.target != self.num_gpu_layers or bool(self._reshaped)
+        return self.target != self.num_gpu_layers or bool(self._changing_form)
 
     # -- deciding ------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class PlacementController:
 
     def _has_other_room(self, step: int, costs: StepCosts, allowed: Bounds) -> bool:
         """Whether the host has no room for all whole master weights on it, or for many more."""
-        if not costs.late_from or not self._no_memory_to_reshape.is_over(step):
+        if not costs.late_from or not self._no_memory_for_forms.is_over(step):
             return False
         here, num_layers = self.num_gpu_layers, len(self._layers)
         late = late_layers(self.layer_bytes, here)
@@ -323,7 +323,7 @@ class PlacementController:
         last, other = self.decisions[-1], {"decider": "training", "corrections": ()}
         other |= {"predicted_seconds": None, "measured_seconds": None}
         limits = found.get("limits", last.limits)
-        layers = found.get("layer_bytes") or self._to_be_kept(step, limits, gpu_layers)
+        layers = self._to_be_kept(step, limits, gpu_layers)
         other |= {"layer_bytes": layers, "host_master_reason": master_words(layers, gpu_layers)}
         decision = replace(
             last,
@@ -334,7 +334,7 @@ class PlacementController:
             **(other | found),
         )
         self.decisions.append(decision)
-        self._reshaped = [
+        self._changing_form = [
             layer
             for layer, planned in zip(self._layers, layers, strict=True)
             if layer.placement == "cpu" and layer.index >= gpu_layers
@@ -357,7 +357,7 @@ class PlacementController:
     ) -> tuple[LayerBytes, ...]:
         """The layers, with master weights on the CPU whole as far as there is room."""
         layers = as_kept(self.layer_bytes, limits, self._beside_whole, gpu_layers)
-        if self._no_memory_to_reshape.is_over(step):
+        if self._no_memory_for_forms.is_over(step):
             return layers
         return tuple(
             replace(planned, host_master=layer.form.host_master)
@@ -407,9 +407,9 @@ class PlacementController:
             self._predicted.clear()
             moves -= 1
             here = self.num_gpu_layers
-            if here >= self.target and self._reshaped:
+            if here >= self.target and self._changing_form:
                 # Before layers come to the host, for which it makes room.
-                self._reshape(self._reshaped.pop(0), step)
+                self._change_form(self._changing_form.pop(0), step)
                 continue
             try:
                 if here < self.target:
@@ -429,7 +429,7 @@ class PlacementController:
         layer.form = replace(layer.form, host_master=master)
         self._mover.to_cpu(layer)
 
-    def _reshape(self, layer: LayerState, step: int) -> None:
+    def _change_form(self, layer: LayerState, step: int) -> None:
         """Has a layer's master weights whole on the CPU, or split, as was decided.
 
         Raises:
@@ -450,7 +450,7 @@ class PlacementController:
 
     def _keep_forms(self, step: int, reason: str) -> None:
         """No other layer's master weights become whole, or split, for now."""
-        again = self._no_memory_to_reshape.fail(step)
+        again = self._no_memory_for_forms.fail(step)
         reason += f": master weights on the CPU stay as they are until step {again}"
         self.decide(step, self.target, reason)
         logger.warning("%s", self.decisions[-1].reason)
@@ -500,11 +500,11 @@ class PlacementController:
         """The host had no memory for a layer's state: it stays on the GPU."""
         self._fewest = here = self.num_gpu_layers
         again = self._no_host_memory.fail(step)
+        self._no_memory_for_forms.fail(step)
         self.decide(
             step,
             here,
             f"the host had no memory for the state of layer '{layer.name}' ({error}): it stays on "
             f"the GPU; fewer than {here} layers there are not tried again before step {again}",
-            layer_bytes=self.layer_bytes,
         )
         logger.warning("%s", self.decisions[-1].reason)

@@ -591,3 +591,18 @@ def test_the_host_has_no_memory_for_a_whole_form(caplog: pytest.LogCaptureFixtur
     assert "the host had no memory for layer 'layer 6' (host memory for 1.00 GiB" in message
     forms = [one.host_master for one in bench.controller.layer_bytes[4:]]
     assert forms == ["fp32"] * 2 + [None] * (L - 6)
+
+
+def test_a_host_that_refuses_a_layer_changes_no_forms() -> None:
+    bench = Bench(10, master="split")
+    bench.controller.solves = False
+    bench.controller.decide(0, 10, "", limits=room_for_whole(4, on_gpu=10))
+    bench.controller.apply_moves(1, at_once=True)
+    assert whole(bench) == list(range(10, 14))
+    bench.mover.host_has_room_for = 10
+    bench.controller.decide(1, 9, "", limits=room_for_whole(5, on_gpu=9))
+    bench.controller.apply_moves(2, at_once=True)
+    assert bench.here == 10
+    assert not bench.controller.is_moving
+    assert whole(bench) == list(range(10, 14))
+    assert "stays on the GPU" in bench.controller.decisions[-1].reason
