@@ -8,6 +8,7 @@ time, which the library of that name does not do.
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -157,7 +158,11 @@ def _from_copy(name: str, copy: torch.Tensor, dtype: torch.dtype | None) -> Stor
 
 
 def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+    # Pages of its own, which the system has again when it is freed: of tensors up to 32 MiB that
+    # come and go, malloc's heap may keep as many bytes as all of them have.
+    num_bytes = tensor.numel() * dtype.itemsize
+    memory = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+    return memory.view(dtype).reshape(tensor.shape).copy_(tensor)
 
 
 def write_safetensors(model: StoredModel, folder: Path, max_bytes: int) -> list[Path]:
