@@ -40,7 +40,11 @@ class RunReport:
         """Prints k and why, where the solver has settled anew; ``step``: how many were made."""
         placement = self._optimizer.placement
         controller, last = placement.controller, placement.decisions[-1]
-        if last.gpu_layers_target == self._told or last.costs is None or not controller.is_settled:
+        if (
+            last.gpu_layers_target == self._told
+            or last.costs is None
+            or not controller.moves.is_settled
+        ):
             return
         if step < last.step + _QUIET_STEPS:
             return

@@ -427,7 +427,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             host_bytes=self.placement.host_bytes + self.weights.host_bytes + activation_bytes,
             gpu_layers=controller.num_gpu_layers,
             num_layers=len(self.pipeline.layers),
-            is_settled=not controller.is_moving,
+            is_settled=not controller.moves.is_moving,
         )
 
     def destroy(self) -> None:

@@ -21,12 +21,13 @@ from hytrain.offload.cpu_updater import CpuSettings, pinned_bytes
 from hytrain.offload.threads import ThreadChoice
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.placement.calibration import gpu_seconds_per_parameter
+from hytrain.placement.controller import PlacementController
 from hytrain.placement.first_decision import decide_first, state_sizes
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
-from hytrain.placement.memory import all_split, check_fits, taken_of_host
+from hytrain.placement.memory import all_split, taken_of_host
 from hytrain.placement.memory_probe import MemoryProbe
-from hytrain.placement.move import PlacementController
+from hytrain.placement.memory_report import check_fits
 from hytrain.placement.peak_memory import (
     PeakMemoryInputs,
     hard_limit,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hytrain.formats.moment_kinds import FP32, MasterName, MomentsName, state_bytes
+from hytrain.formats.moment_kinds import FP32, SPLIT, MasterName, MomentsName, state_bytes
 
 PIECE = ", piece "
 """Behind the name of a large block, in those of its pieces but the first one."""
@@ -47,6 +47,12 @@ class LayerBytes:
     def is_streamed(self) -> bool:
         """Whether it is updated on the GPU wherever its state is."""
         return self.streamed_states is not None
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether its update can wait until backward has ended, which split master weights on the
+        host ask for."""
+        return self.master == SPLIT and self.keeps_pending
 
     @property
     def state_bytes(self) -> int:

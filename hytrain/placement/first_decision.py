@@ -13,7 +13,8 @@ from hytrain.model.layer_state import LayerState
 from hytrain.offload.cpu_updater import CpuSettings, slot_plan
 from hytrain.offload.streamed_update import piece_bytes, work_bytes
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.memory import Bounds, as_kept, bounds, master_words
+from hytrain.placement.memory import Bounds, as_kept, bounds
+from hytrain.placement.memory_report import master_words
 from hytrain.placement.records import Decision
 
 

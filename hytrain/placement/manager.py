@@ -14,22 +14,17 @@ from hytrain.kernels.clipping import Outcome
 from hytrain.offload.threads import ThreadChoice
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.placement.allocator_watch import AllocatorWatch, retries_of
-from hytrain.placement.costs import MemoryLimits
-from hytrain.placement.measure import CONFIRMING, MANY_STEPS, CostEstimator
-from hytrain.placement.memory import check_fits, state_bytes
+from hytrain.placement.controller import PlacementController
+from hytrain.placement.current_limits import CurrentLimits
+from hytrain.placement.measure import MANY_STEPS, CostEstimator
+from hytrain.placement.memory import state_bytes
 from hytrain.placement.memory_probe import LOOK_EVERY, MemoryProbe
-from hytrain.placement.move import PlacementController
+from hytrain.placement.memory_report import check_fits
 from hytrain.placement.peak_memory import PeakMemoryInputs, PhasePeak, predict_peaks
 from hytrain.placement.records import Decision
-from hytrain.placement.step_timer import StepSample, StepTimer
+from hytrain.placement.solve_schedule import SolveSchedule
+from hytrain.placement.step_timer import StepTimer
 from hytrain.placement.threads import TunedThreads
-
-_MEASURE_EVERY = 4
-"""Steps between two that are measured once all is known. A mark on the compute stream costs
-microseconds; a change is seen within as many steps and confirmed by the next ones."""
-_OTHER_WORKLOAD = 1.75
-"""Ratio of steps before and after a change from which on it is taken for another workload: a host
-that others use as well makes steps longer by less, for a while."""
 
 
 class PlacementManager:
@@ -51,7 +46,6 @@ class PlacementManager:
         self._first = controller.decisions[0]
         self._bytes = self._first.layer_bytes
         self._estimator = estimator
-        self._solver = solver
         self.host = host
         """This rank's part of its host."""
         self._peak_inputs = peak_inputs
@@ -63,15 +57,10 @@ class PlacementManager:
         self._probe = MemoryProbe(self._bytes, pipeline.streams.device, pipeline.room.kept)
         self._allocator = AllocatorWatch(retries_of(pipeline.streams.device))
         self._probing = False
-        self._limits: MemoryLimits | None = None
-        self._limits_at = 0  # steps made when they were asked for
-        self._considered_at = 0
-        self._has_new_steps = False
-        """Steps were measured since then."""
-        self._steps = 0
-        self._measured_since = 0
-        self._firings = 0
-        self._idle_steps = 0
+        self._limits = CurrentLimits(
+            self._probe, solver, self._first.limits, host, lambda: self.host_bytes
+        )
+        self._schedule = SolveSchedule(controller, estimator, self._limits.at)
         self.tuned_threads = tuned_threads
         """Tries numbers of them; None: it is fixed."""
 
@@ -86,9 +75,9 @@ class PlacementManager:
         """The last micro-batch's backward begins."""
         self.timer.begin_backward()
         self._watch_room()
-        steps = self._steps
+        schedule = self._schedule
         self._probing = self._probe.wanted and (
-            self._measured_since <= MANY_STEPS or steps % (2 * LOOK_EVERY) == 0
+            schedule.measured_since <= MANY_STEPS or schedule.steps % (2 * LOOK_EVERY) == 0
         )
         if self._probing:
             self._probe.begin_backward()
@@ -103,7 +92,7 @@ class PlacementManager:
         # of them do in the first backward if there is room: the collector asks for that.
         if all_there and self._bytes[0].keeps_pending:
             room.stop()  # without asking for limits, which takes the host a while
-        elif (limits := self._current_limits()).gpu is not None:
+        elif (limits := self._limits.at(self._schedule.steps)).gpu is not None:
             room.begin_step(limits.gpu, limits.gpu_reserve, probe.transient, probe.growth)
 
     def gradient(self, index: int) -> None:
@@ -126,8 +115,7 @@ class PlacementManager:
         """
         self.timer.end_backward()
         self._pipeline.room.end_backward()
-        self._idle_steps = self._idle_steps + 1 if num_firings == self._firings else 0
-        self._firings = num_firings
+        self._schedule.see_firings(num_firings)
         estimator, controller = self._estimator, self.controller
         samples = self.timer.take()
         if self.tuned_threads is not None and self.tuned_threads.is_trying:
@@ -135,74 +123,13 @@ class PlacementManager:
             self._pipeline.cpu.worker.take_spans()
             return
         if samples:
-            self._add_samples(samples)
+            self._schedule.add_samples(samples)
         spans = self._pipeline.cpu.worker.take_spans()
         if not controller.streams:  # the worker numbers its own layers
             estimator.add_spans(spans)
         if estimator.num_samples:
             self._pipeline.updates_leave_room = estimator.launch_bound
-        if controller.is_due(self._steps):
-            self._consider()
-
-    def _add_samples(self, samples: Sequence[StepSample]) -> None:
-        """Steps that were measured; the next ones are, too, where these are others than before."""
-        estimator, controller = self._estimator, self.controller
-        self._has_new_steps = True
-        ratio = estimator.add_samples(samples)
-        if estimator.is_changing:
-            # A step that something held up is no change: the next ones tell.
-            self._measured_since = min(self._measured_since, MANY_STEPS - CONFIRMING + 1)
-        elif ratio != 1.0:
-            self._measured_since = 0
-        if not 1.0 / _OTHER_WORKLOAD < ratio < _OTHER_WORKLOAD:
-            controller.see_other_workload()
-        if not controller.is_settled:
-            return
-        for sample in samples:
-            controller.add_step(sample.seconds)
-        if estimator.step_seconds is not None:
-            controller.measured(estimator.step_seconds)
-
-    def _consider(self) -> None:
-        """Has the controller decide where steps were measured since, or memory may have changed."""
-        estimator, controller = self._estimator, self.controller
-        if self._idle_steps > CONFIRMING or controller.streams:
-            # There are no times to solve from, and no need.
-            reason = "this rank computes no samples: its GPU updates all that fits there"
-            if self._idle_steps <= CONFIRMING:
-                reason = "matrices are updated on the GPU in any case: of state all that fits stays"
-            controller.consider_idle(self._steps, self._current_limits(), reason)
-            return
-        if not self._has_new_steps and self._steps - self._considered_at < LOOK_EVERY:
-            return
-        if estimator.num_samples < CONFIRMING:
-            return
-        self._considered_at, self._has_new_steps = self._steps, False
-        controller.consider(
-            self._steps,
-            estimator.costs,
-            self._current_limits(),
-            seconds=estimator.step_seconds,
-            num_steps=estimator.num_samples,
-            launch_bound=estimator.launch_bound,
-        )
-
-    def _measures_next(self) -> bool:
-        """Every step until times and placement have settled, then every fourth."""
-        if not self.controller.is_settled:
-            self._measured_since = 0
-        self._measured_since += 1
-        return self._measured_since <= MANY_STEPS or self._steps % _MEASURE_EVERY == 0
-
-    def _current_limits(self) -> MemoryLimits:
-        if self._limits is None or self._steps - self._limits_at >= LOOK_EVERY:
-            self._limits_at = self._steps
-            first = self._first.limits
-            limits = self._probe.limits(
-                self._solver, first.gpu_base, self.host_bytes, self.host, first.host
-            )
-            self._limits = replace(limits, kept_gradients=first.kept_gradients)
-        return self._limits
+        self._schedule.consider()
 
     @property
     def host_bytes(self) -> int:
@@ -216,25 +143,24 @@ class PlacementManager:
         if outcome is None or not outcome.skip:
             clipped = outcome is not None and outcome.coefficient < 1.0
             self._estimator.add_outcome(clipped=clipped)
-        controller = self.controller
+        controller, schedule = self.controller, self._schedule
         if self._probing:
             moving = self._pipeline.mover.bytes_leaving_device
             self._probe.end_step(controller.num_gpu_layers, moving)
-            if self._limits is not None:
-                self._limits = self._probe.with_base(self._limits)
-        self._steps += 1
-        self.timer.end_step(measure_next=self._measures_next())
-        controller.apply_moves(self._steps)
-        self._allocator.after_step(self._steps)
-        has_updates = controller.num_gpu_layers < len(self._bytes)
-        ready = controller.is_settled and has_updates
+            self._limits.add_measured()
+        schedule.steps += 1
+        self.timer.end_step(measure_next=schedule.measures_next())
+        controller.apply_moves(schedule.steps)
+        self._allocator.after_step(schedule.steps)
+        is_settled = controller.moves.is_settled
+        ready = is_settled and controller.num_gpu_layers < len(self._bytes)
         if self.tuned_threads is not None and self.tuned_threads.end_step(ready=ready):
             self.threads = replace(self.threads, num_threads=self.tuned_threads.trials.chosen)
             self._estimator.update_threads = self.threads.num_threads
-            self._measured_since = 0  # times are others from here on
+            schedule.measured_since = 0  # times are others from here on
             self._estimator.forget_earlier()
-        if not controller.is_settled:
-            self._limits = None
+        if not is_settled:
+            self._limits.forget()
             self._estimator.forget_earlier()
 
     # -- by hand -------------------------------------------------------------------------------
@@ -253,7 +179,7 @@ class PlacementManager:
         if isinstance(value, str) or not 0.0 <= value <= 1.0:
             raise ConfigError(f'gpu_fraction must be "solve" or a number in [0, 1], got {value}')
         number = round(value * len(self._bytes))
-        limits = self._current_limits()
+        limits = self._limits.at(self._schedule.steps)
         allowed = check_fits(self._bytes, limits, self._first.staging_bytes)
         if not allowed.allow(number):
             raise ConfigError(
@@ -264,9 +190,9 @@ class PlacementManager:
         controller.solves = False
         reason = f"gpu_fraction {value} was set"
         controller.decide(
-            self._steps, number, reason, decider="user", bounds=allowed, limits=limits
+            self._schedule.steps, number, reason, decider="user", bounds=allowed, limits=limits
         )
-        controller.apply_moves(self._steps, at_once=True)
+        controller.apply_moves(self._schedule.steps, at_once=True)
 
     def free_gpu_memory(self, *, may_move: bool, where: str, again: str) -> str:
         """An allocation of the user's has failed on the device, and cannot be repeated here.
@@ -289,14 +215,15 @@ class PlacementManager:
         )
         if not controller.solves:
             return text + 'A smaller "hytrain.gpu_fraction" or micro-batch frees memory'
-        if not may_move or not controller.retreat(self._steps, self._current_limits()):
+        step = self._schedule.steps
+        if not may_move or not controller.retreat(step, self._limits.at(step)):
             return text + (
                 "A larger reserve, a smaller micro-batch or checkpointing frees memory, and where "
                 "much memory is reserved but unallocated, "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             )
         self._pipeline.mover.finish()
-        self._limits = None
+        self._limits.forget()
         return text + (
             f"Now {controller.num_gpu_layers} layers are left there, and as many at most for the "
             f"next steps: repeat {again}"
@@ -307,16 +234,14 @@ class PlacementManager:
 
         ``history``: decisions that the checkpoint keeps; they come before this run's.
         """
-        self._steps = step
-        self._limits = None
-        self._considered_at = step
-        self._measured_since = 0
+        self._limits.forget()
+        self._schedule.resume(step)
         self.controller.resume(step, history)
 
     def costs(self) -> StepCosts | None:
         """What the last steps took; None before enough of them, and with updates that stream."""
         costs = None if self.controller.streams else self._estimator.costs()
-        return costs and self.controller.with_late(costs, self._current_limits())
+        return costs and self.controller.with_late(costs, self._limits.at(self._schedule.steps))
 
     @property
     def decisions(self) -> list[Decision]:

@@ -10,38 +10,24 @@ committed directly it waits for neither: on the GPU those of two launches are th
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from hytrain.errors import MemoryBudgetError, PlacementError, size_text
+from hytrain.errors import PlacementError
 from hytrain.formats.moment_kinds import (
     FP32,
     MASTER_BYTES,
-    MOMENTS,
-    SPLIT,
     SPLIT_BYTES,
-    MasterName,
 )
 from hytrain.offload.update_groups import IN_FLIGHT, LIMITS
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-
-GPU_RESERVE_KEY = "hytrain.solver.gpu_memory_reserve_bytes"
-HOST_RESERVE_KEY = "hytrain.solver.host_memory_reserve_bytes"
-STREAMED = 'ZeRO stage 3 with "offload_param": {"device": "cpu"}'
 
 GPU_RESERVE_SHARE = 0.04
 HOST_RESERVE_SHARE = 0.03
 LEAST_RESERVE = 1024**3
 """Bytes that stay free where the user gives no number: a share of what there is, but no less."""
-
-_GPU_LIMIT, _GPU_RESERVE = "GPU: there is", "GPU: kept in reserve"
-_GPU_BASE = "GPU: weights, known activations and gradients"
-_GPU_MISSING, _HOST_MISSING = "GPU: missing", "host: missing"
-_GIB = 1024**3
-# More times as many ranks as now are no advice.
-_MOST_TIMES_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +251,7 @@ def first_late_layers(
     Raises:
         PlacementError: ``gpu_base_at`` is not one number a layer.
     """
-    if not any(_may_be_late(layer) for layer in layers):
+    if not any(layer.may_be_late for layer in layers):
         return []
     until = list(accumulate((_bytes_of_whole(layer) for layer in layers), initial=0))
     limit, taken = limits.host - limits.host_reserve, _taken_if_split(layers, limits, staging_bytes)
@@ -274,13 +260,9 @@ def first_late_layers(
     ]
 
 
-def _may_be_late(layer: LayerBytes) -> bool:
-    return layer.master == SPLIT and layer.keeps_pending
-
-
 def _bytes_of_whole(layer: LayerBytes) -> int:
     """By which a layer on the host takes more than a split one."""
-    return (MASTER_BYTES - SPLIT_BYTES) * layer.parameters * _may_be_late(layer)
+    return (MASTER_BYTES - SPLIT_BYTES) * layer.parameters * layer.may_be_late
 
 
 def as_kept(
@@ -289,14 +271,14 @@ def as_kept(
     """The layers with master weights on the host as :func:`first_late_layers` has them."""
     first = first_late_layers(layers, limits, staging_bytes)
     return tuple(
-        replace(layer, host_master=FP32 if _may_be_late(layer) and index < first[k] else None)
+        replace(layer, host_master=FP32 if layer.may_be_late and index < first[k] else None)
         for index, layer in enumerate(layers)
     )
 
 
 def late_layers(layers: Sequence[LayerBytes], k: int) -> int:
     """How many layers are updated late with the first ``k`` on the GPU."""
-    return sum(_may_be_late(layer) and layer.host_master is None for layer in layers[k:])
+    return sum(layer.may_be_late and layer.host_master is None for layer in layers[k:])
 
 
 # -- what fits ---------------------------------------------------------------------------------
@@ -337,265 +319,3 @@ def _taken_if_split(
     if limits.shares_host:
         taken = [need + gpu_peak_bytes(layers, limits, k) for k, need in enumerate(taken)]
     return taken
-
-
-def check_fits(
-    layers: Sequence[LayerBytes],
-    limits: MemoryLimits,
-    staging_bytes: int,
-    *,
-    num_ranks: int = 1,
-    host_weights: int = 0,
-    advice: Sequence[str] | None = None,
-) -> Bounds:
-    """The bounds, where anything fits. To be called before anything is allocated.
-
-    Args:
-        staging_bytes: see :func:`host_bytes`.
-        num_ranks: ranks that the state is sharded over now; for the advice only.
-        host_weights: see :func:`table`.
-        advice: what would make it fit; None for what can be told from these arguments.
-
-    Raises:
-        MemoryBudgetError: nothing fits. The text has the table of bytes, what is missing where,
-            and what would make it fit.
-        PlacementError: ``gpu_base_at`` is not one number a layer.
-    """
-    found = bounds(layers, limits, staging_bytes)
-    if found.fits:
-        return found
-    num_layers = len(layers)
-    nearest, best = _nearest(layers, limits, staging_bytes)
-    what = "the optimizer state fits in no split between GPU and host"
-    if exceeds_gpu(limits):
-        what = "the model alone takes more than the GPU has"
-    if advice is None:
-        advice = _advice(layers, limits, staging_bytes, best, num_ranks)
-    columns = sorted({0, nearest, num_layers})
-    lines = [
-        f"{what} (of this rank; nothing was allocated):",
-        table(layers, limits, staging_bytes, columns, host_weights=host_weights),
-        f"nearest: {nearest} of {num_layers} layers on the GPU; missing: {_missing(best)}.",
-        "What would make it fit:",
-        *(f"- {line}" for line in advice),
-    ]
-    raise MemoryBudgetError("\n".join(lines))
-
-
-def missing_words(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int) -> str:
-    """What is missing with the number of GPU layers where that is least."""
-    number, row = _nearest(layers, limits, staging_bytes)
-    both = f" (both, with {number} of {len(layers)} layers on the GPU)"
-    return _missing(row) + both * bool(row[_GPU_MISSING] and row[_HOST_MISSING])
-
-
-def _nearest(
-    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
-) -> tuple[int, Mapping[str, int]]:
-    """The number of GPU layers with which the least is missing, and its bytes."""
-    splits = [_split(layers, limits, k, staging_bytes) for k in range(len(layers) + 1)]
-    return min(enumerate(splits), key=lambda it: it[1][_GPU_MISSING] + it[1][_HOST_MISSING])
-
-
-def exceeds_gpu(limits: MemoryLimits) -> bool:
-    """Whether what is known to be there takes more than the GPU, without any optimizer state."""
-    if limits.gpu is None or limits.shares_host:
-        return False
-    return limits.gpu_base > limits.gpu - limits.gpu_reserve
-
-
-def _missing(row: Mapping[str, int]) -> str:
-    parts = [
-        f"{size_text(row[name])} of {side} memory"
-        for name, side in ((_GPU_MISSING, "GPU"), (_HOST_MISSING, "host"))
-        if row[name]
-    ]
-    return " and ".join(parts)
-
-
-def _advice(
-    layers: Sequence[LayerBytes],
-    limits: MemoryLimits,
-    staging_bytes: int,
-    best: Mapping[str, int],
-    num_ranks: int,
-) -> list[str]:
-    lines: list[str] = []
-    if limits.gpu is not None and best[_GPU_MISSING]:
-        if exceeds_gpu(limits):
-            lines.append(f"{STREAMED}: weights are kept on the host, too")
-        if limits.gpu_base_at:
-            lines.append(
-                "activation checkpointing or a smaller micro-batch: with the model activations "
-                f"take {size_text(limits.gpu_base)} of the GPU's {size_text(limits.gpu)}"
-            )
-    keys, smaller = fewer_bytes(layers, limits, staging_bytes)
-    if keys:
-        lines.append(
-            f"{keys}: the state then takes {size_text(smaller)} instead of "
-            f"{size_text(state_bytes(layers))}"
-        )
-    ranks = _ranks_that_fit(layers, limits, staging_bytes, num_ranks)
-    if ranks is not None:
-        lines.append(
-            f"{ranks} ranks instead of {num_ranks}, each with as much memory as this one: the "
-            "state is sharded over the ranks"
-        )
-    lines += reserve_advice(layers, limits, staging_bytes)
-    return [*lines, "more memory"]
-
-
-def reserve_advice(
-    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
-) -> list[str]:
-    """A reserve that could be smaller, where that is enough."""
-    best = _nearest(layers, limits, staging_bytes)[1]
-    sides = (
-        (best[_GPU_MISSING], limits.gpu_reserve, GPU_RESERVE_KEY),
-        (best[_HOST_MISSING], limits.host_reserve, HOST_RESERVE_KEY),
-    )
-    if any(missing > reserve for missing, reserve, _ in sides):
-        return []
-    words = " and ".join(
-        f'"{key}": {reserve - missing} at most (now {reserve}, {size_text(reserve)})'
-        for missing, reserve, key in sides
-        if missing
-    )
-    return [f"a smaller reserve: {words}"] if words else []
-
-
-def fewer_bytes(
-    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
-) -> tuple[str, int]:
-    """The keys of the kinds of moments and master weights closest to these with which the state
-    fits, and what it then takes; no keys where none does."""
-    if not layers:
-        return "", 0
-    first = layers[0]
-    kinds = MOMENTS[MOMENTS.index(first.moments) :]
-    ways = [(kind, first.master) for kind in kinds[1:]]
-    if first.master != SPLIT and len(updated_on_cpu(layers)) == len(layers):
-        split: MasterName = SPLIT
-        ways += [(kind, split) for kind in kinds]
-    for kind, master in ways:
-        smaller = [replace(layer, moments=kind, master=master) for layer in layers]
-        if bounds(smaller, limits, staging_bytes).fits:
-            keys = [f'"hytrain.moments": "{kind}"'] if kind != first.moments else []
-            keys += ['"hytrain.master": "split" (bf16 only)'] if master != first.master else []
-            return " and ".join(keys), state_bytes(smaller)
-    return "", 0
-
-
-def _ranks_that_fit(
-    layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int, num_ranks: int
-) -> int | None:
-    """The fewest ranks over which the state fits; None where no number would do."""
-    if num_ranks == 1:  # the first backward of several keeps all gradients
-        limits = replace(limits, gpu_base=limits.gpu_base + gradient_bytes(layers))
-
-    def fits(ranks: int) -> bool:
-        shards = [
-            replace(layer, parameters=math.ceil(layer.parameters * num_ranks / ranks))
-            for layer in layers
-        ]
-        return bounds(shards, limits, staging_bytes).fits
-
-    candidates = range(num_ranks + 1, num_ranks * _MOST_TIMES_RANKS + 1)
-    found = bisect_left(candidates, True, key=fits)  # with more ranks it fits all the sooner
-    return candidates[found] if found < len(candidates) else None
-
-
-# -- for people --------------------------------------------------------------------------------
-
-
-def master_words(layers: Sequence[LayerBytes], k: int) -> str:
-    """Which master weights are whole on the host and which split, and what follows from that; empty
-    where those on the GPU are not split, or updates not previewed."""
-    if not any(_may_be_late(layer) for layer in layers):
-        return ""
-    late, on_cpu = late_layers(layers, k), len(layers) - k
-    if not late:
-        return "master weights of layers on the CPU are whole, and updates there previewed"
-    room = "the host has no room for whole ones"
-    after = "updated after backward"
-    if late == on_cpu:
-        return f"master weights of layers on the CPU are split, too, and {after}: {room}"
-    return (
-        f"master weights of the last {late} of {on_cpu} layers on the CPU are split, too, and "
-        f"{after}: {room}; those of the others are whole, and their updates previewed"
-    )
-
-
-def table(
-    layers: Sequence[LayerBytes],
-    limits: MemoryLimits,
-    staging_bytes: int,
-    gpu_layers: Sequence[int],
-    *,
-    host_weights: int = 0,
-    gpu_weights: int = 0,
-    save_bytes: int = 0,
-) -> str:
-    """Bytes on both sides for some numbers of GPU layers, one column each, in GiB.
-
-    ``host_weights``: of ``staging_bytes``, weights that are kept on the host; ``gpu_weights``:
-    those on the GPU, if known; ``save_bytes``: of the host, that whole master weights leave free.
-
-    Raises:
-        PlacementError: a number is not in 0..L, or ``gpu_base_at`` is not one number a layer.
-    """
-    rows = [("layers on the GPU", [f"{k} of {len(layers)}" for k in gpu_layers])]
-    shared = staging_bytes, host_weights, save_bytes
-    splits = [_split(layers, limits, k, *shared) for k in gpu_layers]
-    for name in splits[0]:
-        cells = [size_text(split[name]) for split in splits]
-        if name == _GPU_BASE and gpu_weights == limits.gpu_base:
-            name = "GPU: weights"
-        if limits.gpu is None and name in (_GPU_LIMIT, _GPU_RESERVE, _GPU_MISSING):
-            if name != _GPU_LIMIT:
-                continue
-            cells = ["no limit"] * len(splits)
-        rows.append((name, cells))
-    head = max(len(name) for name, _ in rows)
-    width = max(len(cell) for _, cells in rows for cell in cells)
-    return "\n".join(
-        "  ".join([name.ljust(head), *(cell.rjust(width) for cell in cells)])
-        for name, cells in rows
-    )
-
-
-def _split(
-    layers: Sequence[LayerBytes],
-    limits: MemoryLimits,
-    k: int,
-    staging_bytes: int,
-    host_weights: int = 0,
-    save_bytes: int = 0,
-) -> dict[str, int]:
-    """Bytes with the first ``k`` layers on the GPU, by the names of the table's rows."""
-    layers = as_kept(layers, limits, staging_bytes + save_bytes, k)
-    state, peak = state_bytes(layers[:k]), gpu_peak_bytes(layers, limits, k)
-    waiting = _gpu_rest_bytes(layers, limits, k) - limits.gpu_base
-    host, gpu = taken_of_host(layers, limits, staging_bytes, k), limits.gpu
-    more = {"host: offloaded activations": limits.host_base} if limits.host_base else {}
-    if limits.shares_host:
-        more["host: the GPU's, which has no memory of its own"] = peak
-        gpu = None
-    return {
-        "GPU: optimizer state": state,
-        _GPU_BASE: peak - state - waiting,
-        "GPU: waiting gradients": waiting,
-        "GPU: needed at the peak": peak,
-        _GPU_LIMIT: limits.gpu or 0,
-        _GPU_RESERVE: limits.gpu_reserve,
-        _GPU_MISSING: 0 if gpu is None else max(0, peak + limits.gpu_reserve - gpu),
-        "host: optimizer state": host_state_bytes(layers[k:]),
-        "host: waiting gradients, pinned": pending_bytes(layers[k:]),
-        **({"host: weights, pinned": host_weights} if host_weights else {}),
-        "host: staging, pinned": staging_bytes - host_weights,
-        **more,
-        "host: needed": host,
-        "host: there is": limits.host,
-        "host: kept in reserve": limits.host_reserve,
-        _HOST_MISSING: max(0, host + limits.host_reserve - limits.host),
-    }

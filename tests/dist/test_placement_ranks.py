@@ -18,7 +18,7 @@ from support.models import make_batch, make_model
 from hytrain.engine import build_optimizer as build
 from hytrain.errors import MemoryBudgetError
 from hytrain.hardware import host_share
-from hytrain.placement import manager, memory_probe, move
+from hytrain.placement import controller, memory_probe, moves, solve_schedule
 from hytrain.placement.records import Decision
 
 pytestmark = pytest.mark.timeout(240)
@@ -90,7 +90,7 @@ def test_each_rank_solves_for_itself(
     fractions: tuple[float, ...], stage: int, clipping: float
 ) -> None:
     """Here at random."""
-    solve, rng = move.solve, random.Random(7 + dist.get_rank())
+    solve, rng = controller.solve, random.Random(7 + dist.get_rank())
 
     def at_random(costs: Any, method: Any, bounds: Any, **rest: Any) -> Any:
         found = solve(costs, method, bounds, **rest)
@@ -99,10 +99,10 @@ def test_each_rank_solves_for_itself(
     gpu_fraction: Any = "solve"
     config = config_for(fractions, stage=stage, clipping=clipping, gpu_fraction=gpu_fraction)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(move, "solve", at_random)
-        patch.setattr(move, "worth_moving", lambda *_rest, **_more: True)
-        patch.setattr(move, "SETTLED_STEPS", 0)
-        patch.setattr(manager, "CONFIRMING", 1)
+        patch.setattr(controller, "solve", at_random)
+        patch.setattr(controller, "worth_moving", lambda *_rest, **_more: True)
+        patch.setattr(moves, "SETTLED_STEPS", 0)
+        patch.setattr(solve_schedule, "CONFIRMING", 1)
         with built(make_model("mlp"), config) as engine:
             assert _train(engine, by_hand=False) > STEPS // 4
             assert len(engine.placement_decisions()) > 3

@@ -152,7 +152,7 @@ def split_on_cpu(share: float) -> Iterator[None]:
 
     with (
         patch("hytrain.placement.memory.first_late_layers", first_late),
-        patch("hytrain.placement.move.first_late_layers", first_late),
+        patch("hytrain.placement.controller.first_late_layers", first_late),
     ):
         yield
 

@@ -14,12 +14,12 @@ from hytrain.config import SolverConfig
 from hytrain.cost.prediction import predict
 from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.model.state_format import StateFormat
+from hytrain.placement.controller import PlacementController
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds, bounds
-from hytrain.placement.move import PlacementController
 from hytrain.placement.records import Decision
+from hytrain.placement.solve_schedule import SolveSchedule
 from hytrain.placement.step_timer import StepSample
 
 PARAMETERS = 50_000_000
@@ -143,7 +143,7 @@ def _waits(machine: Machine, gpu_layers: int) -> bool:
 class Training:
     """Steps on a machine, each part of which scatters.
 
-    The real manager says which of them are measured, the real estimator what they tell.
+    The real schedule says which of them are measured, the real estimator what they tell.
     """
 
     def __init__(self, machine: Steps, seed: int = 0, gpu_layers: int = 0) -> None:
@@ -177,20 +177,12 @@ class Training:
         )
         self.step = 0
         self.drift = 0.0
-        # What the manager's rules look at, whose other parts need a device and a worker.
-        self.manager: Any = SimpleNamespace(
-            controller=self.controller,
-            _estimator=CostEstimator(
-                layer_bytes, PARAMETERS, InitialRates(1e-9, 1e-11), updates_overlap=True
-            ),
-            _idle_steps=0,
-            _considered_at=0,
-            _has_new_steps=False,
-            _current_limits=lambda: self.limits,
-            _steps=0,
-            _measured_since=0,
+        self.estimator = CostEstimator(
+            layer_bytes, PARAMETERS, InitialRates(1e-9, 1e-11), updates_overlap=True
         )
-        self.manager._estimator.costs = self._costs
+        self.schedule = SolveSchedule(self.controller, self.estimator, lambda _step: self.limits)
+        self._estimate = self.estimator.costs
+        self.estimator.costs = self._costs
         self.num_measured = 0
         self._measures = True
         self._passes: deque[float] = deque(maxlen=PASSES)
@@ -218,24 +210,23 @@ class Training:
         return sum(d.gpu_layers_before != d.gpu_layers_target for d in made)
 
     def _observe(self) -> None:
-        manager, controller = self.manager, self.controller
+        schedule = self.schedule
         samples = [self._last] if self._last is not None else []
         if samples:
-            PlacementManager._add_samples(manager, samples)
+            schedule.add_samples(samples)
         self._last = self._sample() if self._measures else None
         # The worker tells of every step, with the machine as it is now: medians follow sooner.
         self._passes.append(1 + self.random.gauss(0.0, self.machine.noise))
-        if controller.is_due(self.step):
-            PlacementManager._consider(manager)
-        manager._steps = self.step + 1
-        if not controller.is_settled:
-            manager._estimator.forget_earlier()
+        schedule.consider()
+        schedule.steps = self.step + 1
+        if not self.controller.moves.is_settled:
+            self.estimator.forget_earlier()
         self.num_measured += self._measures
-        self._measures = PlacementManager._measures_next(manager)
+        self._measures = schedule.measures_next()
 
     def _costs(self) -> StepCosts | None:
         """As estimated from samples, with the passes that the worker would have told of."""
-        costs = CostEstimator.costs(self.manager._estimator)
+        costs = self._estimate()
         if costs is None:
             return None
         now = self.machine.costs(self.controller.num_gpu_layers).layers

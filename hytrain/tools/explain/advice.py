@@ -15,12 +15,11 @@ from hytrain.formats.moment_kinds import smaller_states
 from hytrain.placement.memory import (
     HOST_RESERVE_SHARE,
     LEAST_RESERVE,
-    STREAMED,
     all_split,
     gpu_peak_bytes,
-    reserve_advice,
     taken_of_host,
 )
+from hytrain.placement.memory_report import STREAMED, reserve_advice
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.training_form import TrainingForm
 

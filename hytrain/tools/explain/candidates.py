@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hytrain.cost.prediction import predict
-from hytrain.placement.memory import (
-    as_kept,
-    gpu_peak_bytes,
-    gradient_room,
-    host_bytes,
-)
+from hytrain.placement.memory import as_kept, gpu_peak_bytes, gradient_room, host_bytes
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.history import Median
 

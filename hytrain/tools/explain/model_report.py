@@ -9,14 +9,9 @@ from hytrain.config import HyTrainConfig
 from hytrain.errors import MemoryBudgetError, size_text
 from hytrain.placement.costs import counted, layers_words
 from hytrain.placement.first_decision import StateSizes, decide_first
-from hytrain.placement.memory import (
-    check_fits,
-    gpu_peak_bytes,
-    missing_words,
-    placed_bytes,
-    taken_of_host,
-)
+from hytrain.placement.memory import gpu_peak_bytes, placed_bytes, taken_of_host
 from hytrain.placement.memory_probe import limits_within
+from hytrain.placement.memory_report import check_fits, missing_words
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import candidate_rows
 from hytrain.tools.explain.report import memory_text

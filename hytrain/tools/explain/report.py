@@ -12,7 +12,7 @@ from typing import Any
 from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.formats.text_table import align
 from hytrain.placement.costs import counted
-from hytrain.placement.memory import table
+from hytrain.placement.memory_report import table
 from hytrain.placement.records import Decision
 from hytrain.tools.explain.candidates import (
     MISFIT,

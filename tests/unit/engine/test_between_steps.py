@@ -81,7 +81,7 @@ def test_an_accumulation_that_cannot_be() -> None:
     with built(_net(), make_config(bf16=False, accumulation=2)) as engine:
         planned = engine.optimizer.placement._peak_inputs(0)
         # A k that is set before the first step has to leave them room, too.
-        limits = engine.optimizer.placement._current_limits()
+        limits = engine.optimizer.placement._limits.at(0)
         assert limits.kept_gradients == planned.kept_gradients
         engine.set_train_batch_size(1)  # nothing is kept for a second micro-batch
         assert engine.optimizer.placement._peak_inputs(0) == replace(planned, kept_gradients=0)

@@ -390,8 +390,8 @@ def test_limits_are_asked_for_only_where_gradients_leave_for_the_host(
     config = make_config(bf16=False, gpu_fraction=gpu_fraction, clipping=0.5)
     with built(make_model("mlp"), config) as engine, monkeypatch.context() as patch:
         manager = engine.optimizer.placement
-        limits, asked = replace(manager._current_limits(), gpu=1), Counter[str]()
-        patch.setattr(manager, "_current_limits", lambda: asked.update(["limits"]) or limits)
+        limits, asked = replace(manager._limits.at(0), gpu=1), Counter[str]()
+        patch.setattr(manager._limits, "at", lambda _step: asked.update(["limits"]) or limits)
         patch.setattr(manager._probe, "_is_cuda", True)
         patch.setattr(gradient_room, "allocated_bytes", lambda _: (1000, 0))
         manager._watch_room()

@@ -16,7 +16,7 @@ from torch import nn
 import hytrain
 from hytrain.kernels import square_sums
 from hytrain.kernels.grouped_adam import GroupedAdam
-from hytrain.placement.manager import PlacementManager
+from hytrain.placement.solve_schedule import SolveSchedule
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -93,7 +93,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in for kernels is left out, and so are steps that are measured."""
     monkeypatch.setattr(GroupedAdam, "launch", no)
     monkeypatch.setattr(square_sums, "sum_of_squares", one)
-    monkeypatch.setattr(PlacementManager, "_measures_next", no)
+    monkeypatch.setattr(SolveSchedule, "measures_next", no)
 
 
 def no(*_arguments: object, **_named: object) -> bool:

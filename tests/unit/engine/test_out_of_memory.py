@@ -56,7 +56,7 @@ def test_k_goes_down_and_the_step_can_be_repeated() -> None:
         engine.set_gpu_fraction(1.0)
         engine.set_gpu_fraction("solve")
         # No decision of its own meanwhile.
-        engine.optimizer.placement.controller._settled_steps = -100
+        engine.optimizer.placement.controller.moves._settled_steps = -100
         backward(engine, 2)
         shadow.step()
         layers = len(engine.optimizer.layer_states)

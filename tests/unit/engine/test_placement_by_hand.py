@@ -124,10 +124,10 @@ def test_a_fixed_number_is_not_questioned(memory: Any) -> None:
 def test_the_gpu_bounds_the_solver(
     monkeypatch: pytest.MonkeyPatch, memory: Any, first: Decision
 ) -> None:
-    from hytrain.placement import move
+    from hytrain.placement import moves
 
     memory(10**12, gpu_peak_bytes(first.layer_bytes, first.limits, 2))
-    monkeypatch.setattr(move, "SETTLED_STEPS", 0)
+    monkeypatch.setattr(moves, "SETTLED_STEPS", 0)
     config = solving(method="closed_form", alpha=1e-9)
     with built(make_model("mlp"), config) as engine:
         shadow = Shadow(engine)
@@ -213,7 +213,7 @@ def test_what_does_not_fit_by_hand(memory: Any, first: Decision) -> None:
         engine.step()
         peak = gpu_peak_bytes(first.layer_bytes, first.limits, 4)
         memory(0, peak)
-        engine.optimizer.placement._limits = None
+        engine.optimizer.placement._limits.forget()
         for value in (5 / 6, 1.0):
             with pytest.raises(ConfigError, match=rf"gpu_fraction {value} means \d of 6 layers"):
                 engine.set_gpu_fraction(value)
@@ -226,10 +226,10 @@ def test_what_does_not_fit_by_hand(memory: Any, first: Decision) -> None:
 
 
 def test_back_to_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hytrain.placement import move
+    from hytrain.placement import controller, moves
 
-    monkeypatch.setattr(move, "SETTLED_STEPS", 0)
-    monkeypatch.setattr(move, "worth_moving", lambda *_rest, **_more: True)
+    monkeypatch.setattr(moves, "SETTLED_STEPS", 0)
+    monkeypatch.setattr(controller, "worth_moving", lambda *_rest, **_more: True)
     with built(make_model("mlp"), solving()) as engine:
         shadow = Shadow(engine)
 

@@ -22,7 +22,7 @@ from hytrain.kernels import host_memory
 from hytrain.offload import cpu_updater
 from hytrain.offload import mover as mover_module
 from hytrain.offload import pinned as pinned_module
-from hytrain.placement import backoff, manager, move
+from hytrain.placement import backoff, controller, moves, solve_schedule
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -31,16 +31,16 @@ SOLVE: Any = "solve"
 
 def free_solver(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Decides at random, as soon as it may."""
-    rng, solve = random.Random(seed), move.solve
+    rng, solve = random.Random(seed), controller.solve
 
     def at_random(costs: Any, method: Any, bounds: Any, **rest: Any) -> Any:
         found = solve(costs, method, bounds, **rest)
         return replace(found, gpu_layers=rng.randint(bounds.min_gpu_layers, bounds.max_gpu_layers))
 
-    monkeypatch.setattr(move, "solve", at_random)
-    monkeypatch.setattr(move, "worth_moving", lambda *_rest, **_more: True)
-    monkeypatch.setattr(move, "SETTLED_STEPS", 0)
-    monkeypatch.setattr(manager, "CONFIRMING", 1)
+    monkeypatch.setattr(controller, "solve", at_random)
+    monkeypatch.setattr(controller, "worth_moving", lambda *_rest, **_more: True)
+    monkeypatch.setattr(moves, "SETTLED_STEPS", 0)
+    monkeypatch.setattr(solve_schedule, "CONFIRMING", 1)
 
 
 def number_of_moves(engine: Any) -> Callable[[], int]:
@@ -154,7 +154,7 @@ def test_the_real_solver_trains_and_says_why() -> None:
         shadow.check()
         decisions = engine.placement_decisions()
         assert decisions[0].reason.startswith("before the first step")
-        assert decisions[-1].gpu_layers_target == engine.optimizer.placement.controller.target
+        assert decisions[-1].gpu_layers_target == engine.optimizer.placement.controller.moves.target
         costs = engine.optimizer.placement.costs()
         assert costs is not None
         assert costs.backward_seconds > 0.0

@@ -87,7 +87,7 @@ class _Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(run_report, "start_line", lambda *_: "the start")
         self.decisions = [decision(0, 0, 0)]
-        self.controller = SimpleNamespace(is_settled=True, solves=True)
+        self.controller = SimpleNamespace(moves=SimpleNamespace(is_settled=True), solves=True)
         self.steps: list[Any] = []
         placement = SimpleNamespace(controller=self.controller, decisions=self.decisions)
         seen = SimpleNamespace(recent=lambda: self.steps)
@@ -110,7 +110,7 @@ def test_each_settled_change_of_k_is_told_once(
                 here = run.decisions[-1].gpu_layers_target
                 target = {10: 12, 50: 14, 53: 16, 70: 16}[number]
                 run.decisions.append(decision(number, here, target, measured=costs()))
-            run.controller.is_settled = number not in range(53, 65)
+            run.controller.moves.is_settled = number not in range(53, 65)
             run.step(number, run.decisions[-1].gpu_layers_target)
     told = [r.getMessage().split(":")[1] for r in caplog.records if " after step" in r.getMessage()]
     assert told == [

@@ -17,9 +17,9 @@ from hytrain.formats.moment_kinds import MasterName
 from hytrain.model.state_format import StateFormat
 from hytrain.placement.backoff import FIRST_PAUSE
 from hytrain.placement.choose_gpu_layers import solve
+from hytrain.placement.controller import PlacementController
 from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import Bounds
-from hytrain.placement.move import PlacementController
 from hytrain.placement.records import Decision
 
 L = 20
@@ -206,16 +206,16 @@ def test_every_decision_says_why() -> None:
 def test_it_is_not_asked_while_times_are_those_of_another_placement() -> None:
     bench = Bench()
     for _ in range(20):
-        if bench.controller.target != bench.here:
+        if bench.controller.moves.target != bench.here:
             assert not bench.controller.is_due(bench.step)
         bench.run(SLOW)
-    assert bench.controller.is_settled
+    assert bench.controller.moves.is_settled
     bench.controller.decide(bench.step, 0, "by hand")
     bench.controller.apply_moves(bench.step, at_once=True)
     assert bench.here == 0
     settled: list[bool] = []
     for step in range(5):
-        settled.append(bench.controller.is_settled)
+        settled.append(bench.controller.moves.is_settled)
         bench.controller.apply_moves(step)
     assert settled == [False] * 4 + [True]
 
@@ -242,7 +242,7 @@ def test_it_solves_every_interval(interval: int) -> None:
     bench = Bench(interval=interval)
     due: list[int] = []
     for step in range(4, 40):
-        bench.controller._settled_steps = 4
+        bench.controller.moves._settled_steps = 4
         if bench.controller.is_due(step):
             due.append(step)
     assert due == [step for step in range(4, 40) if step % interval == 0]
@@ -455,7 +455,7 @@ def test_no_room_on_either_side() -> None:
     for number in range(30):
         bench.run(SLOW if number % 2 else FAST, 7)
         assert bench.here == 9
-    assert bench.controller.is_settled
+    assert bench.controller.moves.is_settled
 
 
 def test_all_at_once_stops_where_there_is_no_room() -> None:
@@ -471,7 +471,7 @@ def test_all_at_once_stops_where_there_is_no_room() -> None:
     assert bench.here == 2
     bench.controller.apply_moves(4)
     assert bench.here == 2
-    assert bench.controller.target == 2
+    assert bench.controller.moves.target == 2
 
 
 # -- split master weights: those of some layers on the CPU are whole ------------------------------
@@ -526,8 +526,8 @@ def test_moves_for_the_form_are_few_a_step_and_settle() -> None:
     bench.controller.solves = False
     bench.controller.decide(0, 10, "", limits=room_for_whole(10, on_gpu=10))
     seen: list[int] = []
-    while bench.controller.is_moving:
-        assert not bench.controller.is_settled
+    while bench.controller.moves.is_moving:
+        assert not bench.controller.moves.is_settled
         bench.controller.apply_moves(bench.step)
         seen.append(len(whole(bench)))
     assert seen == [STEP_MOVES, 2 * STEP_MOVES, 3 * STEP_MOVES, 10]
@@ -553,7 +553,7 @@ def test_the_gpu_has_no_memory_for_a_change_of_form(caplog: pytest.LogCaptureFix
     bench.controller.decide(0, 4, "", limits=room_for_whole(6, on_gpu=4))
     bench.controller.apply_moves(1)
     assert whole(bench) == []
-    assert not bench.controller.is_moving
+    assert not bench.controller.moves.is_moving
     assert bench.here == 4
     (message,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "the GPU had no memory for the state of layer 'layer 4'" in message
@@ -586,9 +586,12 @@ def test_the_host_has_no_memory_for_a_whole_form(caplog: pytest.LogCaptureFixtur
     bench.controller.apply_moves(1, at_once=True)
     assert whole(bench) == [4, 5]
     assert bench.here == 4
-    assert not bench.controller.is_moving
+    assert not bench.controller.moves.is_moving
     (message,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "the host had no memory for layer 'layer 6' (host memory for 1.00 GiB" in message
+    assert (
+        "the host had no memory for the state of layer 'layer 6' (host memory for 1.00 GiB"
+        in message
+    )
     forms = [one.host_master for one in bench.controller.layer_bytes[4:]]
     assert forms == ["fp32"] * 2 + [None] * (L - 6)
 
@@ -603,6 +606,6 @@ def test_a_host_that_refuses_a_layer_changes_no_forms() -> None:
     bench.controller.decide(1, 9, "", limits=room_for_whole(5, on_gpu=9))
     bench.controller.apply_moves(2, at_once=True)
     assert bench.here == 10
-    assert not bench.controller.is_moving
+    assert not bench.controller.moves.is_moving
     assert whole(bench) == list(range(10, 14))
     assert "stays on the GPU" in bench.controller.decisions[-1].reason

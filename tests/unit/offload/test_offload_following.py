@@ -22,14 +22,13 @@ from hytrain.cost.step import LayerCosts, StepCosts
 from hytrain.hardware.host_share import HostShare
 from hytrain.model.state_format import StateFormat
 from hytrain.offload.threads import ThreadChoice
-from hytrain.placement import manager as placement
 from hytrain.placement import memory_probe
 from hytrain.placement.choose_gpu_layers import solve
-from hytrain.placement.costs import LayerBytes
+from hytrain.placement.controller import PlacementController
+from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import CostEstimator, InitialRates
 from hytrain.placement.memory import Bounds
-from hytrain.placement.move import PlacementController
 from hytrain.placement.records import Decision
 
 SIZES = (98_000_000, *[113_000_000] * 24, 98_000_000)
@@ -146,7 +145,7 @@ class Simulation:
             reason="",
             bounds=Bounds(L, 0, L),
             layer_bytes=tuple(layer_bytes),
-            limits=placement.MemoryLimits(None, 0, 0, 500 * GIB, 0),
+            limits=MemoryLimits(None, 0, 0, 500 * GIB, 0),
         )
         mover: Any = self.mover
         solver = SolverConfig(
@@ -262,13 +261,13 @@ def simulation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 def settled(simulation: Simulation) -> Simulation:
     simulation.run(60)
-    assert simulation.controller.target == simulation.here
+    assert simulation.controller.moves.target == simulation.here
     return simulation
 
 
 def assert_is_there(simulation: Simulation) -> None:
     """The layers are where the new truth wants them, as near as hysteresis asks for."""
-    assert simulation.controller.target == simulation.here
+    assert simulation.controller.moves.target == simulation.here
     if simulation.controller._solver.method == "pipeline":
         assert simulation.machine.loss(simulation.here) < 0.025
         # And no more memory than needed.
@@ -406,7 +405,7 @@ class CountingProbe:
 
     def limits(self, *_arguments: Any) -> Any:
         self.asked += 1
-        return placement.MemoryLimits(self.gpu, GIB, 0, 500 * GIB, 0)
+        return MemoryLimits(self.gpu, GIB, 0, 500 * GIB, 0)
 
     def with_base(self, limits: Any) -> Any:
         return limits
@@ -418,7 +417,7 @@ def test_backward_is_held_to_what_the_plan_leaves_free(
     """Less what a layer's backward takes for a moment and the reserve; where the host updates."""
     probe: Any = CountingProbe()
     probe.transient, probe.growth, probe.gpu = 3 * GIB, GIB, 24 * GIB
-    simulation.manager._probe = probe
+    simulation.manager._probe = simulation.manager._limits._probe = probe
     told: list[tuple[int, ...]] = []
     room = simulation.manager._pipeline.room
     monkeypatch.setattr(room, "begin_step", lambda *sizes: told.append(sizes), raising=False)
@@ -437,7 +436,7 @@ def test_backward_is_held_to_what_the_plan_leaves_free(
 
 def test_memory_is_followed_now_and_then_and_after_a_change(simulation: Simulation) -> None:
     probe: Any = CountingProbe()
-    simulation.manager._probe = probe
+    simulation.manager._probe = simulation.manager._limits._probe = probe
     simulation.run(3)
     assert probe.begun == 3
     settled(simulation)
@@ -462,14 +461,14 @@ def test_launch_bound_steps_think_only_about_what_is_new(
     consider = manager.controller.consider
 
     def counted(*arguments: Any, **named: Any) -> None:
-        asked.append(manager._steps)
+        asked.append(manager._schedule.steps)
         consider(*arguments, **named)
 
     monkeypatch.setattr(manager.controller, "consider", counted)
     monkeypatch.setattr(type(manager._estimator), "launch_bound", property(lambda _: True))
     simulation.run(40)
     assert len(asked) <= 24  # with a move, behind which all steps are measured; else every fourth
-    monkeypatch.setattr(manager, "_measures_next", lambda: False)
+    monkeypatch.setattr(manager._schedule, "measures_next", lambda: False)
     simulation.run(10)
     asked.clear()
     simulation.run(40)

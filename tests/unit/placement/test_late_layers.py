@@ -16,11 +16,10 @@ from hytrain.placement.memory import (
     first_late_layers,
     host_bytes,
     late_layers,
-    master_words,
     state_bytes,
-    table,
     taken_of_host,
 )
+from hytrain.placement.memory_report import master_words, table
 
 LAYERS = tuple(LayerBytes(f"layer {i}", 100, master=SPLIT) for i in range(10))
 WHOLE = tuple(replace(layer, host_master=FP32) for layer in LAYERS)

@@ -15,7 +15,8 @@ from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
 from hytrain.placement.choose_gpu_layers import closed_form, solve
 from hytrain.placement.costs import LayerBytes, MemoryLimits
-from hytrain.placement.memory import Bounds, table
+from hytrain.placement.memory import Bounds
+from hytrain.placement.memory_report import table
 from hytrain.placement.records import Decision
 
 # -- costs -------------------------------------------------------------------------------------

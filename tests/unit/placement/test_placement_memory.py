@@ -15,15 +15,14 @@ from hytrain.placement.costs import LayerBytes, MemoryLimits
 from hytrain.placement.memory import (
     Bounds,
     bounds,
-    check_fits,
     gpu_peak_bytes,
     gradient_bytes,
     gradient_room,
     host_bytes,
     state_bytes,
-    table,
     waiting_bytes,
 )
+from hytrain.placement.memory_report import check_fits, table
 
 # State 12 B and gradient 2 B a parameter: 1200 and 200, 2400 and 400, 3600 and 600.
 LAYERS = [LayerBytes("a", 100), LayerBytes("b", 200), LayerBytes("c", 300)]

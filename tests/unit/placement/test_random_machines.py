@@ -197,7 +197,9 @@ def test_many() -> None:
 @pytest.mark.parametrize("interference", [0.0, 0.3])
 def test_a_miss_is_seen(interference: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself: a solver that never moves misses the best, and what changes."""
-    monkeypatch.setattr("hytrain.placement.move.PlacementController.apply_moves", lambda *_: None)
+    monkeypatch.setattr(
+        "hytrain.placement.controller.PlacementController.apply_moves", lambda *_: None
+    )
     machine = Machine(8, compute=0.1, cpu=0.5, gpu=0.01, interference=interference)
     monkeypatch.setattr(sys.modules[__name__], "a_machine", lambda _: machine)
     found = [miss.what for miss in misses(1)]

@@ -15,9 +15,9 @@ import pytest
 from hytrain.cost.prediction import predict
 from hytrain.formats.moment_kinds import state_bytes
 from hytrain.placement.costs import MemoryLimits
-from hytrain.placement.manager import PlacementManager
 from hytrain.placement.measure import MANY_STEPS
 from hytrain.placement.records import Decision
+from hytrain.placement.solve_schedule import SolveSchedule
 from hytrain.tools.explain.candidates import candidate_rows
 from tests.support.covering import everyday
 from tests.support.machines import PARAMETERS, Machine, Training
@@ -97,8 +97,8 @@ def test_where_launch_bound_steps_have_settled_the_host_estimates_nothing(
 ) -> None:
     training, asked = Training(MACHINES[name]), Counter[str]()
     training.run(100)
-    estimate = training.manager._estimator.costs
-    training.manager._estimator.costs = lambda: asked.update(["costs"]) or estimate()
+    estimate = training.estimator.costs
+    training.estimator.costs = lambda: asked.update(["costs"]) or estimate()
     training.run(40)
     assert (not asked) is is_bound
 
@@ -109,7 +109,7 @@ def test_launch_bound_steps_that_become_gpu_bound_are_followed() -> None:
     assert training.controller.num_gpu_layers == 18
     training.machine = replace(training.machine, compute=0.4, interference=0.0, launches=0.0)
     training.run(10)
-    assert training.controller.target < 18
+    assert training.controller.moves.target < 18
     training.run(20)
     assert training.controller.num_gpu_layers < 5
     assert training.regret < 0.03
@@ -176,7 +176,7 @@ def test_the_cases_are_what_they_are_called() -> None:
         here = Training(machine)
         predicted = here.controller
         predicted.consider(4, partial(machine.costs, 0), here.limits)
-        assert machine.step_seconds(predicted.target) > 1.03 * machine.best()
+        assert machine.step_seconds(predicted.moves.target) > 1.03 * machine.best()
 
 
 def test_a_launch_bound_step_without_any_update_on_the_cpu_is_tried_once() -> None:
@@ -202,7 +202,7 @@ def test_a_real_change_is_followed(seed: int) -> None:
     training.machine = replace(training.machine, cpu=1.4)
     assert training.regret > 0.1
     training.run(15)
-    assert training.controller.target != 0
+    assert training.controller.moves.target != 0
     training.run(60)
     assert training.regret < 0.05
     # A batch that is four times as long hides it all again.
@@ -214,30 +214,27 @@ def test_a_real_change_is_followed(seed: int) -> None:
 def test_steps_measured_between_two_solves_count_at_the_next() -> None:
     """Every fourth step is measured, an odd one; with an even interval no solve is at one."""
     considered: list[int] = []
-    manager: Any = SimpleNamespace(
-        controller=SimpleNamespace(
-            is_settled=True,
-            streams=False,
-            add_step=lambda _seconds: None,
-            consider=lambda step, *_rest, **_more: considered.append(step),
-        ),
-        _estimator=SimpleNamespace(
-            add_samples=lambda _samples: 1.0,
-            is_changing=False,
-            step_seconds=None,
-            num_samples=MANY_STEPS,
-            costs=None,
-            launch_bound=False,
-        ),
-        _idle_steps=0,
-        _considered_at=0,
-        _has_new_steps=False,
-        _current_limits=lambda: None,
+    controller: Any = SimpleNamespace(
+        moves=SimpleNamespace(is_settled=True),
+        is_due=lambda step: step % 2 == 0,
+        streams=False,
+        add_step=lambda _seconds: None,
+        consider=lambda step, *_rest, **_more: considered.append(step),
     )
+    estimator: Any = SimpleNamespace(
+        add_samples=lambda _samples: 1.0,
+        is_changing=False,
+        step_seconds=None,
+        num_samples=MANY_STEPS,
+        costs=None,
+        launch_bound=False,
+    )
+    limits: Any = None
+    schedule = SolveSchedule(controller, estimator, lambda _step: limits)
     for step in range(40):
-        manager._steps = step
+        schedule.steps = step
         if step % 4 == 1:
-            PlacementManager._add_samples(manager, [SimpleNamespace(seconds=1.0)])
-        if step % 2 == 0:
-            PlacementManager._consider(manager)
+            sample: Any = SimpleNamespace(seconds=1.0)
+            schedule.add_samples([sample])
+        schedule.consider()
     assert considered == list(range(2, 40, 4))

@@ -25,6 +25,7 @@ from hytrain.optimizer.layer_gradient import LayerGradient
 from hytrain.optimizer.pass_guide import PassGuide
 from hytrain.optimizer.reduction import GradientReducer
 from hytrain.placement.manager import PlacementManager
+from hytrain.placement.solve_schedule import SolveSchedule
 from hytrain.tools.planner.cluster import UpdateLaunchTimes
 from hytrain.tools.planner.problem import Model
 from hytrain.tools.profiler import update_launches
@@ -128,7 +129,7 @@ def of_profile(on_gpu: int, on_cpu: int, matrices: int) -> Counter[str]:
 @pytest.fixture
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is measured."""
-    monkeypatch.setattr(PlacementManager, "_measures_next", lambda _: False)
+    monkeypatch.setattr(SolveSchedule, "measures_next", lambda _: False)
 
 
 POLLED = {

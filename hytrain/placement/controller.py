@@ -1,8 +1,7 @@
-"""Carries placement decisions out: which layer's state moves when, and what if it does not fit.
+"""Decides how many layers are on the GPU, again and again, and has layers moved there.
 
-The controller keeps the last decision, moves a few layers a step towards it, and steps back where
-a side turns out to have not enough memory. Where master weights are split, those of a layer on the
-CPU become whole, or split again, by a move to the GPU and back.
+It keeps all decisions, moves a few layers a step towards the last one, and decides for another
+number where a side turns out to have not enough memory.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
-
-import torch
 
 from hytrain.config import SolverConfig
 from hytrain.cost.prediction import predict
@@ -42,21 +39,36 @@ from hytrain.placement.memory import (
     gpu_peak_bytes,
     gradient_room,
     late_layers,
-    master_words,
 )
+from hytrain.placement.memory_report import master_words
+from hytrain.placement.moves import LayerMoves, MissingMemory
 from hytrain.placement.records import Decision
+from hytrain.placement.refused_memory import RefusedMemory
 
 logger = logging.getLogger(__name__)
 
-SETTLED_STEPS = 4
-"""Steps after the last move whose times are taken for those of the new placement: the marks of a
-step are read one step later, and the first ones fill the allocator's caches."""
 _SAME_MEMORY = 1.02
 """A GPU counts as large as another that has at most this much more memory: drivers differ."""
 
 
+@dataclass(slots=True)
+class _Workload:
+    """What steps of this workload have shown.
+
+    Attributes:
+        residuals: for numbers of GPU layers, seconds that measured steps add to what is predicted.
+        predicted: seconds of the last steps at the present placement, as predicted.
+        little_moves: when a move that gains little may be made again.
+    """
+
+    residuals: dict[int, float] = field(default_factory=dict[int, float])
+    predicted: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    little_moves: Backoff = field(default_factory=Backoff)
+    launch_bound: LaunchBoundPlacement = field(default_factory=LaunchBoundPlacement)
+
+
 class PlacementController:
-    """Solves for the number of GPU layers and moves layers there."""
+    """Solves for the number of GPU layers and has layers moved there."""
 
     def __init__(
         self,
@@ -73,7 +85,9 @@ class PlacementController:
             first: the decision that they are placed by now, with their sizes.
             solves: whether it decides by itself, or a user or a plan does.
         """
-        self._layers = list(layers)
+        self.moves = LayerMoves(layers, mover)
+        self._refused = RefusedMemory(len(layers))
+        self._workload = _Workload()
         self.streams = any(layer.is_streamed for layer in first.layer_bytes)
         """Whether state of layers on the host is streamed to updates on the GPU."""
         self._staging_bytes = first.staging_bytes
@@ -82,62 +96,34 @@ class PlacementController:
         self._least_here = first.bounds.min_gpu_layers
         """The fewest layers on the GPU with which the host held the others when memory was last
         looked at."""
-        self._mover = mover
         self._solver = solver
         self.solves = solves
         self.decisions: list[Decision] = [first]
-        self.target = self.num_gpu_layers
-        self._changing_form: list[LayerState] = []
-        """Layers on the CPU whose master weights are to be whole, or split, and are not yet."""
-        self._settled_steps = 0
-        # Moves make the worker late: an eighth of the layers a step keeps a hiccup short.
-        self._moves_a_step = max(1, -(-len(self._layers) // 8))
         self._warned = False
-        self._forget()
-
-    def _forget(self) -> None:
-        """Nothing is known of other placements, and everything may be tried."""
-        self._most, self._no_gpu_memory = len(self._layers), Backoff()
-        self._fewest, self._no_host_memory = 0, Backoff()
-        self._no_memory_for_forms = Backoff()
-        self.see_other_workload()
 
     def see_other_workload(self) -> None:
         """The workload is another one: what was measured for the last one tells nothing."""
-        self._residuals: dict[int, float] = {}
-        self._predicted: deque[float] = deque(maxlen=WINDOW)  # steps at the present placement
-        self._little_moves = Backoff()
-        self._launch_bound = LaunchBoundPlacement()
+        self._workload = _Workload()
 
     @property
     def num_gpu_layers(self) -> int:
         """GPU-placed layers, always the first ones."""
-        return [layer.placement for layer in self._layers].count("gpu")
+        return self.moves.num_gpu_layers
 
     @property
     def layer_bytes(self) -> tuple[LayerBytes, ...]:
         """The layers' sizes, as the last decision has them."""
         return self.decisions[-1].layer_bytes
 
-    @property
-    def is_moving(self) -> bool:
-        """Whether layers are on their way."""
-        return self.target != self.num_gpu_layers or bool(self._changing_form)
-
     # -- deciding ------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
         """Whether to solve at this step: not while layers move, since times then mislead."""
-        return self.solves and step % self._solver.interval == 0 and self.is_settled
-
-    @property
-    def is_settled(self) -> bool:
-        """No layer has moved for long enough that times are those of this placement."""
-        return self._settled_steps >= SETTLED_STEPS and not self.is_moving
+        return self.solves and step % self._solver.interval == 0 and self.moves.is_settled
 
     def add_step(self, seconds: float) -> None:
         """A step of the present placement took so long; call it only when settled."""
-        self._launch_bound.add_step(self.num_gpu_layers, seconds)
+        self._workload.launch_bound.add_step(self.num_gpu_layers, seconds)
 
     def consider(
         self,
@@ -163,7 +149,7 @@ class PlacementController:
         self._see_launches(
             step, launch_bound, is_certain=is_certain and here == allowed.max_gpu_layers
         )
-        compared = self._launch_bound
+        compared = self._workload.launch_bound
         if is_known and compared.is_settled and compared.choose(here, allowed, here) == here:
             return  # the GPU waits for the host's launches: the less the host does the better
         costs = estimate()
@@ -174,15 +160,16 @@ class PlacementController:
         if seconds is not None:
             # Some costs are known sooner than steps that show a change: of both it is the median.
             predicted = predict(costs, gpu_layers=[here], room=room)
-            self._predicted.append(predicted.step_seconds[0])
-            self._residuals[here] = seconds - median(list(self._predicted)[-num_steps:])
+            self._workload.predicted.append(predicted.step_seconds[0])
+            measured = median(list(self._workload.predicted)[-num_steps:])
+            self._workload.residuals[here] = seconds - measured
         method = self._solver.method
         solution = solve(
             costs,
             method,
             allowed,
             alpha=self._solver.alpha,
-            residuals=self._residuals if method == "pipeline" else None,
+            residuals=self._workload.residuals if method == "pipeline" else None,
             room=room,
         )
         number, reason = self._choose(step, solution, is_certain=is_certain)
@@ -207,9 +194,9 @@ class PlacementController:
 
     def _has_other_room(self, step: int, costs: StepCosts, allowed: Bounds) -> bool:
         """Whether the host has no room for all whole master weights on it, or for many more."""
-        if not costs.late_from or not self._no_memory_for_forms.is_over(step):
+        if not costs.late_from or not self._refused.allows_forms(step):
             return False
-        here, num_layers = self.num_gpu_layers, len(self._layers)
+        here, num_layers = self.num_gpu_layers, len(self.layer_bytes)
         late = late_layers(self.layer_bytes, here)
         more = num_layers - costs.first_late(here) - late
         return more > 0 or -more >= allowed.notable_layers
@@ -220,24 +207,25 @@ class PlacementController:
         if self._solver.method == "closed_form":
             # It is there to reproduce the published system: it is followed as it is.
             return solved, solution.reason
-        if self._launch_bound.is_seen:
-            number = self._launch_bound.choose(here, solution.bounds, solved)
+        if self._workload.launch_bound.is_seen:
+            number = self._workload.launch_bound.choose(here, solution.bounds, solved)
             if number is not None:
                 return number, self._words_of_launch_bound(number)
         if self._is_worth_moving(step, solution, is_certain=is_certain):
             return solved, solution.reason
         if solved == here:
             return here, solution.reason
-        stay = f"no change: {solved} of {counted(len(self._layers), 'layer')} on the GPU would save"
+        layers = counted(len(self.layer_bytes), "layer")
+        stay = f"no change: {solved} of {layers} on the GPU would save"
         return here, f"{stay} too little; {solution.reason}"
 
     def _see_launches(self, step: int, launch_bound: bool, *, is_certain: bool) -> None:
         """Whether this workload's steps are launch-bound, which only shows with few CPU updates."""
         if launch_bound or not is_certain:
-            self._launch_bound.is_seen |= launch_bound
-        elif self._launch_bound.is_seen and self._little_moves.is_over(step):
-            self._launch_bound = LaunchBoundPlacement()
-            self._little_moves.fail(step)
+            self._workload.launch_bound.is_seen |= launch_bound
+        elif self._workload.launch_bound.is_seen and self._workload.little_moves.is_over(step):
+            self._workload.launch_bound = LaunchBoundPlacement()
+            self._workload.little_moves.fail(step)
 
     def _is_worth_moving(self, step: int, solution: Solution, *, is_certain: bool) -> bool:
         here = self.num_gpu_layers
@@ -245,19 +233,19 @@ class PlacementController:
             return worth_moving(solution, here, least_gain=STEP_CHANGE)
         if worth_moving(solution, here, least_gain=LITTLE_GAIN):
             return True
-        moves = self._little_moves.is_over(step) and worth_moving(solution, here)
+        moves = self._workload.little_moves.is_over(step) and worth_moving(solution, here)
         if moves:
             # Noise, and what else runs on the host, make it small gains without end.
-            self._little_moves.fail(step)
+            self._workload.little_moves.fail(step)
         return moves
 
     def _words_of_launch_bound(self, number: int) -> str:
-        num_layers = len(self._layers)
+        num_layers = len(self.layer_bytes)
         reason = (
             "launch-bound: the GPU waits for the host to launch kernels, which updates on the CPU "
             f"slow down; {number} of {num_layers} layers to the GPU"
         )
-        if not self._launch_bound.is_settled:
+        if not self._workload.launch_bound.is_settled:
             return f"{reason}, to compare the solver's choice with all that fit"
         return reason if number == num_layers else f"{reason}, as many as fit"
 
@@ -271,14 +259,14 @@ class PlacementController:
         """
         allowed, here = self._allowed(step, limits), self.num_gpu_layers
         most = allowed.max_gpu_layers
-        if most == here or (most > here and not self._little_moves.is_over(step)):
+        if most == here or (most > here and not self._workload.little_moves.is_over(step)):
             return
         if most < here:
-            self._little_moves.fail(step)  # others have taken memory there: not to and fro
+            self._workload.little_moves.fail(step)  # others have taken memory there: not to and fro
         self.decide(
             step,
             most,
-            f"{reason}, {most} of {len(self._layers)} layers",
+            f"{reason}, {most} of {len(self.layer_bytes)} layers",
             bounds=allowed,
             limits=limits,
             costs=None,
@@ -288,12 +276,7 @@ class PlacementController:
     def _fitting(self, step: int, limits: MemoryLimits) -> Bounds:
         """What fits, as far as is known, and has not turned out not to."""
         fitting = bounds(self.layer_bytes, limits, self._staging_bytes)
-        if not self._no_gpu_memory.is_over(step):
-            most = min(fitting.max_gpu_layers, self._most)
-            fitting = replace(fitting, max_gpu_layers=most)
-        if not self._no_host_memory.is_over(step):
-            fewest = max(fitting.min_gpu_layers, self._fewest)
-            fitting = replace(fitting, min_gpu_layers=fewest)
+        fitting = self._refused.within(fitting, step)
         self._least_here = fitting.min_gpu_layers
         return fitting
 
@@ -319,7 +302,6 @@ class PlacementController:
 
     def decide(self, step: int, gpu_layers: int, reason: str, **found: Any) -> None:
         """Sets the target; ``found`` are other fields of the decision than those of the last."""
-        self.target = gpu_layers
         last, other = self.decisions[-1], {"decider": "training", "corrections": ()}
         other |= {"predicted_seconds": None, "measured_seconds": None}
         limits = found.get("limits", last.limits)
@@ -334,12 +316,7 @@ class PlacementController:
             **(other | found),
         )
         self.decisions.append(decision)
-        self._changing_form = [
-            layer
-            for layer, planned in zip(self._layers, layers, strict=True)
-            if layer.placement == "cpu" and layer.index >= gpu_layers
-            if layer.form.host_master != planned.host_master
-        ]
+        self.moves.set_target(gpu_layers, layers)
         logger.info(
             "step %d: %d -> %d GPU layers: %s",
             decision.step,
@@ -357,13 +334,13 @@ class PlacementController:
     ) -> tuple[LayerBytes, ...]:
         """The layers, with master weights on the CPU whole as far as there is room."""
         layers = as_kept(self.layer_bytes, limits, self._beside_whole, gpu_layers)
-        if self._no_memory_for_forms.is_over(step):
+        if self._refused.allows_forms(step):
             return layers
         return tuple(
             replace(planned, host_master=layer.form.host_master)
             if layer.placement == "cpu"
             else planned
-            for layer, planned in zip(self._layers, layers, strict=True)
+            for layer, planned in zip(self.moves.layers, layers, strict=True)
         )
 
     def resume(self, step: int, history: Sequence[Decision]) -> None:
@@ -374,7 +351,8 @@ class PlacementController:
         """
         mine = [replace(decision, step=step) for decision in self.decisions[-1:]]
         self.decisions = [*history, *mine]
-        self._forget()
+        # Nothing is known of other placements, and everything may be tried.
+        self._refused, self._workload = RefusedMemory(len(self.layer_bytes)), _Workload()
         if self.solves and history and self._is_comparable(history[-1]):
             last = self._allowed(step, mine[0].limits).clamp(history[-1].gpu_layers_target)
             if last != self.num_gpu_layers:
@@ -400,70 +378,27 @@ class PlacementController:
 
         ``at_once``: all of them, not only a few.
         """
-        self._settled_steps += 1
-        moves = 2 * len(self._layers) if at_once else self._moves_a_step
-        while moves and self.is_moving:
-            self._settled_steps = 0
-            self._predicted.clear()
-            moves -= 1
-            here = self.num_gpu_layers
-            if here >= self.target and self._changing_form:
-                # Before layers come to the host, for which it makes room.
-                self._change_form(self._changing_form.pop(0), step)
-                continue
-            try:
-                if here < self.target:
-                    self._mover.to_gpu(self._layers[here])
-                else:
-                    self._to_cpu(self._layers[here - 1])
-            except (torch.OutOfMemoryError, MemoryError) as error:
-                if here < self.target:
-                    self._step_back(self._layers[here], step)
-                else:
-                    self._stay(self._layers[here - 1], step, error)
-                return
-        self._mover.release()
+        if self.moves.apply(partial(self._see_missing, step), at_once=at_once):
+            self._workload.predicted.clear()
 
-    def _to_cpu(self, layer: LayerState) -> None:
-        master = self.layer_bytes[layer.index].host_master
-        layer.form = replace(layer.form, host_master=master)
-        self._mover.to_cpu(layer)
-
-    def _change_form(self, layer: LayerState, step: int) -> None:
-        """Has a layer's master weights whole on the CPU, or split, as was decided.
-
-        Raises:
-            HostMemoryError: the host has not even the memory any more that the layer had there.
-        """
-        before = layer.form.host_master
-        try:
-            self._mover.to_gpu(layer)
-        except (torch.OutOfMemoryError, MemoryError):
-            self._keep_forms(step, f"the GPU had no memory for the state of layer '{layer.name}'")
+    def _see_missing(self, step: int, missing: MissingMemory) -> None:
+        """A layer could not be moved: another target, for a while."""
+        here, reason = self.num_gpu_layers, missing.reason
+        if missing.what == "gpu":
+            # The allocator could not even serve this: the next forward needs some slack.
+            num_bytes = self.layer_bytes[missing.layer.index].state_bytes
+            self._refuse_more(step, 1, f"{reason} ({num_bytes} bytes): stepping back")
             return
-        try:
-            self._to_cpu(layer)
-        except MemoryError as error:
-            layer.form = replace(layer.form, host_master=before)
-            self._mover.to_cpu(layer)
-            self._keep_forms(step, f"the host had no memory for layer '{layer.name}' ({error})")
-
-    def _keep_forms(self, step: int, reason: str) -> None:
-        """No other layer's master weights become whole, or split, for now."""
-        again = self._no_memory_for_forms.fail(step)
-        reason += f": master weights on the CPU stay as they are until step {again}"
-        self.decide(step, self.target, reason)
-        logger.warning("%s", self.decisions[-1].reason)
-
-    def _step_back(self, layer: LayerState, step: int) -> None:
-        """There was no memory for a layer's state: it and one more stay on the host."""
-        # The allocator could not even serve this: the next forward needs some slack.
-        self._refuse_more(
-            step,
-            1,
-            f"the GPU had no memory for the state of layer '{layer.name}' "
-            f"({self.layer_bytes[layer.index].state_bytes} bytes): stepping back",
-        )
+        if missing.what == "host":
+            again = self._refused.refuse_fewer_than(here, step)
+            reason += f": it stays on the GPU; fewer than {here} layers there are not tried again "
+            reason += f"before step {again}"
+            self.decide(step, here, reason)
+        else:
+            again = self._refused.refuse_forms(step)
+            reason += f": master weights on the CPU stay as they are until step {again}"
+            self.decide(step, self.moves.target, reason)
+        logger.warning("%s", reason)
 
     def retreat(self, step: int, limits: MemoryLimits) -> bool:
         """The user's own allocation found no memory on the GPU: some layers leave it, at once.
@@ -473,10 +408,10 @@ class PlacementController:
         """
         here = self.num_gpu_layers
         self._fitting(step, limits)  # what the host holds now
-        if self._fewer(self._moves_a_step) == here:
+        if self._fewer(self.moves.per_step) == here:
             return False
         reason = "the GPU had no memory for an allocation of the model's"
-        self._refuse_more(step, self._moves_a_step, reason)
+        self._refuse_more(step, self.moves.per_step, reason)
         self.apply_moves(step, at_once=True)
         return self.num_gpu_layers < here
 
@@ -487,24 +422,11 @@ class PlacementController:
 
     def _refuse_more(self, step: int, layers: int, reason: str) -> None:
         """So many layers leave the GPU, which has no memory for them."""
-        self._most = self._fewer(layers)
-        again = self._no_gpu_memory.fail(step)
+        fewer = self._fewer(layers)
+        again = self._refused.refuse_more_than(fewer, step)
         self.decide(
             step,
-            self._most,
-            f"{reason}; more than {self._most} layers are not tried again before step {again}",
-        )
-        logger.warning("%s", self.decisions[-1].reason)
-
-    def _stay(self, layer: LayerState, step: int, error: BaseException) -> None:
-        """The host had no memory for a layer's state: it stays on the GPU."""
-        self._fewest = here = self.num_gpu_layers
-        again = self._no_host_memory.fail(step)
-        self._no_memory_for_forms.fail(step)
-        self.decide(
-            step,
-            here,
-            f"the host had no memory for the state of layer '{layer.name}' ({error}): it stays on "
-            f"the GPU; fewer than {here} layers there are not tried again before step {again}",
+            fewer,
+            f"{reason}; more than {fewer} layers are not tried again before step {again}",
         )
         logger.warning("%s", self.decisions[-1].reason)

@@ -1,0 +1,44 @@
+"""What turned out to have no memory, although it should have fit: it is left alone for a while."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hytrain.placement.backoff import Backoff
+from hytrain.placement.memory import Bounds
+
+
+class RefusedMemory:
+    """Numbers of GPU layers that either side had no memory for, and changes of form."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._most, self._gpu = num_layers, Backoff()
+        self._fewest, self._host = 0, Backoff()
+        self._forms = Backoff()
+
+    def refuse_more_than(self, gpu_layers: int, step: int) -> int:
+        """The GPU has no memory for more; returns the step from which on they may be tried."""
+        self._most = gpu_layers
+        return self._gpu.fail(step)
+
+    def refuse_fewer_than(self, gpu_layers: int, step: int) -> int:
+        """The host has no memory for the rest; returns the step from which on it may be tried."""
+        self._fewest = gpu_layers
+        self._forms.fail(step)
+        return self._host.fail(step)
+
+    def refuse_forms(self, step: int) -> int:
+        """A layer could not change its form; returns the step from which on one may be tried."""
+        return self._forms.fail(step)
+
+    def allows_forms(self, step: int) -> bool:
+        """Whether layers on the CPU may change their form at this step."""
+        return self._forms.is_over(step)
+
+    def within(self, fitting: Bounds, step: int) -> Bounds:
+        """Of the numbers that fit, those that may be tried at this step."""
+        if not self._gpu.is_over(step):
+            fitting = replace(fitting, max_gpu_layers=min(fitting.max_gpu_layers, self._most))
+        if not self._host.is_over(step):
+            fitting = replace(fitting, min_gpu_layers=max(fitting.min_gpu_layers, self._fewest))
+        return fitting
