@@ -117,14 +117,7 @@ def initialize(
     Registration.was_used = True
     show_lines()
     avoid_cpu_communication_build()
-    for lock in find_locks():
-        if lock.is_stale and os.environ.get("RANK", "0") == "0":
-            logger.warning(
-                "%s is %.0f minutes old: a start of DeepSpeed that compiles the extension there "
-                "waits for it for ever; delete it unless another process compiles right now",
-                lock.path,
-                lock.seconds / 60,
-            )
+    _warn_of_stale_locks()
     keywords: dict[str, Any] = {
         "args": args, "model": model, "optimizer": optimizer,
         "model_parameters": model_parameters, "training_data": training_data,
@@ -148,18 +141,7 @@ def initialize(
     if deepspeed.initialize is initialize:
         _trainers.install()  # it was imported after register()
     if optimizer is None and not _names_optimizer(loaded):
-        reason = "no optimizer was given"
-        if isinstance(model, torch.nn.Module) and model in _evaluated:
-            _evaluated.discard(model)
-            loaded = _for_evaluation(loaded)
-            reason = "the Trainer evaluates before it trains"
-        keywords["config"] = _without_training(loaded, section, reason)
-        keywords["config_params"] = None
-        tell_of_plain_engine(reason)
-        untrained = _deepspeed_initialize(**keywords)
-        if isinstance(model, torch.nn.Module):
-            _untrained[model] = weakref.ref(untrained[0])
-        return untrained  # type: ignore[return-value]
+        return _initialize_untrained(loaded, section, keywords)
     keywords = checked_arguments(keywords)
     check_config(
         loaded, batches_elsewhere=section.batch_sizes is not None or section.plan is not None
@@ -181,6 +163,13 @@ def initialize(
     if section.batch_sizes is not None:
         keywords["config"] = _with_unequal_batches(loaded, section.batch_sizes)
         keywords["config_params"] = None
+    return _build(loaded, section, keywords)
+
+
+def _build(
+    loaded: Mapping[str, Any], section: HyTrainConfig, keywords: Mapping[str, Any]
+) -> tuple[Any, Any, Any, Any]:
+    """DeepSpeed's initialize with this project's engine; its errors say what to change."""
     try:
         with engine_class(partial(HyTrainEngine, section)):
             return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
@@ -191,6 +180,35 @@ def initialize(
         if explained is None:
             raise
         raise explained from None
+
+
+def _initialize_untrained(
+    loaded: dict[str, Any], section: HyTrainConfig, keywords: dict[str, Any]
+) -> tuple[Any, Any, Any, Any]:
+    """Plain DeepSpeed's engine of a model that gets no optimizer."""
+    model, reason = keywords["model"], "no optimizer was given"
+    is_module = isinstance(model, torch.nn.Module)
+    if is_module and model in _evaluated:
+        _evaluated.discard(model)
+        loaded = _for_evaluation(loaded)
+        reason = "the Trainer evaluates before it trains"
+    config = _without_training(loaded, section, reason)
+    tell_of_plain_engine(reason)
+    untrained = _deepspeed_initialize(**(keywords | {"config": config, "config_params": None}))
+    if is_module:
+        _untrained[model] = weakref.ref(untrained[0])
+    return untrained  # type: ignore[return-value]
+
+
+def _warn_of_stale_locks() -> None:
+    for lock in find_locks():
+        if lock.is_stale and os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "%s is %.0f minutes old: a start of DeepSpeed that compiles the extension there "
+                "waits for it for ever; delete it unless another process compiles right now",
+                lock.path,
+                lock.seconds / 60,
+            )
 
 
 def _given_config(args: Any, *named: Any) -> Any:

@@ -145,8 +145,8 @@ def _load(file: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
-    form, ranks, section = asked.form, len(asked.sections), asked.sections[0]
-    gpus, host, shares_host = _memory(arguments, ranks)
+    form, ranks = asked.form, len(asked.sections)
+    memory = _memory(arguments, ranks)
     if arguments.seq is not None:
         try:
             check_length(
@@ -156,37 +156,12 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
             asked.warnings.append(f"Warning: {error}")
 
     def begins_on(rank: int) -> Begins:
-        inputs = _block_inputs(arguments, asked, rank)
+        return _begins(arguments, asked, rank, memory)
 
-        def begins(
-            section: HyTrainConfig, form: TrainingForm, ranks: int, has_inputs: bool
-        ) -> Decision:
-            sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks, rank=rank)
-            counted = inputs if has_inputs else _Inputs()
-            solver = section.solver
-            if counted.on_host > solver.host_activation_bytes:
-                update = {"host_activation_bytes": counted.on_host}
-                section = section.model_copy(update={"solver": solver.model_copy(update=update)})
-            return first_decision(
-                section,
-                sizes,
-                gpus[rank],
-                host // ranks,
-                counted.on_gpu,
-                shares_host=shares_host,
-            )
-
-        return begins
-
-    samples = [
-        _samples_at_once(one, form, each, ranks) if arguments.seq else 0
-        for each, one in enumerate(asked.sections)
-    ]
-    differ = gpus, section.shard_fractions or (), samples, [s.activations for s in asked.sections]
-    is_alike = all(len({*each}) <= 1 for each in differ)
+    is_alike = _are_alike(arguments, asked, memory.gpus)
     numbers = [arguments.rank or 0] if is_alike else range(ranks)
     begun = {each: begins_on(each)(asked.sections[each], form, ranks, True) for each in numbers}
-    short = [each for each, found in begun.items() if not has_room(section, found)]
+    short = [each for each, found in begun.items() if not has_room(asked.sections[0], found)]
     rank = arguments.rank
     if rank is None:
         rank = short[0] if short else 0  # whose reason is what is asked for
@@ -204,17 +179,53 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
         words = [*asked.warnings, *asked.words(rank).splitlines()]
         result = {"verdict": verdict, "words": words, "advice": advice}
         result |= {"parameters": sum(sizes.parameters)} | decision_json(decision, lambda _: None)
-        result |= (
-            {"tokens": inputs.tokens, "block_input_bytes": inputs.size} if inputs.tokens else {}
-        )
+        if inputs.tokens:
+            result |= {"tokens": inputs.tokens, "block_input_bytes": inputs.size}
         print(json.dumps(result, indent=2))
     else:
-        text = [verdict, *asked.warnings, *_assumed(arguments, gpus[rank], host // ranks)]
-        text.append(model_text(*told, is_muon=form.is_muon))
+        assumed = _assumed(arguments, memory.gpus[rank], memory.host // ranks)
+        text = [verdict, *asked.warnings, *assumed, model_text(*told, is_muon=form.is_muon)]
         ends = [asked.words(rank)] if arguments.verbose else []
         ends += [_inputs_words(inputs, section)] if inputs.tokens else []
         print(fold("\n".join([*text, *(["", *ends] if ends else [])])))
     return 1 if short else 0
+
+
+def _begins(arguments: argparse.Namespace, asked: _Asked, rank: int, memory: _Memory) -> Begins:
+    """What decides how a rank would begin, also with another section or another form."""
+    inputs = _block_inputs(arguments, asked, rank)
+
+    def begins(
+        section: HyTrainConfig, form: TrainingForm, ranks: int, has_inputs: bool
+    ) -> Decision:
+        sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks, rank=rank)
+        counted = inputs if has_inputs else _Inputs()
+        solver = section.solver
+        if counted.on_host > solver.host_activation_bytes:
+            update = {"host_activation_bytes": counted.on_host}
+            section = section.model_copy(update={"solver": solver.model_copy(update=update)})
+        return first_decision(
+            section,
+            sizes,
+            memory.gpus[rank],
+            memory.host // ranks,
+            counted.on_gpu,
+            shares_host=memory.shares_host,
+        )
+
+    return begins
+
+
+def _are_alike(arguments: argparse.Namespace, asked: _Asked, gpus: list[int | None]) -> bool:
+    """Whether what is said of one rank holds for all."""
+    ranks = len(asked.sections)
+    samples = [
+        _samples_at_once(section, asked.form, rank, ranks) if arguments.seq else 0
+        for rank, section in enumerate(asked.sections)
+    ]
+    shares = asked.sections[0].shard_fractions or ()
+    differ = gpus, shares, samples, [section.activations for section in asked.sections]
+    return all(len({*each}) <= 1 for each in differ)
 
 
 def _of_ranks(verdict: str, short: list[int], rank: int, ranks: int) -> str:
@@ -302,8 +313,18 @@ def _assumed(arguments: argparse.Namespace, gpu: int | None, host: int) -> list[
     return [f"Assumed, since not given: {'; '.join(assumed)}."] if assumed else []
 
 
-def _memory(arguments: argparse.Namespace, ranks: int) -> tuple[list[int | None], int, bool]:
-    """Each rank's GPU and the host, in bytes; whether the GPU's are the host's."""
+class _Memory(NamedTuple):
+    """Bytes."""
+
+    gpus: list[int | None]
+    """Each rank's; None: no limit."""
+    host: int
+    """All ranks'."""
+    shares_host: bool
+    """Whether the GPU's memory is the host's."""
+
+
+def _memory(arguments: argparse.Namespace, ranks: int) -> _Memory:
     shares_host = False
     if arguments.gpu_memory is not None:
         gpus: list[int | None] = [int(gib * _GIB) for gib in arguments.gpu_memory]
@@ -314,4 +335,4 @@ def _memory(arguments: argparse.Namespace, ranks: int) -> tuple[list[int | None]
     host = available_host_bytes()
     if arguments.host_memory is not None:
         host = int(arguments.host_memory * _GIB)
-    return gpus, host, shares_host
+    return _Memory(gpus, host, shares_host)

@@ -211,23 +211,12 @@ def _add_hosts(group: Any) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     # Imported here: `hytrain --help` should not wait for numpy.
     from hytrain.formats.plan_file import write_plan
-    from hytrain.formats.profile_file import MOST_SAMPLES
     from hytrain.tools.infeasible import Infeasible
-    from hytrain.tools.planner import plan_report
     from hytrain.tools.planner.plan import beside_micro_batch_major, make_plan
     from hytrain.tools.planner.profile_problem import problem_from
     from hytrain.tools.planner.result import plan_file
 
-    if arguments.batch is None:
-        message = "plan needs --batch: the samples of a step, all ranks together"
-        if arguments.gpus and not arguments.model:
-            message += "; and --model, a transformers config.json, to plan from data sheets"
-        raise ConfigError(message)
-    if arguments.batch > MOST_SAMPLES:
-        raise ConfigError(
-            f"--batch {arguments.batch}: at most {MOST_SAMPLES} samples are planned for: plan a "
-            "part of the batch; each rank's share of the whole is the same"
-        )
+    _check_batch(arguments)
     _check_files(arguments)
     config = read_deepspeed(arguments)
     profile, is_estimated = profile_of(arguments, config)
@@ -249,32 +238,59 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         replaced = ", in place of an earlier plan" if arguments.out.is_file() else ""
         write_plan(arguments.out, plan_file(problem, plan))
-    host, speed = profile.hosts[0], options.interconnect
+    subject = problem, plan, without
     if arguments.json:
-        record = plan_report.plan_json(problem, plan, without)
-        head: dict[str, Any] = {"estimated": is_estimated}
-        if options.master != FP32:
-            head["host_master"] = options.master if problem.late else FP32
-        if is_estimated:
-            names = ("cores", "memory_bytes", "bandwidth")
-            head["assumed"] = {name: getattr(host, name) for name in names} | {
-                "interconnect": speed
-            }
-        print(json.dumps(head | record, indent=2))
+        print(_as_json(*subject, options, profile.hosts[0] if is_estimated else None))
     else:
-        print(fold(plan_report.headline(problem, plan)))
-        if is_estimated:
-            print(fold(plan_report.trust_words(problem, plan)))
-            print(fold(assumed_words(arguments, config, profile, options)))
-        if options.master != FP32:
-            how = "split, too, and updated after backward" if problem.late else "whole"
-            print(f"Split master weights: those of layers on the CPU are {how}.")
-        print()
-        print(fold(plan_report.plan_text(problem, plan, without)))
+        given = arguments, config, profile, options
+        print(_as_text(*subject, options, assumed_words(*given) if is_estimated else ""))
     if arguments.out is not None:
         sys.stdout.flush()
         print(f"plan: {arguments.out}{replaced}", file=sys.stderr)
     return 0
+
+
+def _as_json(problem: Any, plan: Any, without: Any, options: Any, assumed: Any) -> str:
+    """The plan for other programs; ``assumed``: the host of a profile that was never measured."""
+    from hytrain.tools.planner import plan_report
+
+    head: dict[str, Any] = {"estimated": assumed is not None}
+    if options.master != FP32:
+        head["host_master"] = options.master if problem.late else FP32
+    if assumed is not None:
+        names = ("cores", "memory_bytes", "bandwidth")
+        head["assumed"] = {name: getattr(assumed, name) for name in names} | {
+            "interconnect": options.interconnect
+        }
+    return json.dumps(head | plan_report.plan_json(problem, plan, without), indent=2)
+
+
+def _as_text(problem: Any, plan: Any, without: Any, options: Any, assumed: str) -> str:
+    """The plan for people; ``assumed``: what a profile that was never measured assumes."""
+    from hytrain.tools.planner import plan_report
+
+    lines = [plan_report.headline(problem, plan)]
+    lines += [plan_report.trust_words(problem, plan), assumed] if assumed else []
+    if options.master != FP32:
+        how = "split, too, and updated after backward" if problem.late else "whole"
+        lines.append(f"Split master weights: those of layers on the CPU are {how}.")
+    lines += ["", plan_report.plan_text(problem, plan, without)]
+    return "\n".join(fold(line) for line in lines)
+
+
+def _check_batch(arguments: argparse.Namespace) -> None:
+    from hytrain.formats.profile_file import MOST_SAMPLES
+
+    if arguments.batch is None:
+        message = "plan needs --batch: the samples of a step, all ranks together"
+        if arguments.gpus and not arguments.model:
+            message += "; and --model, a transformers config.json, to plan from data sheets"
+        raise ConfigError(message)
+    if arguments.batch > MOST_SAMPLES:
+        raise ConfigError(
+            f"--batch {arguments.batch}: at most {MOST_SAMPLES} samples are planned for: plan a "
+            "part of the batch; each rank's share of the whole is the same"
+        )
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
