@@ -156,6 +156,11 @@ class Rank:
         for layer, is_on_cpu in zip(layers, self._is_on_cpu, strict=True):
             self.gpu_update_seconds += 0.0 if is_on_cpu else layer.gpu_update
 
+    @property
+    def late_layers(self) -> int:
+        """How many layers the CPU updates after the decision."""
+        return len(self._late)
+
     def final_alone(self) -> list[float]:
         """When each layer's gradient is final before a decision at 0; this rank alone decides."""
         found: list[float] = []

@@ -256,7 +256,7 @@ def _as_json(problem: Any, plan: Any, without: Any, options: Any, assumed: Any) 
 
     head: dict[str, Any] = {"estimated": assumed is not None}
     if options.master != FP32:
-        head["host_master"] = options.master if problem.late else FP32
+        head["late_layers"] = plan.late_layers
     if assumed is not None:
         names = ("cores", "memory_bytes", "bandwidth")
         head["assumed"] = {name: getattr(assumed, name) for name in names} | {
@@ -272,10 +272,28 @@ def _as_text(problem: Any, plan: Any, without: Any, options: Any, assumed: str) 
     lines = [plan_report.headline(problem, plan)]
     lines += [plan_report.trust_words(problem, plan), assumed] if assumed else []
     if options.master != FP32:
-        how = "split, too, and updated after backward" if problem.late else "whole"
-        lines.append(f"Split master weights: those of layers on the CPU are {how}.")
+        lines.append(_split_words(problem, plan))
     lines += ["", plan_report.plan_text(problem, plan, without)]
     return "\n".join(fold(line) for line in lines)
+
+
+def _split_words(problem: Any, plan: Any) -> str:
+    """Which master weights of layers on the CPU are split."""
+    if not any(plan.late_layers):
+        return "Split master weights: those of layers on the CPU are whole."
+    counts = {
+        number: f"{late} of {problem.model.num_updates - rank.gpu_layers}"
+        for number, (rank, late) in enumerate(zip(plan.ranks, plan.late_layers, strict=True))
+        if late
+    }
+    if len(counts) == len(plan.ranks) and len(set(counts.values())) == 1:
+        which = f"the last {counts[0]}"
+    else:
+        which = ", ".join(f"the last {words} of rank {rank}" for rank, words in counts.items())
+    return (
+        f"Split master weights: of layers on the CPU those of {which} are split, too, and updated "
+        "after backward: the host has no room for whole ones."
+    )
 
 
 def _check_batch(arguments: argparse.Namespace) -> None:

@@ -123,7 +123,7 @@ class _Remedies:
             master = change.master
             options = replace(self._options, master=master, **change.options)
             # The search may take seconds to find nothing, and there are many changes.
-            if lacks_memory(problem_from(profile, replace(options, host_master=master))):
+            if lacks_memory(problem_from(profile, options)):
                 continue
             _, plan = planned(profile, options)
             if not isinstance(plan, Infeasible):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from hytrain.errors import ConfigError
-from hytrain.formats.moment_kinds import FP32
 from hytrain.tools.cli.arguments import DTYPES, given_flags
 from hytrain.tools.cli.plan_options import moments_of
 
@@ -66,22 +64,8 @@ def profile_of(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tupl
 
 
 def planned(profile: Any, options: Any) -> tuple[Any, Any]:
-    """The problem, and its plan or what it lacks.
-
-    Training keeps as many split master weights whole on the CPU as the host has room for. Where it
-    has no room for all, the plan is the faster one of two, with all of them whole and all split.
-    """
-    from hytrain.tools.infeasible import Infeasible
+    """The problem, and its plan or what it lacks."""
     from hytrain.tools.planner.plan import make_plan_without_spare
     from hytrain.tools.planner.profile_problem import problem_from
 
-    problem = problem_from(profile, options)
-    whole = make_plan_without_spare(problem)
-    if options.master == FP32 or problem.hosts_hold_all_state:
-        return whole
-    other = replace(options, host_master=options.master)
-    split = make_plan_without_spare(problem_from(profile, other))
-    plans = whole[1], split[1]
-    if isinstance(plans[0], Infeasible) or isinstance(plans[1], Infeasible):
-        return split  # which takes less
-    return whole if plans[0].predicted_seconds <= plans[1].predicted_seconds else split
+    return make_plan_without_spare(problem_from(profile, options))

@@ -9,15 +9,18 @@ memory every gather begins with a copy of each rank's part from there: all wait 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from hytrain.cost.simulate import Collectives as LayerCollectives
 from hytrain.cost.simulate import Rank, first_on_gpu, simulate
 from hytrain.cost.step import Launches, LayerCosts, StepCosts, clipped_passes
+from hytrain.formats.moment_kinds import MASTER_BYTES, SPLIT_BYTES
 from hytrain.formats.policies import LAYER_MAJOR
 from hytrain.tools.planner.allocation import Share
-from hytrain.tools.planner.cluster import GpuProfile
+from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import Workload
 from hytrain.tools.planner.layer_seconds import (
     Collectives,
@@ -79,10 +82,11 @@ class PlannedStep:
         self._ranks: list[Rank] = []
         rates = _worker_rates(problem, shares)
         rows = zip(problem.cluster.ranks, workloads, shares, passes, rates, strict=True)
-        for (_, gpu), work, share, own, rate in rows:
-            key = (id(gpu), work, share, own, rate)
+        for (host, gpu), work, share, own, rate in rows:
+            late_from = _first_late_layers(problem, host, work, share.fraction)
+            key = (id(gpu), work, share, own, rate, late_from)
             if key not in kinds:
-                kinds[key] = _rank(problem, gpu, work, share, own, rate)
+                kinds[key] = _rank(problem, gpu, work, share, own, rate, late_from)
             self._ranks.append(kinds[key])
         self._shares = shares
 
@@ -102,6 +106,11 @@ class PlannedStep:
             kinds = {pair: _placed(*pair) for pair in dict.fromkeys(pairs)}
             ranks = list(kinds.values())
         return simulate(list(dict.fromkeys(ranks)), self._collectives, share)
+
+    @property
+    def late_layers(self) -> tuple[int, ...]:
+        """Of each rank, how many layers the CPU updates when the step's outcome is known."""
+        return tuple(rank.late_layers for rank in self._ranks)
 
     def worthwhile_layers(self, most: Sequence[int]) -> list[int]:
         """GPU layers with which each rank's updates delay the step least.
@@ -220,6 +229,26 @@ def _worker_rates(problem: PlanProblem, shares: Sequence[Share]) -> list[float]:
     return rates
 
 
+def _first_late_layers(
+    problem: PlanProblem, host: Host, work: Workload, fraction: float
+) -> tuple[int, ...]:
+    """For 0..L GPU layers, the first one with split master weights on the CPU; () if none may be.
+
+    As training has it, a rank's part of its host being as large as each other's.
+    """
+    if not problem.splits_master:
+        return ()
+    sizes = [fraction * size for size in problem.model.update_sizes]
+    before = list(accumulate(sizes, initial=0.0))
+    part = host.memory_bytes / len(host.gpus)
+    taken = work.offloaded + problem.host_weight_bytes * before[-1]
+    if_whole = [(MASTER_BYTES - SPLIT_BYTES) * size for size in before]
+    rooms = [part - taken - problem.host_state_bytes * (before[-1] - gone) for gone in before]
+    return tuple(
+        max(k, bisect_right(if_whole, if_whole[k] + room) - 1) for k, room in enumerate(rooms)
+    )
+
+
 def _rank(
     problem: PlanProblem,
     gpu: GpuProfile,
@@ -227,6 +256,7 @@ def _rank(
     share: Share,
     passes: _Passes,
     rate: float,
+    late_from: tuple[int, ...],
 ) -> Rank:
     model = problem.model
 
@@ -255,7 +285,6 @@ def _rank(
     layers = (layer(model.block_size, is_block=True),) * model.num_layers
     layers = (layer(before, is_block=False),) * (before > 0) + layers
     layers += (layer(after, is_block=False),) * (after > 0)
-    late_from = (0,) * (len(layers) + 1) if problem.late else ()
     costs = StepCosts(layers, between=passes.middle, late_from=late_from)
     places = first_on_gpu(share.gpu_layers, len(layers))
     launches = step_launches(problem, gpu, work, share.fraction)

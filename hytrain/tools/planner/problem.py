@@ -133,8 +133,9 @@ class PlanProblem:
             rank makes one micro-batch), and waits for the CPU's updates.
         sequence_ranks: how many share each sequence; ``batch`` counts as many parts a sample.
         exchange_ms: of a layer's attention, each way; its times have it already.
-        late: updates on the CPU begin when the step's outcome is known, as master weights are split
-            there.
+        splits_master: master weights are split on the GPU, and on the CPU those of as few layers
+            as a rank's part of its host asks for, whose updates begin when the step's outcome is
+            known. ``host_state_bytes`` are of split ones.
     """
 
     cluster: Cluster
@@ -153,7 +154,7 @@ class PlanProblem:
     keeps_gradients: bool = True
     sequence_ranks: int = 1
     exchange_ms: Table = FREE
-    late: bool = False
+    splits_master: bool = False
 
     @property
     def needs_rounds(self) -> bool:
@@ -197,12 +198,6 @@ class PlanProblem:
     def host_weight_bytes(self) -> float:
         """Bytes of host memory a parameter of a rank's shard, whatever is updated where."""
         return self.model.weight_bytes if self.offload_param else 0.0
-
-    @property
-    def hosts_hold_all_state(self) -> bool:
-        """Whether hosts together have memory for the state of all parameters."""
-        each = self.host_state_bytes + self.host_weight_bytes
-        return each * self.model.parameters <= sum(x.memory_bytes for x in self.cluster.hosts)
 
     @property
     def written_bytes(self) -> int:

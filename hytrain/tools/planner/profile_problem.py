@@ -85,8 +85,7 @@ class PlanOptions:
         sequence_ranks: how many share each sequence.
         exchanged_bytes: of a sample in a layer: queries, keys, values, and attention's output.
         reduced: bytes of a gradient while ranks reduce it, over those that are kept.
-        master: how master weights of layers on the GPU are kept, and with ``host_master`` of those
-            on the CPU.
+        master: how master weights are kept ("hytrain.master").
     """
 
     batch: int
@@ -104,7 +103,6 @@ class PlanOptions:
     exchanged_bytes: float = 0.0
     reduced: float = 1.0
     master: MasterName = FP32
-    host_master: MasterName = FP32
 
 
 def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
@@ -124,7 +122,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
             f"{options.memory_fraction}"
         )
     itemsize = ITEMSIZE[model.dtype]
-    host_state = state_bytes_each(model.moments, options.host_master)
+    state = state_bytes_each(model.moments, options.master)
     return PlanProblem(
         cluster=_cluster(profile, options),
         model=Model(
@@ -142,18 +140,18 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
         batch=degree * options.batch,
         stage=options.stage,
         activations=options.activations,
-        gpu_state_bytes=state_bytes_each(model.moments, options.master),
-        host_state_bytes=host_state + itemsize,
+        gpu_state_bytes=state,
+        host_state_bytes=state + itemsize,
         # commit_then_preview reads and writes the state, reads two gradients and writes the copy;
         # a gradient comes from the GPU and a copy goes there.
-        update_bytes=2 * host_state + 5 * itemsize,
+        update_bytes=2 * state_bytes_each(model.moments, FP32) + 5 * itemsize,
         gradient_bytes=itemsize,
         allow_idle=options.allow_idle,
         clipped_share=options.clipped_share,
         offload_param=options.offload_param,
         sequence_ranks=degree,
         exchange_ms=exchange,
-        late=options.host_master == SPLIT,
+        splits_master=options.master == SPLIT,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from hytrain.formats.moment_kinds import MASTER_BYTES, SPLIT_BYTES
 from hytrain.formats.plan_file import VERSION, PlanFile, PlannedModel, PlannedRank, Predicted
 from hytrain.formats.policies import LAYER_MAJOR, Accumulation
 from hytrain.tools.infeasible import Infeasible
@@ -57,6 +58,8 @@ class Plan:
         even: whether all shards are equal.
         unclipped_seconds: a step that is not clipped, simulated (planned_step.py).
         clipped_seconds: one that is.
+        late_layers: of each rank, how many of those on the CPU are updated when the step's outcome
+            is known: their master weights are split there as well.
         other_mode: what it was chosen over; None where there was no choice, or each rank has its
             own.
     """
@@ -69,6 +72,7 @@ class Plan:
     unclipped_seconds: float
     clipped_seconds: float
     clipped_share: float
+    late_layers: tuple[int, ...] = ()
     other_mode: OtherMode | None = None
 
     @property
@@ -188,10 +192,14 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
     shares = _more_gpu_layers(problem, found, steps)
     steps = PlannedStep(problem, found.workloads, shares, even=found.even)
     ranks: list[PlannedRank] = []
-    bounds = _bounds(problem, found.workloads, shares)
-    rows = zip(problem.cluster.ranks, found.workloads, shares, bounds, strict=True)
-    for (host, gpu), work, share, by_limit in rows:
+    bounds, late = _bounds(problem, found.workloads, shares), steps.late_layers
+    rows = zip(problem.cluster.ranks, found.workloads, shares, late, bounds, strict=True)
+    for (host, gpu), work, share, split, by_limit in rows:
         on_gpu, on_cpu = parts(problem, share)
+        held = host_bytes(problem, on_gpu, on_cpu, work.offloaded)
+        if problem.splits_master:
+            last = sum(problem.model.update_sizes[problem.model.num_updates - split :])
+            held += (MASTER_BYTES - SPLIT_BYTES) * (on_cpu - share.fraction * last)
         ranks.append(
             PlannedRank(
                 host=host.name,
@@ -205,7 +213,7 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
                 gpu_layers=share.gpu_layers,
                 step_seconds=max(by_limit.values()),
                 gpu_bytes=_whole(gpu_bytes(problem, gpu, work, on_gpu, on_cpu)),
-                host_bytes=_whole(host_bytes(problem, on_gpu, on_cpu, work.offloaded)),
+                host_bytes=_whole(held),
                 limit=_limit(by_limit, work.fetching(on_gpu + on_cpu)),
             )
         )
@@ -219,6 +227,7 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
         unclipped_seconds=max(least, steps.seconds(clipped_share=0.0)),
         clipped_seconds=max(least, steps.seconds(clipped_share=1.0)),
         clipped_share=problem.clipped_share,
+        late_layers=late,
     )
 
 

@@ -229,3 +229,24 @@ def test_the_table_says_what_clipping_costs_where_it_does() -> None:
     )
     same = replace(plan, clipped_seconds=1.005 * plan.unclipped_seconds)
     assert "clipped" not in plan_text(poor, same)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_as_few_layers_are_late_as_the_hosts_memory_asks_for(ranks: int) -> None:
+    """Two bytes a parameter more for a whole master weight on the CPU; equal parts of the host."""
+    given = problem(*[gpu(2.0)] * ranks, rate=1e9, clipped_share=1.0)
+    workloads, shares = works(given, *[1] * ranks), [Share(1.0 / ranks, 1)] * ranks
+    whole, on_cpu = PlannedStep(given, workloads, shares, even=True), LAYERS - 1
+    assert whole.late_layers == (0,) * ranks
+    size = 50_000_000
+    for late in range(on_cpu + 1):
+        memory = 12 * on_cpu * size + 2 * (on_cpu - late) * size
+        (host,) = given.cluster.hosts
+        cluster = replace(given.cluster, hosts=(replace(host, memory_bytes=memory),))
+        split = replace(given, cluster=cluster, splits_master=True, host_state_bytes=12)
+        steps = PlannedStep(split, workloads, shares, even=True)
+        assert steps.late_layers == (late,) * ranks
+        if late == 0:
+            assert steps.seconds() == whole.seconds()
+    # An update that begins after backward is waited for, here; before, backward hides a part.
+    assert steps.seconds() > whole.seconds()
