@@ -8,7 +8,6 @@ time, which the library of that name does not do.
 from __future__ import annotations
 
 import json
-import mmap
 import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from hytrain.checkpoint.stored_files import StoredFiles
 from hytrain.checkpoint.summed_files import SummingFile, sync_names
 from hytrain.checkpoint.universal import CheckpointPaths, no_parameters, unpack_tensor
 from hytrain.errors import CheckpointError, DamagedCheckpointError
+from hytrain.kernels.host_memory import host_copy
 from hytrain.model.partition import in_buckets
 
 SAFETENSORS = "model.safetensors"
@@ -158,11 +158,8 @@ def _from_copy(name: str, copy: torch.Tensor, dtype: torch.dtype | None) -> Stor
 
 
 def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Pages of its own, which the system has again when it is freed: of tensors up to 32 MiB that
-    # come and go, malloc's heap may keep as many bytes as all of them have.
-    num_bytes = tensor.numel() * dtype.itemsize
-    memory = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
-    return memory.view(dtype).reshape(tensor.shape).copy_(tensor)
+    # In pages of its own: of tensors that come and go malloc would keep as much as the model has.
+    return host_copy(tensor, dtype, purpose="a weight that is written")
 
 
 def write_safetensors(model: StoredModel, folder: Path, max_bytes: int) -> list[Path]:
