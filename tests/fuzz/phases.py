@@ -180,6 +180,8 @@ def _changed(
     pieces = rng.choice((0, 1, 2, 3, 4)) if model.tiled != "none" else 1
     cut = None
     must_be_most = case.ranks > 1 and (model.tiled == "reentrant" or is_by_layer)
+    # Documented: what is committed as gradients come cannot be taken back.
+    must_be_most |= case.is_direct and model.tiled == "reentrant"
     if must_be_most and model.tiled != "none":
         # Blocks that are left out may end layer-major steps: what comes then is a first one again.
         is_first = is_fresh or (is_by_layer and any(any(rank) for rank in step.skip))
