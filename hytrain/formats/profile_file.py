@@ -170,11 +170,10 @@ class UpdateLaunches(Record):
     """Each layer that is updated on the CPU: its hooks, the hand-over of its gradient, the next
     forward's wait for its weights so far as they are there."""
 
-    passes_ms: float = Field(ge=0.0, default=0.0)
-    """Each step, in its passes, whatever is updated where; 0 in profiles that did not measure it
-    (before November 24, 2026, 17:00 UTC, as with :attr:`gpu_layer_passes_ms`)."""
+    passes_ms: float = Field(ge=0.0)
+    """Each step, in its passes, whatever is updated where."""
 
-    gpu_layer_passes_ms: float = Field(ge=0.0, default=0.0)
+    gpu_layer_passes_ms: float = Field(ge=0.0)
     """Each layer that is updated on the GPU, in the passes: its hooks, the hand-over of its
     gradient."""
 
@@ -223,13 +222,9 @@ class DeviceProfile(Record):
     """By which launching took longer in some seconds of the profile than in others, nothing beside
     it, as a share; launch-bound steps may do so, too. None where no size waits for launches."""
 
-    update_launch_ms: float | None = Field(ge=0.0, default=None)
-    """Of the host, to launch the update of one layer on the GPU with a norm and a launch of its
-    own, which none has any more: read from profiles of November 24, 2026, no longer measured."""
-
     update_launches: UpdateLaunches | None = None
-    """Of the host, to launch a step's updates; None where it was not measured: plans then go by
-    :attr:`update_launch_ms`, which counts too much where layers are small."""
+    """Of the host, to launch a step's updates; None where it was not measured (no GPU, data
+    sheets): plans then count no launches."""
 
     measured: AwareDatetime
     settings: str = ""
@@ -255,7 +250,7 @@ class UpdateRate(Record):
 
     in_training: float | None = Field(gt=0.0, default=None)
     """With a training's copies and launching thread beside it; None where it was not measured (data
-    sheets, profiles before November 22, 2026)."""
+    sheets)."""
 
 
 class HostProfile(Record):

@@ -110,6 +110,8 @@ def test_profile(factor: float) -> None:
                     launch_ms=0.1 * factor,
                     gpu_layer_ms=0.1 * factor,
                     cpu_layer_ms=0.1 * factor,
+                    passes_ms=0.1 * factor,
+                    gpu_layer_passes_ms=0.1 * factor,
                 ),
                 "layer": tuple(
                     type(row)(

@@ -24,7 +24,6 @@ from hytrain.formats.profile_file import (
     OutsideSample,
     ProfiledModel,
     ProfileFile,
-    UpdateLaunches,
 )
 from hytrain.tools.planner.cluster import (
     UNEVEN_FACTOR,
@@ -250,22 +249,15 @@ def gpu_profile(
 
 def _launches(device: DeviceProfile, *, shares: bool) -> LaunchTimes | None:
     rows = [row for row in device.layer if row.launch_ms is not None]
-    if not rows:
+    if not rows or device.update_launches is None:
         return None
     outside = [row for row in device.outside if row.launch_ms is not None]
     is_known = any(row.device_ms is not None for row in rows)
-    # An older profile has one number of updates, or none.
-    older = UpdateLaunches(
-        gpu_step_ms=0.0,
-        launch_ms=0.0,
-        gpu_layer_ms=device.update_launch_ms or 0.0,
-        cpu_layer_ms=0.0,
-    )
     return LaunchTimes(
         layer_ms=times(rows, lambda row: row.launch_ms or 0.0),
         outside_ms=times(outside, lambda row: row.launch_ms or 0.0) if outside else FREE,
         slowdown=device.launch_slowdown or 1.0,
-        updates=UpdateLaunchTimes(device.update_launches or older, shares=shares),
+        updates=UpdateLaunchTimes(device.update_launches, shares=shares),
         layer_device_ms=times(rows, _device_ms) if is_known else None,
         outside_device_ms=times(outside, _device_ms) if is_known and outside else None,
         spread=device.launch_spread or 0.0,

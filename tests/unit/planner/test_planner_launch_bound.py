@@ -99,7 +99,14 @@ def profile_of(cell: dict[str, Any]) -> ProfileFile:
         update_rate=parameters / block["gpu_update"],
         copies=CopyRates(**copies),
         launch_slowdown=max(1.0, _compute(on_cpu) / _compute(on_gpu)),
-        update_launch_ms=1e3 * max(0.0, on_gpu["tail"] - on_cpu["tail"]) / layers,
+        update_launches=UpdateLaunches(
+            gpu_step_ms=0.0,
+            launch_ms=0.0,
+            gpu_layer_ms=1e3 * max(0.0, on_gpu["tail"] - on_cpu["tail"]) / layers,
+            cpu_layer_ms=0.0,
+            passes_ms=0.0,
+            gpu_layer_passes_ms=0.0,
+        ),
         measured=DAY,
     )
     host = HostProfile(
@@ -133,7 +140,7 @@ _COPIES = {
 
 def added(**milliseconds: float) -> UpdateLaunchTimes:
     """What training adds to launches; nothing but what is given."""
-    none = dict.fromkeys(("gpu_step_ms", "launch_ms", "gpu_layer_ms", "cpu_layer_ms"), 0.0)
+    none = dict.fromkeys(UpdateLaunches.model_fields, 0.0)
     return UpdateLaunchTimes(UpdateLaunches(**none | milliseconds))
 
 
@@ -336,27 +343,3 @@ def test_launches_of_updates_are_counted_as_training_groups_layers() -> None:
     # Of 24 Mi in all the first two layers are too many for the first launch, unless ranks share.
     assert found(times, 24 << 20).on_gpu[-1] == pytest.approx(0.125)
     assert found(times, 24 << 20, 0.5).on_gpu[-1] == pytest.approx(0.115)
-
-
-def test_an_older_profile_counts_a_launch_for_each_layer() -> None:
-    made = profile_of(CELLS["0.37B/4x512/16"])
-    (device,) = made.devices
-    assert device.update_launches is None
-    assert device.update_launch_ms is not None
-    launches = problem_of("0.37B/4x512/16").cluster.ranks[0][1].launches
-    assert launches is not None
-    assert launches.updates.on_gpu([1] * 26)[-1] == pytest.approx(26 * device.update_launch_ms)
-
-
-def test_a_profile_without_what_the_passes_take_counts_updates_alone() -> None:
-    made = profile_of(CELLS["0.37B/4x512/16"])
-    (device,) = made.devices
-    older = {"gpu_step_ms": 0.1, "launch_ms": 0.02, "gpu_layer_ms": 0.01, "cpu_layer_ms": 0.05}
-    record = json.loads(made.model_copy(update={"devices": (device,)}).model_dump_json())
-    record["devices"][0]["update_launches"] = older
-    read = ProfileFile.model_validate_json(json.dumps(record))
-    options = PlanOptions(batch=1, gpu_reserve=lambda total: 0, host_reserve=lambda total: 0)
-    launches = problem_from(read, options).cluster.ranks[0][1].launches
-    assert launches is not None
-    assert launches.updates.in_passes(10, 4) == pytest.approx(4 * 0.05)
-    assert launches.updates.on_gpu([1])[-1] == pytest.approx(0.13)

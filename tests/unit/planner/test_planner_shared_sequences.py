@@ -10,7 +10,7 @@ from planner_clusters import planned
 from support.plan_profiles import GIB, MIB, a_device, a_profile, collectives
 
 from hytrain.formats.policies import Activations
-from hytrain.formats.profile_file import ProfileFile
+from hytrain.formats.profile_file import ProfileFile, UpdateLaunches
 from hytrain.tools.infeasible import Infeasible
 from hytrain.tools.planner.cost_model import Collectives, peaks, workload
 from hytrain.tools.planner.plan import make_plan_without_spare
@@ -118,7 +118,8 @@ def test_less_than_a_sample_that_was_measured() -> None:
     gpu = problem(steep, 4, exchanged_bytes=0.0).cluster.hosts[0].gpus[0]
     assert gpu.forward_ms.at(1) == pytest.approx(0.7 / 4)
     launched = [row.model_copy(update={"launch_ms": 2.0 + row.samples}) for row in device.layer]
-    host = device.model_copy(update={"layer": tuple(launched)})
+    updates = UpdateLaunches(**dict.fromkeys(UpdateLaunches.model_fields, 0.0))
+    host = device.model_copy(update={"layer": tuple(launched), "update_launches": updates})
     gpu = problem(a_profile("one", *[host] * 4), 4).cluster.hosts[0].gpus[0]
     assert gpu.launches is not None
     assert gpu.launches.layer_ms.at(1) == 3.0  # the host launches as many kernels

@@ -192,7 +192,7 @@ def test_all_but_the_engine_itself_is_in_a_profiled_step() -> None:
     assert {name for name in missing if not name.startswith(AROUND)} == set()
 
 
-NONE = {"gpu_step_ms": 0.0, "launch_ms": 0.0, "gpu_layer_ms": 0.0, "cpu_layer_ms": 0.0}
+NONE = dict.fromkeys(UpdateLaunches.model_fields, 0.0)
 
 
 @pytest.mark.usefixtures("_unmeasured", "process_group")
