@@ -108,7 +108,9 @@ def read_text(path: Path, what: str) -> str:
 def parse_record(
     kind: type[_File], version: int, text: str, path: Path, *, what: str, remedy: str
 ) -> _File:
-    """A file's text as the record that it holds, of a version; ``remedy``: of another one.
+    """A file's text as the record that it holds.
+
+    ``version``: that it must have; ``remedy``: for people, where it has another, or other keys.
 
     Raises:
         PlanError: no JSON, another file or version, or values that the record refuses.
@@ -122,7 +124,10 @@ def parse_record(
             f"the {what} {path} has version {str(found)[:40]}, this hytrain reads {version}: "
             f"{remedy}"
         )
-    return checked(kind, values, f"the {what} {path}")
+    # An unreleased version of the same number may have had other keys.
+    return checked(
+        kind, values, f"the {what} {path}", lambda words: PlanError(f"{words}: {remedy}")
+    )
 
 
 @contextmanager

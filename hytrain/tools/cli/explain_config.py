@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,9 +156,7 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
         except ConfigError as error:
             asked.warnings.append(f"Warning: {error}")
 
-    def begins_on(rank: int) -> Begins:
-        return _begins(arguments, asked, rank, memory)
-
+    begins_on = partial(_begins, arguments, asked, memory)
     is_alike = _are_alike(arguments, asked, memory.gpus)
     numbers = [arguments.rank or 0] if is_alike else range(ranks)
     begun = {each: begins_on(each)(asked.sections[each], form, ranks, True) for each in numbers}
@@ -191,7 +190,7 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
     return 1 if short else 0
 
 
-def _begins(arguments: argparse.Namespace, asked: _Asked, rank: int, memory: _Memory) -> Begins:
+def _begins(arguments: argparse.Namespace, asked: _Asked, memory: _Memory, rank: int) -> Begins:
     """What decides how a rank would begin, also with another section or another form."""
     inputs = _block_inputs(arguments, asked, rank)
 

@@ -238,19 +238,19 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         replaced = ", in place of an earlier plan" if arguments.out.is_file() else ""
         write_plan(arguments.out, plan_file(problem, plan))
-    subject = problem, plan, without
+    subject = problem, plan, without, options
     if arguments.json:
-        print(_as_json(*subject, options, profile.hosts[0] if is_estimated else None))
+        print(_as_json(*subject, assumed=profile.hosts[0] if is_estimated else None))
     else:
-        given = arguments, config, profile, options
-        print(_as_text(*subject, options, assumed_words(*given) if is_estimated else ""))
+        words = assumed_words(arguments, config, profile, options) if is_estimated else ""
+        print(_as_text(*subject, assumed=words))
     if arguments.out is not None:
         sys.stdout.flush()
         print(f"plan: {arguments.out}{replaced}", file=sys.stderr)
     return 0
 
 
-def _as_json(problem: Any, plan: Any, without: Any, options: Any, assumed: Any) -> str:
+def _as_json(problem: Any, plan: Any, without: Any, options: Any, *, assumed: Any) -> str:
     """The plan for other programs; ``assumed``: the host of a profile that was never measured."""
     from hytrain.tools.planner import plan_report
 
@@ -265,7 +265,7 @@ def _as_json(problem: Any, plan: Any, without: Any, options: Any, assumed: Any) 
     return json.dumps(head | plan_report.plan_json(problem, plan, without), indent=2)
 
 
-def _as_text(problem: Any, plan: Any, without: Any, options: Any, assumed: str) -> str:
+def _as_text(problem: Any, plan: Any, without: Any, options: Any, *, assumed: str) -> str:
     """The plan for people; ``assumed``: what a profile that was never measured assumes."""
     from hytrain.tools.planner import plan_report
 
