@@ -3,11 +3,13 @@
     python experiments/weak_scaling/run.py --gpus 4 --sizes 4,1,2 --out DIR
     python experiments/weak_scaling/run.py --gpus 4 --sizes 2,4 --out DIR --model llama-8b \
         --batch 2 --seq 4096 --checkpointing --systems forward_backward hytrain fsdp2
+    python experiments/weak_scaling/run.py --gpus 2 --sizes 2 --account --gpu-fraction 1 --out DIR
     python experiments/weak_scaling/run.py --gpus 2 --sizes 2,1 --out DIR --device cpu --model toy
 
 Each system and number of GPUs is a job of its own, one after another, since they share the host. A
 GPU has the same cores in all of them. hytrain comes first at every size, so that a run which is cut
 short has the claim. Forward and backward alone: each rank by itself, no collective, no update.
+--account says where the time goes that hytrain's steps take more than that (account.py).
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--settle", default=24, type=int, help="hytrain's steps before the timed ones: k is solved")
     add("--warmup", default=3, type=int, help="the other systems' steps before the timed ones")
     add("--steps", default=4, type=int, help="steps of each of the two timed windows")
+    add("--account", action="store_true", help="where steps of several GPUs go, and nothing else")
     options = parser.parse_args(arguments)
     if max(options.sizes) > options.gpus:
         parser.error(f"--sizes has {max(options.sizes)}, --gpus is {options.gpus}")
@@ -73,10 +76,13 @@ def is_ours(name: str) -> bool:
 
 def jobs(options: argparse.Namespace) -> list[Json]:
     """hytrain at every size, then the others."""
+    worker = "experiments.common.bench"
+    if options.account:
+        options.systems, worker = ["hytrain"], "experiments.weak_scaling.account"
     ordered = sorted(options.systems, key=lambda name: not is_ours(name))
     return [
         {
-            **{"label": f"{name} on {size}", "worker": "experiments.common.bench", "ranks": size},
+            **{"label": f"{name} on {size}", "worker": worker, "ranks": size},
             **{"clip": 1.0, "gpu_fraction": options.gpu_fraction},
             **{"accumulation": options.accumulation, "windows": 2, "steps": options.steps},
             # Ranks step together, so that the number of steps until k has settled must be given.
@@ -100,7 +106,9 @@ def rows(result: Json) -> list[Json]:
     found: list[Json] = []
     for record in result["jobs"]:
         row: Json = {"system": record["label"].split(" on ")[0], "gpus": record["job"]["ranks"]}
-        if record["status"] == records.OK:
+        if record["status"] == records.OK and record["job"]["worker"].endswith("account"):
+            row |= _account_row(record["ranks"])
+        elif record["status"] == records.OK:
             timed, ranks = report.timed_row(record), record["ranks"]
             row |= {"step_s": timed["step_s"], "window_s": timed["window_s"]}
             samples = sum(rank["samples"] for rank in ranks)
@@ -122,13 +130,22 @@ def rows(result: Json) -> list[Json]:
     return sorted(found, key=lambda row: (row["system"], row["gpus"]))
 
 
+def _account_row(ranks: Sequence[Json]) -> Json:
+    """Of the rank whose windows are longest over forward and backward alone."""
+    rank = max(ranks, key=lambda one: one["over"])
+    found = rank.get("account", {})
+    causes = {f"{cause}_ms": took for cause, took in found.get("causes", {}).items()}
+    more = {f"{name}_ms": short(took) for name, took in found.items() if name != "causes"}
+    return {"over_forward_backward": short(rank["over"], 3), **more, **causes}
+
+
 def claims(rows: Sequence[Json]) -> list[Claim]:
     """Weak scaling of hytrain; the others' times are reported beside it."""
     found: list[Claim] = []
     for row in rows:
         of_run = [each for each in rows if each.get("run") == row.get("run")]
         where = f"{row.get('run', '')}: {row['system']} on {row['gpus']} GPUs"
-        if is_ours(row["system"]) and row["gpus"] > 1:
+        if is_ours(row["system"]) and row["gpus"] > 1 and "step_s" in row:
             text = f"{where}: weak scaling"
             found.append(Claim(text, row.get("weak_scaling"), EFFICIENCY, at_least=True))
         elif not is_ours(row["system"]):

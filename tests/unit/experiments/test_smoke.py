@@ -92,6 +92,15 @@ def test_a_toy(experiment: str, tmp_path: Path) -> None:
         }
 
 
+def test_an_account_of_several_gpus(tmp_path: Path) -> None:
+    options = ("--gpus", "2", "--sizes", "2", "--account", "--gpu-fraction", "1")
+    result = run(tmp_path, "weak_scaling/run.py", *TOY, *options)
+    rows, claims = command.of("weak_scaling")
+    (row,) = rows(result)
+    assert row["over_forward_backward"] > 0
+    assert not claims(rows(result))
+
+
 def test_a_shared_sequence_is_exact(tmp_path: Path) -> None:
     options = ("--part", "exact", "--device", "cpu", "--model", "toy", "--seq", "64")
     run(tmp_path, "long_context/run.py", *options, "--host-gib", "5")
