@@ -110,6 +110,15 @@ struct Vec {
     static Bits where_nan(Reg x, Bits a, Bits b) {
         return pick(_mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)), a, b);
     }
+    static bool has_nan(Reg a, Reg b) {
+        return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0;
+    }
+    // A register of which the lower halves are at one address, the upper ones at the other.
+    static Bits load_halves(const void* low, const void* high) {
+        const __m128i lower = load_128(low);
+        const __m128i upper = load_128(high);
+        return _mm256_set_m128i(_mm_unpackhi_epi16(lower, upper), _mm_unpacklo_epi16(lower, upper));
+    }
     static void store_halves(void* low, void* high, Bits a) {
         store_128<false>(low, pack_halves(bits_and(a, set_bits(0xFFFFU))));
         store_128<false>(high, pack_halves(_mm256_srli_epi32(a, 16)));
@@ -172,7 +181,7 @@ struct Vec {
     }
     // A NaN is as good as never there, and each number checked for it takes two operations more.
     static __m256i to_bf16(Reg first, Reg second) {
-        if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(first, second, _CMP_UNORD_Q)), 0)) {
+        if (__builtin_expect(has_nan(first, second), 0)) {
             return pack_halves(to_bf16(first), to_bf16(second));
         }
         return pack_halves(number_to_bf16(first), number_to_bf16(second));

@@ -49,7 +49,11 @@ struct Vec {
     template <bool kStream, std::size_t kCount>
     static void store_bf16(void* address, const Reg* values) {
         char* to = static_cast<char*>(address);
-        if (__builtin_expect(any_nan<kCount>(values), 0)) {
+        bool any_nan = false;
+        for (std::size_t j = 0; j < kCount; j += 2) {
+            any_nan |= has_nan(values[j], values[j + 1 < kCount ? j + 1 : j]);
+        }
+        if (__builtin_expect(any_nan, 0)) {
             for (std::size_t j = 0; j < kCount; ++j) {
                 store_256<kStream>(to + j * sizeof(__m256i), to_bf16(values[j]));
             }
@@ -112,6 +116,15 @@ struct Vec {
     static Bits where_nan(Reg x, Bits a, Bits b) {
         return _mm512_mask_mov_epi32(b, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), a);
     }
+    static bool has_nan(Reg a, Reg b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0; }
+    // A register of which the lower halves are at one address, the upper ones at the other.
+    static Bits load_halves(const void* low, const void* high) {
+        const __m512i index =
+            _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
+                             38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        return _mm512_permutex2var_epi16(_mm512_castsi256_si512(load_256(low)), index,
+                                         _mm512_castsi256_si512(load_256(high)));
+    }
     static void store_halves(void* low, void* high, Bits a) {
         store_256<false>(low, _mm512_cvtepi32_epi16(a));
         store_256<false>(high, upper_words(a));
@@ -152,15 +165,6 @@ struct Vec {
         } else {
             _mm256_storeu_si256(static_cast<__m256i*>(address), value);
         }
-    }
-    template <std::size_t kCount>
-    static bool any_nan(const Reg* values) {
-        unsigned lanes = 0;
-        for (std::size_t j = 0; j < kCount; j += 2) {
-            const Reg next = values[j + 1 < kCount ? j + 1 : j];
-            lanes |= _mm512_cmp_ps_mask(values[j], next, _CMP_UNORD_Q);
-        }
-        return lanes != 0;
     }
     // Round to nearest even on the bits: of what is no NaN, and with a NaN kept and made quiet.
     static Bits nearest_even(Bits bits) {

@@ -39,14 +39,25 @@ struct In {
     }
 };
 
-// Both halves of split weights, as SplitWeights in hytrain/adam.h says.
+// Both halves of split weights, for kCount registers, as SplitWeights in hytrain/adam.h says.
 constexpr std::uint32_t kSign = 0x80000000U;
 constexpr std::uint32_t kSplitHalf = 0x8000U;
-HYTRAIN_INLINE Bits split_halves(Reg value) {
-    const Bits bits = Vec::bits_of(value);
-    const Bits quiet = Vec::set_bits(0x7FC00000U + kSplitHalf);
-    const Bits nan = Vec::pick(Vec::set_bits(kSign), bits, quiet);
-    return Vec::where_nan(value, nan, Vec::bits_add(bits, Vec::set_bits(kSplitHalf)));
+template <std::size_t kCount>
+HYTRAIN_INLINE void split_halves(const Reg* values, Bits* halves) {
+    bool has_nan = false;  // as good as never: one check for two registers
+    for (std::size_t j = 0; j < kCount; j += 2) {
+        has_nan |= Vec::has_nan(values[j], values[j + 1 < kCount ? j + 1 : j]);
+    }
+    for (std::size_t j = 0; j < kCount; ++j) {
+        halves[j] = Vec::bits_add(Vec::bits_of(values[j]), Vec::set_bits(kSplitHalf));
+    }
+    if (__builtin_expect(has_nan, 0)) {
+        const Bits quiet = Vec::set_bits(0x7FC00000U + kSplitHalf);
+        for (std::size_t j = 0; j < kCount; ++j) {
+            const Bits nan = Vec::pick(Vec::set_bits(kSign), Vec::bits_of(values[j]), quiet);
+            halves[j] = Vec::where_nan(values[j], nan, halves[j]);
+        }
+    }
 }
 
 struct NoOut {
@@ -67,10 +78,11 @@ struct Out {
         if constexpr (kType == DType::kBFloat16) {
             Vec::template store_bf16<kStream, kCount>(address, values);
         } else if constexpr (kType == DType::kBFloat16Away) {
+            Bits halves[kCount];
             Reg rounded[kCount];  // which leaves nothing to be rounded by the store
+            split_halves<kCount>(values, halves);
             for (std::size_t j = 0; j < kCount; ++j) {
-                const Bits upper = Vec::bits_and(split_halves(values[j]), Vec::set_bits(~0xFFFFU));
-                rounded[j] = Vec::from_bits(upper);
+                rounded[j] = Vec::from_bits(Vec::bits_and(halves[j], Vec::set_bits(~0xFFFFU)));
             }
             Vec::template store_bf16<kStream, kCount>(address, rounded);
         } else {
@@ -300,7 +312,7 @@ struct Moved {
         M::load(r, i, m, v);
         for (std::size_t j = 0; j < M::kVectors; ++j) {
             const std::size_t at = i + j * kLanes;
-            const NewMoments moved = step_moments({p.load(at), m[j], v[j]}, G::load(g, at), c);
+            const NewMoments moved = step_moments({p[j], m[j], v[j]}, G::load(g, at), c);
             m[j] = moved.m;
             v[j] = moved.v;
         }
@@ -318,14 +330,14 @@ struct Moved {
 template <class G, class P, class M>
 HYTRAIN_INLINE void commit_unit(const P& p, const MomentRange& r, const void* g, std::size_t i,
                                 const Constants& c) {
-    Moved<G, M> u(p, r, g, i, c);
+    const typename P::template Unit<M::kVectors> old_p(p, i);
+    Moved<G, M> u(old_p, r, g, i, c);
     u.begin(r, i);
     for_each_group<M>([&](std::size_t first, auto byte) HYTRAIN_INLINE_BODY {
         Reg new_p[M::kTogether];
         for (std::size_t j = 0; j < M::kTogether; ++j) {
-            const std::size_t at = i + (first + j) * kLanes;
             const Reg root = Vec::sqrt(u.v[first + j]);
-            new_p[j] = step_weights(p.load(at), u.m[first + j], root, c);
+            new_p[j] = step_weights(old_p[first + j], u.m[first + j], root, c);
         }
         p.template store<M::kTogether>(i + first * kLanes, new_p);
         u.template put<byte>(r, i, first);

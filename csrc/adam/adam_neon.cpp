@@ -93,6 +93,13 @@ struct Vec {
     }
     // Bits of a where x is a NaN, else of b.
     static Bits where_nan(Reg x, Bits a, Bits b) { return vbslq_u32(vceqq_f32(x, x), b, a); }
+    static bool has_nan(Reg a, Reg b) {
+        return vminvq_u32(vandq_u32(vceqq_f32(a, a), vceqq_f32(b, b))) == 0;
+    }
+    // A register of which the lower halves are at one address, the upper ones at the other.
+    static Bits load_halves(const void* low, const void* high) {
+        return vorrq_u32(vshll_n_u16(load_64(high), 16), vmovl_u16(load_64(low)));
+    }
     static void store_halves(void* low, void* high, Bits a) {
         vst1_u16(static_cast<std::uint16_t*>(low), vmovn_u32(a));
         vst1_u16(static_cast<std::uint16_t*>(high), vshrn_n_u32(a, 16));

@@ -138,6 +138,11 @@ struct Vec {
     static Bits rounded_halves(Bits a, Bits b, Bits random) {
         return (rounded(a, random & 0xFFFFU) >> 16) | (rounded(b, random >> 16) & 0xFFFF0000U);
     }
+    static bool has_nan(Reg a, Reg b) { return std::isnan(a) || std::isnan(b); }
+    static Bits load_halves(const void* low, const void* high) {
+        const std::uint32_t upper = load_bits<std::uint16_t>(high);
+        return upper << 16 | load_bits<std::uint16_t>(low);
+    }
     static void store_halves(void* low, void* high, Bits a) {
         store_bits(low, static_cast<std::uint16_t>(a));
         store_bits(high, static_cast<std::uint16_t>(a >> 16));

@@ -45,7 +45,8 @@ HYTRAIN_INLINE void both_unit(float* p, const MomentRange& r, const void* before
         roots<M>(pending.v, pending_root);
     }
     prefetch_run<sizeof(float), M::kUnit>(p, i + ahead);
-    Moved<G, M> u(WholeWeights<NoOut>{p, nullptr}, r, before, i, c_before);
+    const typename WholeWeights<NoOut>::template Unit<kVectors> old_p({p, nullptr}, i);
+    Moved<G, M> u(old_p, r, before, i, c_before);
     prefetch_run<G::kBytes, M::kUnit>(before, i + ahead);
     if constexpr (kHasPending) {
         quotients<M>(pending.m, pending_root, c_now, pending_quotient);

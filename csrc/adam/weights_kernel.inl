@@ -1,7 +1,7 @@
 // Where commit has master weights from and where it leaves them; included by adam_kernel.inl.
 //
 // A kind is a type with
-//   load           the weights of one register at element i
+//   Unit           the weights of a unit, by register
 //   store          kCount registers of new weights, side by side, and their outgoing copy
 //   prefetch_unit  asks for what a unit's loads will need
 //   Padding        the same for the last elements of a range, on the stack
@@ -12,7 +12,13 @@ struct WholeWeights {
     float* p;
     void* w;
 
-    HYTRAIN_INLINE Reg load(std::size_t i) const { return Vec::load_f32(p + i); }
+    // Read at each use: from the cache, which takes no registers.
+    template <std::size_t>
+    struct Unit {
+        const float* p;
+        HYTRAIN_INLINE Unit(const WholeWeights& of, std::size_t i) : p(of.p + i) {}
+        HYTRAIN_INLINE Reg operator[](std::size_t j) const { return Vec::load_f32(p + j * kLanes); }
+    };
     template <std::size_t kCount>
     HYTRAIN_INLINE void store(std::size_t i, const Reg* values) const {
         for (std::size_t j = 0; j < kCount; ++j) {
@@ -44,23 +50,33 @@ struct WholeWeights {
 struct HalvedWeights {
     SplitRange r;
 
+    // Made once.
+    template <std::size_t kCount>
+    struct Unit {
+        Reg p[kCount];
+        HYTRAIN_INLINE Unit(const HalvedWeights& of, std::size_t i) {
+            for (std::size_t j = 0; j < kCount; ++j) {
+                p[j] = of.load(i + j * kLanes);
+            }
+        }
+        HYTRAIN_INLINE Reg operator[](std::size_t j) const { return p[j]; }
+    };
     HYTRAIN_INLINE Reg load(std::size_t i) const {
-        const Bits copy = Vec::bits_of(Vec::load_bf16(r.copy + 2 * i));
-        const Bits low = Vec::bits_of(Vec::load_bf16(r.remainder + 2 * i));
-        const Bits both = Vec::bits_add(copy, Vec::template shift_right<16>(low));
+        const Bits both = Vec::load_halves(r.remainder + 2 * i, r.copy + 2 * i);
         const Bits magnitude = Vec::bits_and(both, Vec::set_bits(~kSign));
         const Bits least = Vec::bits_max(magnitude, Vec::set_bits(kSplitHalf));
         const Bits bits = Vec::bits_add(least, Vec::set_bits(0U - kSplitHalf));
-        return Vec::from_bits(Vec::pick(Vec::set_bits(kSign), copy, bits));
+        return Vec::from_bits(Vec::pick(Vec::set_bits(kSign), both, bits));
     }
     template <std::size_t kCount>
     HYTRAIN_INLINE void store(std::size_t i, const Reg* values) const {
+        Bits halves[kCount];
+        split_halves<kCount>(values, halves);
         if constexpr (kCount == 1) {
-            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, split_halves(values[0]));
+            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, halves[0]);
         } else {
             static_assert(kCount == 2, "registers are stored alone or in pairs");
-            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, split_halves(values[0]),
-                              split_halves(values[1]));
+            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, halves[0], halves[1]);
         }
     }
     template <std::size_t kUnit>
