@@ -112,6 +112,26 @@ def test_a_zero_beside_any_remainder_stays_next_to_zero(isa: str) -> None:
         assert torch.equal(bits(split_weights.join(after, rest)), bits(joined))
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_nan_stays_in_its_element(isa: str, kind: torch.dtype) -> None:
+    """Looked for in two registers at a time: in each place of both. Rounded as a number, this one
+    would become a zero."""
+    cpu_adam.set_isa(isa)
+    for place in range(32):
+        p, n = weights_of(192), 192
+        gradient = gradient_of(n, 1, torch.float32)
+        bits(gradient.tensor)[64 + place] = 0x7FFFFFFF
+        copy, remainder = halves(p)
+        moments = [zero_moment(kind, n) for _ in range(4)]
+        commit(p, moments[0], moments[1], gradient, rounding=ROUNDING)
+        commit_split(copy, remainder, moments[2], moments[3], gradient, rounding=ROUNDING)
+        joined, others = split_weights.join(copy, remainder), torch.arange(n) != 64 + place
+        assert torch.equal(bits(joined)[others], bits(p)[others])
+        assert joined.isnan().nonzero().flatten().tolist() == [64 + place]
+        assert copy.isnan().nonzero().flatten().tolist() == [64 + place]
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_step_is_that_of_whole_weights(isa: str, kind: torch.dtype) -> None:
