@@ -61,13 +61,6 @@ struct HalvedWeights {
         }
         HYTRAIN_INLINE Reg operator[](std::size_t j) const { return p[j]; }
     };
-    HYTRAIN_INLINE Reg load(std::size_t i) const {
-        const Bits both = Vec::load_halves(r.remainder + 2 * i, r.copy + 2 * i);
-        const Bits magnitude = Vec::bits_and(both, Vec::set_bits(~kSign));
-        const Bits least = Vec::bits_max(magnitude, Vec::set_bits(kSplitHalf));
-        const Bits bits = Vec::bits_add(least, Vec::set_bits(0U - kSplitHalf));
-        return Vec::from_bits(Vec::pick(Vec::set_bits(kSign), both, bits));
-    }
     template <std::size_t kCount>
     HYTRAIN_INLINE void store(std::size_t i, const Reg* values) const {
         Bits halves[kCount];
@@ -99,4 +92,13 @@ struct HalvedWeights {
             remainder.write(of.r.remainder, i, count, 2);
         }
     };
+
+   private:
+    HYTRAIN_INLINE Reg load(std::size_t i) const {
+        const Bits both = Vec::load_halves(r.remainder + 2 * i, r.copy + 2 * i);
+        const Bits magnitude = Vec::bits_and(both, Vec::set_bits(~kSign));
+        const Bits least = Vec::bits_max(magnitude, Vec::set_bits(kSplitHalf));
+        const Bits bits = Vec::bits_add(least, Vec::set_bits(0U - kSplitHalf));
+        return Vec::from_bits(Vec::pick(Vec::set_bits(kSign), both, bits));
+    }
 };

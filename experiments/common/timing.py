@@ -50,13 +50,14 @@ class Stepper:
         batches = [next(self._batches) for _ in range(self._accumulation)]
         self._losses.append(self.system.step(batches))
 
-    def timed_step(self) -> float:
-        """One step with a wait before and after it."""
+    def timed_step(self, steps: int = 1) -> float:
+        """Seconds a step, with a wait before the first and after the last."""
         synchronize(self.device)
         begin = time.perf_counter()
-        self.step()
+        for _ in range(steps):
+            self.step()
         synchronize(self.device)
-        return time.perf_counter() - begin
+        return (time.perf_counter() - begin) / steps
 
     def losses(self) -> list[float]:
         """Reads the losses; waits for the GPU."""

@@ -7,7 +7,6 @@ does it, and the share of its steps in which the GPU has a kernel is computed fr
 from __future__ import annotations
 
 import functools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +66,6 @@ def _busy(profiler: Any) -> float | None:
     return covered / (stop - begin) if kernels else None
 
 
-def _timed(stepper: Stepper, steps: int) -> float:
-    """Seconds a step."""
-    synchronize(stepper.device)
-    begin = time.perf_counter()
-    for _ in range(steps):
-        stepper.step()
-    synchronize(stepper.device)
-    return (time.perf_counter() - begin) / steps
-
-
 def _in_turns(system: Any, job: Json, plain: Stepper) -> dict[str, list[float]]:
     """Seconds a step of the run as it is and of its variants, a window each, several times."""
     seconds: dict[str, list[float]] = {}
@@ -89,8 +78,8 @@ def _in_turns(system: Any, job: Json, plain: Stepper) -> dict[str, list[float]]:
             if (factor := variant.get("batch_factor", 1)) > 1:
                 larger = build_batches({**job, "batch": job["batch"] * factor})
                 stepper = Stepper(system, larger, plain.device)
-            _timed(stepper, SETTLING_STEPS)
-            seconds.setdefault(variant.get("label", ""), []).append(_timed(stepper, STEPS))
+            stepper.timed_step(SETTLING_STEPS)
+            seconds.setdefault(variant.get("label", ""), []).append(stepper.timed_step(STEPS))
     return seconds
 
 
@@ -109,7 +98,7 @@ def run(job: Json, recorder: Recorder) -> None:
     system = systems.build(job, functools.partial(build_model, job))
     stepper = Stepper(system, build_batches(job), job["device"])
     extra = steps + PLAIN_STEPS if job["system"] == "hytrain" else 0
-    _timed(stepper, job["first"] - 1 + extra)
+    stepper.timed_step(job["first"] - 1 + extra)
     busy = _profiled(stepper, steps, Path(files["profiler"]))
     recorder.put(busy=busy, files=files, seconds=_in_turns(system, job, stepper))
     system.drain()

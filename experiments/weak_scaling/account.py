@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +47,7 @@ def run(job: Json, recorder: Recorder) -> None:
     limit_memory(job)
     made: dict[str, Any] = {}
     for name in ("hytrain", systems.REFERENCE):
-        one = {**job, "system": name, "drops": True}
+        one = {**job, "system": name, "drops": True}  # as the reference is measured alone
         made[name] = systems.build(one, lambda dtype: make_model(job, dtype))
         recorder.reached(f"{name} is built")
     batches = build_batches(job, first=int(os.environ["RANK"]))
@@ -71,21 +70,16 @@ def run(job: Json, recorder: Recorder) -> None:
 
 
 def _window(stepper: Stepper, steps: int) -> float:
-    """Seconds a step, on a machine where nothing else runs."""
+    """Seconds a step; all ranks begin together."""
     synchronize(stepper.device)
     dist.barrier()
-    synchronize(stepper.device)
-    begin = time.perf_counter()
-    for _ in range(steps):
-        stepper.step()
-    synchronize(stepper.device)
-    return (time.perf_counter() - begin) / steps
+    return stepper.timed_step(steps)
 
 
 def _recorded(stepper: Stepper) -> list[Kernel]:
     _window(stepper, 2)
     dist.barrier()
-    synchronize(stepper.device)
+    synchronize(stepper.device)  # or the barrier's kernel would be recorded
     with profile(activities=[ProfilerActivity.CUDA]) as recording:
         for _ in range(STEPS):
             stepper.step()
@@ -110,26 +104,7 @@ def account(ours: Sequence[Kernel], alone: Sequence[Kernel], steps: int) -> Json
         "collectives": [k for k in ours if "nccl" in k.name.lower() and k.stream != compute],
         "updates": [k for k in ours if "adam" in k.name],
     }
-    calls: dict[str, list[int]] = defaultdict(list)
-    for kernel in alone:
-        calls[kernel.name].append(kernel.end - kernel.begin)
-    causes: Counter[str] = Counter()
-    seen: Counter[str] = Counter()
-    for kernel in ours:
-        if kernel.stream != compute:
-            continue
-        took, number = kernel.end - kernel.begin, seen[kernel.name]
-        seen[kernel.name] += 1
-        if "DtoD" in kernel.name:
-            causes["copies within the GPU"] += took
-        elif number < len(calls[kernel.name]):
-            causes[f"kernels {_company(kernel, beside)}"] += took - calls[kernel.name][number]
-        else:
-            causes["calls of its own"] += took
-    for name, durations in calls.items():
-        missing = durations[seen[name] :] if "DtoD" not in name else durations
-        key = "copies within the GPU" if "DtoD" in name else "calls of its own"
-        causes[key] -= sum(missing)
+    causes = _slower([k for k in ours if k.stream == compute], alone, beside)
     spans = {}
     for sign, kernels in ((1, ours), (-1, alone)):
         span = max(kernel.end for kernel in kernels) - kernels[0].begin
@@ -144,6 +119,28 @@ def account(ours: Sequence[Kernel], alone: Sequence[Kernel], steps: int) -> Json
         "causes": {name: round(scale * took, 3) for name, took in causes.most_common()},
         **{name: scale * sum(k.end - k.begin for k in each) for name, each in beside.items()},
     }
+
+
+def _slower(
+    ours: Sequence[Kernel], alone: Sequence[Kernel], beside: dict[str, list[Kernel]]
+) -> Counter[str]:
+    """What the kernels of a compute stream take more, call by call of the same name, ns."""
+    causes: Counter[str] = Counter()
+    calls: dict[str, deque[int]] = defaultdict(deque)
+    for kernel in alone:
+        calls[kernel.name].append(kernel.end - kernel.begin)
+    for kernel in ours:
+        took = kernel.end - kernel.begin
+        if "DtoD" in kernel.name:
+            causes["copies within the GPU"] += took
+        elif calls[kernel.name]:
+            causes[f"kernels {_company(kernel, beside)}"] += took - calls[kernel.name].popleft()
+        else:
+            causes["calls of its own"] += took
+    for name, others in calls.items():
+        cause = "copies within the GPU" if "DtoD" in name else "calls of its own"
+        causes[cause] -= sum(others)
+    return causes
 
 
 def _company(kernel: Kernel, beside: dict[str, list[Kernel]]) -> str:

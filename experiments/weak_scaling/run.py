@@ -39,6 +39,7 @@ SYSTEMS: dict[str, Json] = {
 state on the GPUs."""
 DEFAULT = ("hytrain", "zero2", "zero3")
 EFFICIENCY = 0.92
+ACCOUNT = "experiments.weak_scaling.account"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -76,13 +77,12 @@ def is_ours(name: str) -> bool:
 
 def jobs(options: argparse.Namespace) -> list[Json]:
     """hytrain at every size, then the others."""
-    worker = "experiments.common.bench"
-    if options.account:
-        options.systems, worker = ["hytrain"], "experiments.weak_scaling.account"
-    ordered = sorted(options.systems, key=lambda name: not is_ours(name))
+    systems = ["hytrain"] if options.account else options.systems
+    ordered = sorted(systems, key=lambda name: not is_ours(name))
     return [
         {
-            **{"label": f"{name} on {size}", "worker": worker, "ranks": size},
+            **{"label": f"{name} on {size}", "ranks": size},
+            **{"worker": ACCOUNT if options.account else "experiments.common.bench"},
             **{"clip": 1.0, "gpu_fraction": options.gpu_fraction},
             **{"accumulation": options.accumulation, "windows": 2, "steps": options.steps},
             # Ranks step together, so that the number of steps until k has settled must be given.
@@ -106,7 +106,7 @@ def rows(result: Json) -> list[Json]:
     found: list[Json] = []
     for record in result["jobs"]:
         row: Json = {"system": record["label"].split(" on ")[0], "gpus": record["job"]["ranks"]}
-        if record["status"] == records.OK and record["job"]["worker"].endswith("account"):
+        if record["status"] == records.OK and record["job"]["worker"] == ACCOUNT:
             row |= _account_row(record["ranks"])
         elif record["status"] == records.OK:
             timed, ranks = report.timed_row(record), record["ranks"]
