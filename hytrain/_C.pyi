@@ -61,7 +61,6 @@ def commit_split(
     moments: Moments,
     n: int,
     step: GradientStep,
-    new_copy: int,
     num_threads: int,
 ) -> None: ...
 def preview(
@@ -141,7 +140,7 @@ class Chunk:
         slot_class: int,
         weights_on_host: bool = False,
         runs: list[MomentRun] = ...,
-        copy_class: int = -1,
+        fetches_copy: bool = False,
     ) -> None: ...
 
 class StepRecord:

@@ -149,8 +149,7 @@ OutRange at(const Outgoing& out, std::size_t begin) {
 }
 
 SplitRange at(const SplitWeights& weights, std::size_t begin) {
-    return {static_cast<const char*>(weights.copy) + 2 * begin,
-            static_cast<char*>(weights.new_copy) + 2 * begin,
+    return {static_cast<char*>(weights.copy) + 2 * begin,
             reinterpret_cast<char*>(weights.remainder + begin)};
 }
 

@@ -45,8 +45,7 @@ struct OutRange {
 
 // Split master weights of a range: see SplitWeights in hytrain/adam.h.
 struct SplitRange {
-    const char* copy;
-    char* new_copy;
+    char* copy;
     char* remainder;
 };
 

@@ -66,10 +66,10 @@ struct HalvedWeights {
         Bits halves[kCount];
         split_halves<kCount>(values, halves);
         if constexpr (kCount == 1) {
-            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, halves[0]);
+            Vec::store_halves(r.remainder + 2 * i, r.copy + 2 * i, halves[0]);
         } else {
             static_assert(kCount == 2, "registers are stored alone or in pairs");
-            Vec::store_halves(r.remainder + 2 * i, r.new_copy + 2 * i, halves[0], halves[1]);
+            Vec::store_halves(r.remainder + 2 * i, r.copy + 2 * i, halves[0], halves[1]);
         }
     }
     template <std::size_t kUnit>
@@ -84,11 +84,10 @@ struct HalvedWeights {
         Padding(const HalvedWeights& of, std::size_t i, std::size_t count)
             : copy(of.r.copy, i, count, 2), remainder(of.r.remainder, i, count, 2) {}
         HalvedWeights weights() {
-            char* const c = reinterpret_cast<char*>(copy.data);
-            return {{c, c, reinterpret_cast<char*>(remainder.data)}};
+            return {{reinterpret_cast<char*>(copy.data), reinterpret_cast<char*>(remainder.data)}};
         }
         void write(const HalvedWeights& of, std::size_t i, std::size_t count) const {
-            copy.write(of.r.new_copy, i, count, 2);
+            copy.write(of.r.copy, i, count, 2);
             remainder.write(of.r.remainder, i, count, 2);
         }
     };

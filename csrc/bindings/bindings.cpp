@@ -107,14 +107,13 @@ void bind_adam_passes(py::module_& m) {
     m.def(
         "commit_split",
         [](Address copy, Address remainder, const Moments& moments, std::size_t n,
-           const GradientStep& step, Address new_copy, int num_threads) {
-            const hytrain::SplitWeights weights{pointer<const void>(copy),
-                                                pointer<std::uint16_t>(remainder),
-                                                pointer<void>(new_copy)};
+           const GradientStep& step, int num_threads) {
+            const hytrain::SplitWeights weights{pointer<void>(copy),
+                                                pointer<std::uint16_t>(remainder)};
             hytrain::adam_commit(weights, moments, n, step, num_threads);
         },
         py::arg("copy"), py::arg("remainder"), py::arg("moments"), py::arg("n"), py::arg("step"),
-        py::arg("new_copy"), py::arg("num_threads"), NoGil());
+        py::arg("num_threads"), NoGil());
     m.def(
         "preview",
         [](Address p, const Moments& moments, std::size_t n, const GradientStep& step,
@@ -221,7 +220,7 @@ void bind_offload_types(py::module_& m) {
     py::class_<Chunk>(m, "Chunk")
         .def(py::init([](std::size_t n, std::size_t shard_offset, Address weights,
                          DType weights_dtype, int group, int slot_class, bool weights_on_host,
-                         std::vector<MomentRun> runs, int copy_class) {
+                         std::vector<MomentRun> runs, bool fetches_copy) {
                  Chunk chunk;
                  chunk.n = n;
                  chunk.shard_offset = shard_offset;
@@ -231,13 +230,13 @@ void bind_offload_types(py::module_& m) {
                  chunk.slot_class = slot_class;
                  chunk.weights_on_host = weights_on_host;
                  chunk.runs = std::move(runs);
-                 chunk.copy_class = copy_class;
+                 chunk.fetches_copy = fetches_copy;
                  return chunk;
              }),
              py::kw_only(), py::arg("n"), py::arg("shard_offset"), py::arg("weights"),
              py::arg("weights_dtype"), py::arg("group"), py::arg("slot_class"),
              py::arg("weights_on_host") = false, py::arg("runs") = std::vector<MomentRun>(),
-             py::arg("copy_class") = -1);
+             py::arg("fetches_copy") = false);
     py::class_<StepRecord>(m, "StepRecord")
         .def(py::init([](float scale, std::vector<AdamHyper> hyper) {
                  return StepRecord{scale, std::move(hyper)};

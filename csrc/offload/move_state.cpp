@@ -100,8 +100,9 @@ void UpdateWorker::send_state(const Layer& layer, const Chunk& chunk, const Job&
         for (std::size_t at = 0; at < run.bytes; at += most) {
             const std::size_t bytes = std::min(most, run.bytes - at);
             delay();
-            const std::size_t buffer = take_outgoing();
-            pack(outgoing_.addresses[buffer], run.host_at(at), bytes, run.part, num_threads_);
+            const int buffer = take_outgoing();
+            pack(outgoing_.addresses[static_cast<std::size_t>(buffer)], run.host_at(at), bytes,
+                 run.part, num_threads_);
             send_outgoing(buffer, run.device + at, bytes, SpanKind::kStateToDevice);
         }
     }
@@ -118,18 +119,14 @@ void UpdateWorker::fetch_state(const Chunk& chunk, const Job& job) {
     for (const Run& run : found) {
         for (std::size_t at = 0; at < run.bytes; at += most) {
             const std::size_t bytes = std::min(most, run.bytes - at);
-            // All buffers are in flight: the next copy would overwrite the oldest piece before it
-            // has been copied to its place.
-            if (flying.size() == outgoing_.addresses.size()) {
+            // All buffers are in flight: the oldest piece is copied to its place first.
+            if (free_outgoing_.empty()) {
                 land_piece(flying.front());
                 flying.pop_front();
             }
             delay();
-            const std::size_t buffer = take_outgoing();
-            device_->record(outgoing_.begins[buffer], Lane::kToHost);
-            device_->copy(Lane::kToHost, outgoing_.addresses[buffer], run.device + at, bytes);
-            device_->record(outgoing_.ends[buffer], Lane::kToHost);
-            note(kToHostTask, "state", place_, outgoing_.ends[buffer]);
+            const int buffer = take_outgoing();
+            fetch_to(outgoing_, buffer, run.device + at, bytes, "state", place_);
             flying.push_back(StatePiece{buffer, run.host_at(at), bytes, run.part});
         }
     }
@@ -142,11 +139,12 @@ void UpdateWorker::fetch_state(const Chunk& chunk, const Job& job) {
 
 void UpdateWorker::land_piece(const StatePiece& piece) {
     // Without this wait the buffer would be read while the device still writes it.
-    wait_event(outgoing_.ends[piece.buffer]);
-    trace_copy(SpanKind::kStateToHost, place_, outgoing_.begins[piece.buffer],
-               outgoing_.ends[piece.buffer], static_cast<std::int64_t>(piece.bytes));
-    unpack(piece.destination, outgoing_.addresses[piece.buffer], piece.bytes, piece.part,
-           num_threads_);
+    const auto index = static_cast<std::size_t>(piece.buffer);
+    wait_event(outgoing_.ends[index]);
+    trace_copy(SpanKind::kStateToHost, place_, outgoing_.begins[index], outgoing_.ends[index],
+               static_cast<std::int64_t>(piece.bytes));
+    unpack(piece.destination, outgoing_.addresses[index], piece.bytes, piece.part, num_threads_);
+    free_outgoing_.push_back(piece.buffer);
 }
 
 }  // namespace hytrain

@@ -136,7 +136,7 @@ bool UpdateWorker::trace_sent() {
     for (std::size_t buffer = 0; buffer < outgoing_sent_.size(); ++buffer) {
         if (outgoing_sent_[buffer].bytes == 0) continue;
         if (device_->is_complete(outgoing_.ends[buffer])) {
-            account_sent(buffer);
+            account_sent(static_cast<int>(buffer));
         } else {
             flying = true;
         }

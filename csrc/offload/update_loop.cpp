@@ -161,7 +161,7 @@ bool UpdateWorker::issue_next() {
     work.chunk = fetching_chunk_;
     work.last = fetching_chunk_ + 1 == layer.chunks.size();
     // Every slot holds what a pass is still to read: no copy may go there yet.
-    if (!take_slots(chunk, work)) return false;
+    if (!take_memory(chunk, work)) return false;
     if (work.slot >= 0 || work.copy >= 0) {
         delay();
         fetch(layer, chunk, work);
@@ -172,23 +172,28 @@ bool UpdateWorker::issue_next() {
     return true;
 }
 
-// Slots for what the job fetches of a chunk, its gradient and its training copy: all, or none.
-bool UpdateWorker::take_slots(const Chunk& chunk, Work& work) {
+// Memory for what the job fetches of a chunk, its gradient and its training copy: all, or none.
+bool UpdateWorker::take_memory(const Chunk& chunk, Work& work) {
     const Pass pass = work.job->pass;
-    const auto free = [&](int slot_class) -> std::vector<int>& {
-        return slots_[static_cast<std::size_t>(slot_class)].free;
-    };
-    const bool gradient = fetches(pass), copy = reads_copy(pass) && chunk.copy_class >= 0;
-    if (gradient && free(chunk.slot_class).empty()) return false;
-    if (copy && free(chunk.copy_class).empty()) return false;
-    const auto take = [](std::vector<int>& slots) {
-        const int slot = slots.back();
+    const bool gradient = fetches(pass), copy = reads_copy(pass) && chunk.fetches_copy;
+    std::vector<int>& slots = slots_[static_cast<std::size_t>(chunk.slot_class)].free;
+    if (gradient && slots.empty()) return false;
+    if (copy && !can_take_outgoing()) return false;
+    if (gradient) {
+        work.slot = slots.back();
         slots.pop_back();
-        return slot;
-    };
-    if (gradient) work.slot = take(free(chunk.slot_class));
-    if (copy) work.copy = take(free(chunk.copy_class));
+    }
+    if (copy) work.copy = take_outgoing();
     return true;
+}
+
+// Whether a chunk may have an outgoing buffer before its turn. One is left: without it a chunk
+// before this one that writes its copy, or a move, would find none. And while there is something
+// else to do, the worker does not stand still for a buffer's earlier copy.
+bool UpdateWorker::can_take_outgoing() {
+    if (active_.empty()) return true;
+    if (free_outgoing_.size() < 2) return false;
+    return device_->is_complete(outgoing_.ends[static_cast<std::size_t>(free_outgoing_.front())]);
 }
 
 // Issues the copies of a chunk's gradient and training copy into their slots.
@@ -207,48 +212,42 @@ void UpdateWorker::fetch(const Layer& layer, const Chunk& chunk, const Work& wor
     const Place place{job.step, job.layer, static_cast<std::int32_t>(work.chunk)};
     if (work.slot >= 0) {
         const std::size_t size = size_of(layer.gradient_dtype);
-        fetch_to(chunk.slot_class, work.slot, job.gradient + chunk.shard_offset * size,
-                 chunk.n * size);
-        note(kToHostTask, "gradient", place, end_of(chunk.slot_class, work.slot));
+        fetch_to(slots_[static_cast<std::size_t>(chunk.slot_class)].slots, work.slot,
+                 job.gradient + chunk.shard_offset * size, chunk.n * size, "gradient", place);
     }
     if (work.copy >= 0) {
         // Needs no wait of its own. The copy's last writer, the step before, has been waited for by
         // this step's forward, and compute is behind that: kDirect's gradient event says so, and
         // kLate comes after the host has read the step's outcome.
-        fetch_to(chunk.copy_class, work.copy, chunk.weights,
-                 chunk.n * size_of(chunk.weights_dtype));
-        note(kToHostTask, "weights", place, end_of(chunk.copy_class, work.copy));
+        fetch_to(outgoing_, work.copy, chunk.weights, chunk.n * size_of(chunk.weights_dtype),
+                 "weights", place);
     }
     job_statistics_.issue_ns += now_ns() - begin;
 }
 
-void UpdateWorker::fetch_to(int slot_class, int slot, const void* from, std::size_t bytes) {
-    const Buffers& slots = slots_[static_cast<std::size_t>(slot_class)].slots;
-    const auto index = static_cast<std::size_t>(slot);
-    device_->record(slots.begins[index], Lane::kToHost);
-    device_->copy(Lane::kToHost, slots.addresses[index], from, bytes);
-    device_->record(slots.ends[index], Lane::kToHost);
+void UpdateWorker::fetch_to(const Buffers& buffers, int number, const void* from, std::size_t bytes,
+                            const char* what, const Place& place) {
+    const auto index = static_cast<std::size_t>(number);
+    device_->record(buffers.begins[index], Lane::kToHost);
+    device_->copy(Lane::kToHost, buffers.addresses[index], from, bytes);
+    device_->record(buffers.ends[index], Lane::kToHost);
+    note(kToHostTask, what, place, buffers.ends[index]);
 }
 
-EventHandle UpdateWorker::end_of(int slot_class, int slot) const {
-    return slots_[static_cast<std::size_t>(slot_class)].slots.ends[static_cast<std::size_t>(slot)];
-}
-
-// Waits for what was fetched: the kernel must not read a slot before the copy into it is done.
-void UpdateWorker::arrived(int slot_class, int slot, std::size_t num_bytes, SpanKind kind) {
-    const Buffers& slots = slots_[static_cast<std::size_t>(slot_class)].slots;
-    const auto index = static_cast<std::size_t>(slot);
+// Waits for what was fetched: the kernel must not read it before the copy is done.
+void UpdateWorker::arrived(const Buffers& buffers, int number, std::size_t num_bytes, SpanKind kind,
+                           std::int32_t slot) {
+    const auto index = static_cast<std::size_t>(number);
     waits_for_ = kind == SpanKind::kGradientToHost ? "its gradient's copy to the host"
                                                    : "its weights' copy to the host";
-    const std::int64_t waited = wait_event(slots.ends[index]);  // as said above
+    const std::int64_t waited = wait_event(buffers.ends[index]);  // as said above
     waits_for_ = nullptr;
     job_statistics_.wait_gradient_ns += waited;
     span_.wait_gradient_ns += waited;
-    job_statistics_.to_host_ns += device_->elapsed_ns(slots.begins[index], slots.ends[index]);
+    job_statistics_.to_host_ns += device_->elapsed_ns(buffers.begins[index], buffers.ends[index]);
     const auto bytes = static_cast<std::int64_t>(num_bytes);
     job_statistics_.to_host_bytes += bytes;
-    trace_copy(kind, place_, slots.begins[index], slots.ends[index], bytes,
-               slot_class << 16 | slot);
+    trace_copy(kind, place_, buffers.begins[index], buffers.ends[index], bytes, slot);
 }
 
 // Under mutex_. Takes over new pinned buffers, and takes out those that are to go; between such
@@ -269,9 +268,12 @@ void UpdateWorker::absorb(const Growth& growth) {
                                  : &slots_.at(static_cast<std::size_t>(growth.slot_class));
     Buffers& to = slots != nullptr ? slots->slots : outgoing_;
     for (std::size_t i = 0; i < growth.buffers.addresses.size(); ++i) {
+        const auto number = static_cast<int>(to.addresses.size());
         if (slots != nullptr) {
-            slots->free.push_back(static_cast<int>(to.addresses.size()));
+            slots->free.push_back(number);
             slots->retired.push_back(false);
+        } else {
+            free_outgoing_.push_back(number);
         }
         to.addresses.push_back(growth.buffers.addresses[i]);
         to.begins.push_back(growth.buffers.begins[i]);
@@ -304,12 +306,6 @@ void UpdateWorker::slot_gone(const SlotClass& slots, int slot) {
     for (Retirement& retirement : retirements_) {
         if (retirement.holds(slots.slots.addresses[index])) --retirement.used;
     }
-}
-
-// As free_slot, for all that a job has fetched of a chunk.
-void UpdateWorker::free_slots(const Chunk& chunk, const Work& work) {
-    if (work.slot >= 0) free_slot(chunk.slot_class, work.slot);
-    if (work.copy >= 0) free_slot(chunk.copy_class, work.copy);
 }
 
 // No copy of the slot may be in flight, and no pass may be to read it.
@@ -370,19 +366,21 @@ void UpdateWorker::process(const Work& work) {
     }
     note(kUpdates, pass_name(job.pass), place_, kNoEvent);
     if (work.slot >= 0) {
-        arrived(chunk.slot_class, work.slot, chunk.n * size_of(layer.gradient_dtype),
-                SpanKind::kGradientToHost);
+        arrived(slots_[static_cast<std::size_t>(chunk.slot_class)].slots, work.slot,
+                chunk.n * size_of(layer.gradient_dtype), SpanKind::kGradientToHost,
+                chunk.slot_class << 16 | work.slot);
     }
     if (work.copy >= 0) {
-        arrived(chunk.copy_class, work.copy, chunk.n * size_of(chunk.weights_dtype),
+        arrived(outgoing_, work.copy, chunk.n * size_of(chunk.weights_dtype),
                 SpanKind::kWeightsToHost);
     }
     delay();
     if (work.chunk == 0) begin_job(job, layer);
     // Read without the lock: begin_job has set `started`, after which it does not change.
     if (job.cancelled) {
-        // After arrived(): the copy into the slot must have completed before it is used again.
-        free_slots(chunk, work);
+        // After arrived(): the copies must have completed before their memory is used again.
+        if (work.slot >= 0) free_slot(chunk.slot_class, work.slot);
+        if (work.copy >= 0) free_outgoing_.push_front(work.copy);
     } else {
         run_pass(layer, chunk, work);
     }

@@ -75,10 +75,10 @@ void UpdateWorker::run_pass(Layer& layer, Chunk& chunk, const Work& work) {
             const GradientStep step = gradient_step(layer, chunk, chunk.slot, current_);
             float* const p = master(layer, chunk);
             const Moments m = moments(layer, chunk);
-            const Outgoing out = next_outgoing(chunk);
-            timed(SpanKind::kPreview, chunk, out,
-                  [&] { adam_preview(p, m, chunk.n, step, out, num_threads_); });
-            send(chunk, out);
+            const Target target = next_target(chunk);
+            timed(SpanKind::kPreview, chunk, target.out,
+                  [&] { adam_preview(p, m, chunk.n, step, target.out, num_threads_); });
+            send(chunk, target);
             break;
         }
         case Pass::kCommit:
@@ -156,14 +156,14 @@ void UpdateWorker::in_blocks(const Layer& layer, const Chunk& chunk, Function pa
 
 void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
     const GradientStep current = gradient_step(layer, chunk, slot, current_);
-    const Outgoing out = holding_ ? Outgoing{} : next_outgoing(chunk);
+    const Target target = holding_ ? Target{} : next_target(chunk);
     if (previous_) {
         const GradientStep previous = gradient_step(layer, chunk, chunk.slot, *previous_);
         in_blocks(layer, chunk, [&](const Chunk& block, std::size_t begin) {
             float* const p = master(layer, block);
             const Moments m = moments(layer, block);
             const GradientStep old = shifted(previous, begin);
-            const Outgoing to = shifted(out, begin);
+            const Outgoing to = shifted(target.out, begin);
             timed(holding_ ? SpanKind::kCommit : SpanKind::kCommitThenPreview, block, to, [&] {
                 if (holding_) {
                     adam_commit(p, m, block.n, old, to, num_threads_);
@@ -176,58 +176,55 @@ void UpdateWorker::run_update(const Layer& layer, Chunk& chunk, int slot) {
     } else if (!holding_) {
         float* const p = master(layer, chunk);
         const Moments m = moments(layer, chunk);
-        timed(SpanKind::kPreview, chunk, out,
-              [&] { adam_preview(p, m, chunk.n, current, out, num_threads_); });
+        timed(SpanKind::kPreview, chunk, target.out,
+              [&] { adam_preview(p, m, chunk.n, current, target.out, num_threads_); });
     }
     // Slots are swapped, not copied: the new gradient is the pending one from here on. The old slot
     // is released after the pass that reads it: the next fetch may be copied into it at once.
     release_slot(chunk);
     chunk.slot = slot;
-    if (!holding_) send(chunk, out);
+    if (!holding_) send(chunk, target);
 }
 
 void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, const Work& work) {
     const GradientStep step = gradient_step(layer, chunk, work.slot, current_);
     if (layer.state.split) {
         commit_split(layer, chunk, work, step);
-        free_slots(chunk, work);
+        free_slot(chunk.slot_class, work.slot);
         return;
     }
-    const Outgoing out = next_outgoing(chunk);
+    // A copy that was fetched for nothing: the weights are split on the device only.
+    const Target target = work.copy >= 0 ? target_of(chunk, work.copy) : next_target(chunk);
     in_blocks(layer, chunk, [&](const Chunk& block, std::size_t begin) {
         float* const p = master(layer, block);
         const Moments m = moments(layer, block);
-        const Outgoing to = shifted(out, begin);
+        const Outgoing to = shifted(target.out, begin);
         timed(SpanKind::kCommit, block, to,
               [&] { adam_commit(p, m, block.n, shifted(step, begin), to, num_threads_); });
     });
     // After the pass, for the same reason as in run_update.
-    free_slots(chunk, work);
-    send(chunk, out);
+    free_slot(chunk.slot_class, work.slot);
+    send(chunk, target);
 }
 
 // Commits the gradient of a step whose outcome is known.
 void UpdateWorker::run_late(const Layer& layer, Chunk& chunk, const Work& work) {
     commit_split(layer, chunk, work, gradient_step(layer, chunk, chunk.slot, current_));
     release_slot(chunk);
-    free_slots(chunk, work);
 }
 
-// One step of split weights, whose upper halves are the training copy: fetched, or on the host.
+// One step of split weights, whose upper halves are the training copy: on the host, or fetched into
+// the buffer from which the new one leaves. So the memory that the copy passes through is in the
+// caches when it is written, and half as much.
 void UpdateWorker::commit_split(const Layer& layer, const Chunk& chunk, const Work& work,
                                 const GradientStep& step) {
-    const Outgoing out = next_outgoing(chunk);
-    const void* copy = chunk.weights;
-    if (!chunk.weights_on_host) {
-        copy = slots_[static_cast<std::size_t>(chunk.copy_class)]
-                   .slots.addresses[static_cast<std::size_t>(work.copy)];
-    }
-    const SplitWeights weights{
-        copy, static_cast<std::uint16_t*>(layer.state.p) + chunk.shard_offset, out.data};
+    const Target target = target_of(chunk, work.copy);
+    const SplitWeights weights{target.out.data,
+                               static_cast<std::uint16_t*>(layer.state.p) + chunk.shard_offset};
     const Moments m = moments(layer, chunk);
-    timed(SpanKind::kCommit, chunk, out,
+    timed(SpanKind::kCommit, chunk, target.out,
           [&] { adam_commit(weights, m, chunk.n, step, num_threads_); });
-    send(chunk, out);
+    send(chunk, target);
 }
 
 // Applies what is pending, if anything is.
@@ -246,10 +243,11 @@ void UpdateWorker::run_commit(const Layer& layer, Chunk& chunk) {
 
 void UpdateWorker::run_publish(const Layer& layer, const Chunk& chunk) {
     if (layer.state.split) return;  // the copy has never been ahead of the state
-    const Outgoing out = next_outgoing(chunk);
+    const Target target = next_target(chunk);
     const float* p = master(layer, chunk);
-    timed(SpanKind::kPublish, chunk, out, [&] { adam_publish(p, chunk.n, out, num_threads_); });
-    send(chunk, out);
+    timed(SpanKind::kPublish, chunk, target.out,
+          [&] { adam_publish(p, chunk.n, target.out, num_threads_); });
+    send(chunk, target);
 }
 
 void UpdateWorker::return_gradient(const Layer& layer, const Chunk& chunk, const Job& job) {
@@ -272,23 +270,26 @@ void UpdateWorker::return_gradient(const Layer& layer, const Chunk& chunk, const
                static_cast<std::int64_t>(chunk.n * size));
 }
 
-// The next outgoing buffer, in turn. Without the wait the kernel could overwrite weights that the
-// copy engine has not read yet.
-std::size_t UpdateWorker::take_outgoing() {
-    if (outgoing_.addresses.empty()) throw std::logic_error("there are no outgoing buffers");
-    const std::size_t buffer = next_outgoing_++ % outgoing_.addresses.size();
+// The free outgoing buffer whose copy was sent first; send_outgoing gives it back. Without the wait
+// weights that the copy engine has not read yet could be overwritten.
+int UpdateWorker::take_outgoing() {
+    if (free_outgoing_.empty()) throw std::logic_error("there is no free outgoing buffer");
+    const int buffer = free_outgoing_.front();
+    free_outgoing_.pop_front();
     waits_for_ = "an earlier copy to the device";
-    job_statistics_.wait_outgoing_ns += wait_event(outgoing_.ends[buffer]);
+    job_statistics_.wait_outgoing_ns +=
+        wait_event(outgoing_.ends[static_cast<std::size_t>(buffer)]);
     waits_for_ = nullptr;
     account_sent(buffer);
     return buffer;
 }
 
 // The buffer's latest copy has completed.
-void UpdateWorker::account_sent(std::size_t buffer) {
-    Sent& sent = outgoing_sent_[buffer];
+void UpdateWorker::account_sent(int buffer) {
+    const auto index = static_cast<std::size_t>(buffer);
+    Sent& sent = outgoing_sent_[index];
     if (sent.bytes == 0) return;
-    const EventHandle begin = outgoing_.begins[buffer], end = outgoing_.ends[buffer];
+    const EventHandle begin = outgoing_.begins[index], end = outgoing_.ends[index];
     job_statistics_.to_device_ns += device_->elapsed_ns(begin, end);
     job_statistics_.to_device_bytes += sent.bytes;
     trace_copy(sent.kind, sent.place, begin, end, std::exchange(sent.bytes, 0));
@@ -296,37 +297,41 @@ void UpdateWorker::account_sent(std::size_t buffer) {
     if (sent.traced) traced_copies_.fetch_sub(1, std::memory_order_release);
 }
 
-Outgoing UpdateWorker::next_outgoing(const Chunk& chunk) {
-    // In place, without a wait: gathers that copy the old weights from here come before the layer's
-    // gradient is final. Not read again soon: stored past the cache.
-    if (chunk.weights_on_host) return Outgoing{chunk.weights, chunk.weights_dtype, true};
-    // Stored through the cache: the copy engine reads the buffer soon after.
-    return Outgoing{outgoing_.addresses[take_outgoing()], chunk.weights_dtype, false};
+UpdateWorker::Target UpdateWorker::next_target(const Chunk& chunk) {
+    return target_of(chunk, chunk.weights_on_host ? -1 : take_outgoing());
 }
 
-void UpdateWorker::send(const Chunk& chunk, const Outgoing& out) {
+UpdateWorker::Target UpdateWorker::target_of(const Chunk& chunk, int buffer) const {
+    // In place, without a wait: gathers that copy the old weights from here come before the layer's
+    // gradient is final. Not read again soon: stored past the cache.
+    if (chunk.weights_on_host) return {{chunk.weights, chunk.weights_dtype, true}, -1};
+    // Stored through the cache: the copy engine reads the buffer soon after.
+    char* const data = outgoing_.addresses.at(static_cast<std::size_t>(buffer));
+    return {{data, chunk.weights_dtype, false}, buffer};
+}
+
+void UpdateWorker::send(const Chunk& chunk, const Target& target) {
     delay();
-    if (chunk.weights_on_host) return;
-    const std::size_t buffer = (next_outgoing_ - 1) % outgoing_.addresses.size();
-    if (out.data != outgoing_.addresses[buffer]) throw std::logic_error("not the latest buffer");
-    send_outgoing(buffer, chunk.weights, chunk.n * size_of(chunk.weights_dtype),
+    if (target.buffer < 0) return;
+    send_outgoing(target.buffer, chunk.weights, chunk.n * size_of(chunk.weights_dtype),
                   SpanKind::kWeightsToDevice);
 }
 
-void UpdateWorker::send_outgoing(std::size_t buffer, void* destination, std::size_t bytes,
-                                 SpanKind kind) {
+void UpdateWorker::send_outgoing(int buffer, void* destination, std::size_t bytes, SpanKind kind) {
     const std::int64_t begin = now_ns();
-    device_->record(outgoing_.begins[buffer], Lane::kToDevice);
-    device_->copy(Lane::kToDevice, destination, outgoing_.addresses[buffer], bytes);
-    device_->record(outgoing_.ends[buffer], Lane::kToDevice);
+    const auto index = static_cast<std::size_t>(buffer);
+    device_->record(outgoing_.begins[index], Lane::kToDevice);
+    device_->copy(Lane::kToDevice, destination, outgoing_.addresses[index], bytes);
+    device_->record(outgoing_.ends[index], Lane::kToDevice);
     note(kToDeviceTask,
          kind == SpanKind::kWeightsToDevice
              ? "weights"
              : (kind == SpanKind::kStateToDevice ? "state" : "gradient"),
-         place_, outgoing_.ends[buffer]);
+         place_, outgoing_.ends[index]);
     const bool traced = trace_.load(std::memory_order_acquire) != nullptr;
     if (traced) traced_copies_.fetch_add(1, std::memory_order_relaxed);
-    outgoing_sent_[buffer] = Sent{static_cast<std::int64_t>(bytes), kind, place_, traced};
+    outgoing_sent_[index] = Sent{static_cast<std::int64_t>(bytes), kind, place_, traced};
+    free_outgoing_.push_back(buffer);
     job_statistics_.issue_ns += now_ns() - begin;
 }
 

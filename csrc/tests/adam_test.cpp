@@ -213,7 +213,7 @@ void test_split_weights() {
                 std::memcpy(copy.data() - 2 * offset, old_copy.data(), old_copy.size());
                 std::memcpy(remainder.data() - 2 * offset, old_remainder.data(),
                             old_remainder.size());
-                hytrain::adam_commit(hytrain::SplitWeights{upper, lower, upper},
+                hytrain::adam_commit(hytrain::SplitWeights{upper, lower},
                                      hytrain::fp32_moments(again.m.floats(), again.v.floats()), n,
                                      step, 2);
                 std::size_t others = 0;

@@ -137,6 +137,7 @@ void test_random_lives(bool direct) {
             if (!layer.away && bench.random()() % 3 == 0) bench.submit(layer, Pass::kSettle);
             if (bench.random()() % 3 == 0) {
                 bench.worker().wait_moved(layer.index);
+                bench.wait(layer.moved);  // its copies to the "device" have been issued, no more
                 old.push_back(bench.move(layer, layer.moved));
             }
             if (bench.random()() % 4 == 0) {

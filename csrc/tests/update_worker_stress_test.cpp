@@ -219,7 +219,7 @@ class Life {
         // The copy of weights that the worker has sent may still be under way.
         worker().wait_complete(layer.index);
         if (state.split) {
-            const hytrain::SplitWeights weights{out.data, state.remainders.data(), out.data};
+            const hytrain::SplitWeights weights{out.data, state.remainders.data()};
             hytrain::adam_commit(weights, hytrain::fp32_moments(state.m.data(), state.v.data()),
                                  layer.shape.n, step, 1);
             return;

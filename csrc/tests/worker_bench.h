@@ -178,7 +178,9 @@ class WorkerBench {
         for (BenchLayer& layer : layers_) add(layer, spare_slots);
         std::size_t most = 0;
         for (const Shape& shape : shapes) most = std::max(most, shape.chunk);
-        add_slots(UpdateWorker::kOutgoing, most * sizeof(float), 2);
+        // One is as few as the worker can do with.
+        add_slots(UpdateWorker::kOutgoing, most * sizeof(float),
+                  1 + static_cast<int>((seed + 1) % 3));
         if (before_start) before_start(*worker_);
         worker_->start();
     }
@@ -292,9 +294,6 @@ class WorkerBench {
         const std::size_t slot_bytes = shape.chunk * size_of(shape.gradient);
         // A class of each layer's own: as many as it keeps pending, and a few that take new ones.
         const int slots = worker_->add_slot_class(slot_bytes);
-        const std::size_t copy_bytes = shape.chunk * size_of(shape.weights);
-        const bool fetches_copy = layer.is_split(false) && !shape.weights_on_host;
-        const int copies = fetches_copy ? worker_->add_slot_class(copy_bytes) : -1;
         std::vector<Chunk> chunks;
         for (std::size_t at = 0; at < shape.n; at += shape.chunk) {
             Chunk chunk;
@@ -304,7 +303,7 @@ class WorkerBench {
             chunk.weights_on_host = shape.weights_on_host;
             chunk.weights_dtype = shape.split ? DType::kBFloat16Away : shape.weights;
             chunk.slot_class = slots;
-            chunk.copy_class = copies;
+            chunk.fetches_copy = shape.split && !shape.weights_on_host;
             chunks.push_back(chunk);
         }
         const auto count = static_cast<int>(chunks.size() + spare_slots);
@@ -312,7 +311,6 @@ class WorkerBench {
         worker_->add_layer(layer.name(), shape.gradient, kNoEvent, &norms_.back(),
                            layer.state->arrays(), std::move(chunks));
         add_slots(slots, slot_bytes, count);
-        if (fetches_copy) add_slots(copies, copy_bytes, static_cast<int>(spare_slots));
     }
 
     std::mt19937_64 random_;

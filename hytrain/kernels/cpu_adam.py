@@ -215,16 +215,14 @@ def commit_split(
     gradient: Gradient,
     *,
     rounding: Rounding | None = None,
-    out: torch.Tensor | None = None,
     num_threads: int = 1,
 ) -> None:
     """``commit`` of split master weights (``hytrain.kernels.split_weights``), in place.
 
     Args:
-        copy: Training copy, n elements, bf16, CPU, contiguous.
+        copy: Training copy, n elements, bf16, CPU, contiguous; receives the new one.
         remainder: The other halves, n elements, int16, CPU, contiguous.
         m, v, gradient, rounding, num_threads: As in ``commit``.
-        out: Receives the new copy; None: ``copy`` does.
 
     Raises:
         KernelArgumentError: A buffer is unusable; nothing was touched.
@@ -234,8 +232,6 @@ def commit_split(
         ("remainder", remainder, (REMAINDER,), 0),
         ("copy", copy, (torch.bfloat16,), 0),
     ]
-    if out is not None:
-        weights.append(("out", out, (torch.bfloat16,), 0))
     state = [*weights, *_moments(m, v)]
     _check_buffers(state, [("gradient", gradient.tensor)], None, num_threads)
     _C.commit_split(
@@ -244,7 +240,6 @@ def commit_split(
         native_moments(m, v, rounding),
         remainder.numel(),
         gradient.native(),
-        (copy if out is None else out).data_ptr(),
         num_threads,
     )
 

@@ -143,8 +143,6 @@ class CpuUpdater:
     def _register(self, plan: SlotPlan) -> None:
         for slots in plan.classes:
             self.worker.add_slot_class(slots.slot_bytes)
-        if plan.fetches_copies:
-            self.worker.add_slot_class(plan.outgoing_bytes)
         classes = iter(plan.class_of_chunk)
         for layer, spans in zip(self._all, self._chunks, strict=True):
             if not spans:
@@ -156,7 +154,7 @@ class CpuUpdater:
                 event_handle(layer.update.weights_ready),
                 self.pinned.take_norm(),
                 native_state(layer) if layer.placement == "cpu" else _C.StateArrays(),
-                [_native_chunk(layer, span, next(classes), plan.copy_class) for span in spans],
+                [_native_chunk(layer, span, next(classes)) for span in spans],
             )
 
     def allocate_for(self, coming: Collection[LayerState]) -> None:
@@ -418,12 +416,7 @@ def _plan(
             length = span.end - span.begin
             gradient_bytes.append(length * layer.gradient_dtype.itemsize)
             outgoing_bytes.append(length * span.dtype.itemsize)
-    return plan_slots(
-        gradient_bytes,
-        outgoing_bytes,
-        keeps_pending=not settings.direct,
-        fetches_copies=any(_fetches_copy(layer) for layer in layers),
-    )
+    return plan_slots(gradient_bytes, outgoing_bytes, keeps_pending=not settings.direct)
 
 
 def native_state(layer: LayerState) -> _C.StateArrays:
@@ -431,12 +424,7 @@ def native_state(layer: LayerState) -> _C.StateArrays:
     return native_arrays(*layer.state, layer.form.seed)
 
 
-def _fetches_copy(layer: LayerState) -> bool:
-    """Whether the worker may fetch a layer's training copy, as half of its master weights."""
-    return layer.form.rounds_away and not layer.storage.on_host
-
-
-def _native_chunk(layer: LayerState, span: Segment, slot_class: int, copy_class: int) -> _C.Chunk:
+def _native_chunk(layer: LayerState, span: Segment, slot_class: int) -> _C.Chunk:
     return _C.Chunk(
         n=span.end - span.begin,
         shard_offset=span.begin - layer.begin,
@@ -445,7 +433,8 @@ def _native_chunk(layer: LayerState, span: Segment, slot_class: int, copy_class:
         group=span.group,
         slot_class=slot_class,
         **({"weights_on_host": True} if layer.storage.on_host else {}),
-        copy_class=copy_class if _fetches_copy(layer) else -1,
+        # Half of its master weights, where these are split.
+        fetches_copy=layer.form.rounds_away and not layer.storage.on_host,
         runs=[
             _C.MomentRun(run.begin - span.begin, run.rounding.parameter, run.rounding.first_index)
             for run in layer.form.update_runs(layer.layout, span.begin, span.end)

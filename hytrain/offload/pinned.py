@@ -107,10 +107,8 @@ class PinnedMemory:
             worker.add_slots(slots.number, slots.arena.take(size * slots.count), size, slots.count)
         if outgoing is not None:
             size = self._plan.outgoing_bytes
-            takers = [worker.outgoing]
-            takers += [self._plan.copy_class] if self._plan.fetches_copies else []
-            for taker in takers:
-                worker.add_slots(taker, outgoing.take(size * NUM_OUTGOING), size, NUM_OUTGOING)
+            base = outgoing.take(size * NUM_OUTGOING)
+            worker.add_slots(worker.outgoing, base, size, NUM_OUTGOING)
 
     def _slot_bytes(self, number: int) -> int:
         return self._plan.classes[number].slot_bytes

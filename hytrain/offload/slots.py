@@ -33,25 +33,17 @@ class SlotPlan:
         class_of_chunk: the class of each chunk, in the order they were given.
         keeps_pending: whether a chunk on the host keeps a slot between steps.
         outgoing_bytes: size of one outgoing buffer.
-        fetches_copies: whether as many such buffers take training copies that come to the host,
-            beside which master weights are split.
     """
 
     classes: tuple[SlotClass, ...]
     class_of_chunk: tuple[int, ...]
     keeps_pending: bool
     outgoing_bytes: int
-    fetches_copies: bool = False
-
-    @property
-    def copy_class(self) -> int:
-        """Number of the class of training copies that are fetched, behind those of gradients."""
-        return len(self.classes)
 
     @property
     def buffer_bytes(self) -> int:
-        """Of all buffers of training copies."""
-        return NUM_OUTGOING * self.outgoing_bytes * (2 if self.fetches_copies else 1)
+        """Of all outgoing buffers."""
+        return NUM_OUTGOING * self.outgoing_bytes
 
     def counts(self, on_host: Sequence[bool]) -> list[int]:
         """Slots of each class that the chunks on the host need; a class without any needs none.
@@ -88,7 +80,6 @@ def plan_slots(
     outgoing_bytes: Sequence[int],
     *,
     keeps_pending: bool = True,
-    fetches_copies: bool = False,
 ) -> SlotPlan:
     """Groups chunks into classes of similar size.
 
@@ -97,7 +88,6 @@ def plan_slots(
         outgoing_bytes: bytes of each chunk's outgoing copy.
         keeps_pending: whether gradients stay until the next update commits them; with direct
             commit the ring alone is needed.
-        fetches_copies: see :class:`SlotPlan`.
 
     Returns:
         The plan. A class wastes at most an eighth of a slot, so pinned memory stays close to the
@@ -125,6 +115,4 @@ def plan_slots(
         result.append(SlotClass(slot_bytes, spares))
         for index in members:
             class_of[index] = number
-    return SlotPlan(
-        tuple(result), tuple(class_of), keeps_pending, max(outgoing_bytes), fetches_copies
-    )
+    return SlotPlan(tuple(result), tuple(class_of), keeps_pending, max(outgoing_bytes))

@@ -98,9 +98,8 @@ inline Moments fp32_moments(const float* m, const float* v) {
 // 65,537 values share an even copy, and 16 bits tell 65,536 apart.) A NaN becomes the quiet NaN of
 // its sign. A copy with the remainder 0x8000 is the copy's value.
 struct SplitWeights {
-    const void* copy = nullptr;          // n elements of bf16
+    void* copy = nullptr;                // n elements of bf16
     std::uint16_t* remainder = nullptr;  // n
-    void* new_copy = nullptr;            // n elements of bf16; may be `copy`
 };
 
 // Arguments are not checked here (the bindings do that): n may be 0; pointers need only their

@@ -13,8 +13,8 @@
 // other half of:
 // nothing is previewed, and no gradient stays pending between steps.
 //   submit_update   fetches the new gradient into its slot
-//   finalize        the copy is fetched, a commit with the final scale follows (kLate), and the new
-//                   copy is sent back
+//   finalize        the copy is fetched into an outgoing buffer, a commit with the final scale
+//                   writes the new one there (kLate), and it is sent back
 //
 // Between two steps a layer's state may move: submit_move. On leaving, what is pending is committed
 // first; a layer that arrives has nothing pending. The weights stay where they are, so no forward
@@ -72,7 +72,7 @@ struct Chunk {
     int group = 0;                // index into StepRecord::hyper
     int slot_class = 0;           // which pool of pinned slots holds its gradient
     int slot = -1;                // the slot of the pending gradient, -1: none
-    int copy_class = -1;          // which pool the training copy is fetched to; -1: it is not
+    bool fetches_copy = false;    // an update of split weights fetches the training copy
     std::vector<MomentRun> runs;  // its parameters; empty where moments are fp32
 };
 
@@ -276,7 +276,7 @@ class UpdateWorker {
     };
     // A piece of a layer's state on its way to the host.
     struct StatePiece {
-        std::size_t buffer = 0;
+        int buffer = 0;
         char* destination = nullptr;
         std::size_t bytes = 0;
         StatePart part = StatePart::kAsKept;
@@ -309,8 +309,13 @@ class UpdateWorker {
         std::shared_ptr<Job> job;
         std::size_t chunk = 0;
         int slot = -1;
-        int copy = -1;  // the slot that the training copy is fetched to
+        int copy = -1;  // the outgoing buffer that has the training copy, and takes the new one
         bool last = false;
+    };
+    // Where a pass writes a chunk's new training copy.
+    struct Target {
+        Outgoing out;
+        int buffer = -1;  // the outgoing buffer that it is in; -1: it needs none
     };
     // Pinned buffers of one size, each with the events around its latest copy.
     struct Buffers {
@@ -372,17 +377,18 @@ class UpdateWorker {
     void absorb_growth();
     void absorb(const Growth& growth);
     void absorb(Retirement& retirement);
-    void free_slots(const Chunk& chunk, const Work& work);
     void free_slot(int slot_class, int slot);
     void slot_gone(const SlotClass& slots, int slot);
-    EventHandle end_of(int slot_class, int slot) const;
-    bool take_slots(const Chunk& chunk, Work& work);
+    bool take_memory(const Chunk& chunk, Work& work);
+    bool can_take_outgoing();
     void fetch(const Layer& layer, const Chunk& chunk, const Work& work);
-    void fetch_to(int slot_class, int slot, const void* from, std::size_t bytes);
-    void arrived(int slot_class, int slot, std::size_t bytes, SpanKind kind);
-    std::size_t take_outgoing();
-    void send_outgoing(std::size_t buffer, void* destination, std::size_t bytes, SpanKind kind);
-    void account_sent(std::size_t buffer);
+    void fetch_to(const Buffers& buffers, int index, const void* from, std::size_t bytes,
+                  const char* what, const Place& place);
+    void arrived(const Buffers& buffers, int index, std::size_t bytes, SpanKind kind,
+                 std::int32_t slot = -1);
+    int take_outgoing();
+    void send_outgoing(int buffer, void* destination, std::size_t bytes, SpanKind kind);
+    void account_sent(int buffer);
     bool trace_sent();
     void trace_pass(SpanRing& trace, SpanKind kind, const Chunk& chunk, bool sends,
                     std::int64_t begin_ns, std::int64_t end_ns);
@@ -394,8 +400,9 @@ class UpdateWorker {
     void timed(SpanKind kind, const Chunk& chunk, const Outgoing& out, Function function);
     void release_slot(Chunk& chunk);
     void finish_job(const Work& work);
-    void send(const Chunk& chunk, const Outgoing& out);
-    Outgoing next_outgoing(const Chunk& chunk);
+    void send(const Chunk& chunk, const Target& target);
+    Target next_target(const Chunk& chunk);
+    Target target_of(const Chunk& chunk, int buffer) const;
     std::int64_t wait_event(EventHandle event);
     void delay();
     void note(TaskLane lane, std::string what, const Place& place, EventHandle end);
@@ -413,7 +420,7 @@ class UpdateWorker {
     Buffers outgoing_;
     std::vector<Sent> outgoing_sent_;  // one a buffer
     std::vector<EventHandle> own_events_;
-    std::size_t next_outgoing_ = 0;
+    std::deque<int> free_outgoing_;  // the one whose copy was sent first is taken first
 
     // Shared with callers, under mutex_.
     std::mutex mutex_;
