@@ -372,7 +372,7 @@ void UpdateWorker::process(const Work& work) {
     }
     if (work.copy >= 0) {
         arrived(outgoing_, work.copy, chunk.n * size_of(chunk.weights_dtype),
-                SpanKind::kWeightsToHost);
+                SpanKind::kWeightsToHost, static_cast<int>(slots_.size()) << 16 | work.copy);
     }
     delay();
     if (work.chunk == 0) begin_job(job, layer);

@@ -270,8 +270,7 @@ void UpdateWorker::return_gradient(const Layer& layer, const Chunk& chunk, const
                static_cast<std::int64_t>(chunk.n * size));
 }
 
-// The free outgoing buffer whose copy was sent first; send_outgoing gives it back. Without the wait
-// weights that the copy engine has not read yet could be overwritten.
+// Without the wait weights that the copy engine has not read yet could be overwritten.
 int UpdateWorker::take_outgoing() {
     if (free_outgoing_.empty()) throw std::logic_error("there is no free outgoing buffer");
     const int buffer = free_outgoing_.front();

@@ -382,10 +382,13 @@ class UpdateWorker {
     bool take_memory(const Chunk& chunk, Work& work);
     bool can_take_outgoing();
     void fetch(const Layer& layer, const Chunk& chunk, const Work& work);
-    void fetch_to(const Buffers& buffers, int index, const void* from, std::size_t bytes,
+    void fetch_to(const Buffers& buffers, int number, const void* from, std::size_t bytes,
                   const char* what, const Place& place);
-    void arrived(const Buffers& buffers, int index, std::size_t bytes, SpanKind kind,
-                 std::int32_t slot = -1);
+    // `slot`: what a trace knows the memory by; that of outgoing buffers follows all classes.
+    void arrived(const Buffers& buffers, int number, std::size_t bytes, SpanKind kind,
+                 std::int32_t slot);
+    // The free buffer whose copy was sent first, after that has completed; send_outgoing, or
+    // free_outgoing_ itself, takes it back.
     int take_outgoing();
     void send_outgoing(int buffer, void* destination, std::size_t bytes, SpanKind kind);
     void account_sent(int buffer);
