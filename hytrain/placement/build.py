@@ -115,9 +115,18 @@ def plan_placement(
         kept = replace(sizes, micro_batches=own_micro_batches()).kept_gradients
         return shared(gpu_layers=gpu_layers, pinned_bytes=pinned, kept_gradients=kept)
 
-    refusal = _refusal(config, host, decision, peak_inputs)
-    unfit = torch.tensor([float(refusal is not None)], device=device)
     # Nobody allocates before all ranks of the host have seen what it has, and that all have enough.
+    _raise_on_all(_refusal(config, host, decision, peak_inputs), collectives, device)
+    if config.gpu_fraction != "solve":
+        _warn_of_host(decision, config.gpu_fraction)
+    return decision, peak_inputs
+
+
+def _raise_on_all(
+    refusal: MemoryBudgetError | None, collectives: ShardCollectives, device: torch.device
+) -> None:
+    """Raises this rank's refusal, or that another rank has one."""
+    unfit = torch.tensor([float(refusal is not None)], device=device)
     collectives.all_reduce(unfit)
     if refusal is not None:
         raise refusal
@@ -126,9 +135,6 @@ def plan_placement(
             "the optimizer state of another rank fits in no split between its GPU and host, or not "
             "in the one that is given: see that rank's message; nothing was allocated"
         )
-    if config.gpu_fraction != "solve":
-        _warn_of_host(decision, config.gpu_fraction)
-    return decision, peak_inputs
 
 
 def _shares(host: HostShare) -> dict[str, int]:

@@ -13,7 +13,8 @@ from functools import partial
 
 import torch
 
-from hytrain.formats.profile_file import DeviceProfile, ProfiledModel
+from hytrain.formats.moment_kinds import MomentsName
+from hytrain.formats.profile_file import DeviceProfile, ProfiledModel, UpdateLaunches
 from hytrain.hardware.device_facts import DeviceFacts
 from hytrain.offload.update_arrays import UpdateArrays
 from hytrain.placement.calibration import (
@@ -22,7 +23,7 @@ from hytrain.placement.calibration import (
 )
 from hytrain.tools.profiler import rates
 from hytrain.tools.profiler.copies import TrainingLoad, copy_rates, measure_slowdown
-from hytrain.tools.profiler.layer_profile import LayerProfiling
+from hytrain.tools.profiler.layer_profile import LayerProfile, LayerProfiling
 from hytrain.tools.profiler.measured_model import MeasuredModel
 from hytrain.tools.profiler.profile_options import ProfileOptions, Progress
 from hytrain.tools.profiler.ranks import Ranks
@@ -53,16 +54,12 @@ def measure_rank(
     Returns:
         Its device; rates of its CPU; and bytes of activations between two blocks, a sample.
     """
-    mine, dtype, moments = cores[ranks.rank], subject.dtype, options.moments
+    mine, moments = cores[ranks.rank], options.moments
     rounds = max(len(rates.thread_counts(each)) for each in cores)
-
-    def beside_updates(launch: Callable[[], float]) -> float:
-        elements = options.cpu_elements or rates.update_elements(ranks_on_host)
-        arrays = UpdateArrays(elements, moments, threads=mine)
-        load = TrainingLoad(device, arrays.out.nbytes)
-        # The thread that launches is the real one here: of the load there are only the copies.
-        update = partial(arrays.update, max(1, mine - 1))
-        return measure_slowdown(launch, lambda: load.beside(update))
+    elements = options.cpu_elements or rates.update_elements(ranks_on_host)
+    beside_updates = partial(
+        _slowdown, device=device, elements=elements, moments=moments, threads=mine
+    )
 
     with ranks.together(lambda: LayerProfiling(subject, device, options)) as layers:
 
@@ -77,7 +74,7 @@ def measure_rank(
         ranks.together(lambda: layers.launch_beside(beside_updates))
         pause()
         progress.show(0.6, "update on the GPU" if device.type == "cuda" else "update")
-        adding = ranks.together(lambda: accumulation_seconds_per_parameter(device, dtype))
+        adding = ranks.together(lambda: accumulation_seconds_per_parameter(device, subject.dtype))
         update = ranks.together(lambda: _update_seconds(device, subject, options))
         pause()
         progress.show(0.65, "copies")
@@ -99,31 +96,58 @@ def measure_rank(
         )
         progress.show(0.85, "launches of training")
         layer = layers.result()
-        kind = UpdatedKind(
-            dtype, moments, sums_squares=layer.sums_squares, parameters=layer.block_tensors
-        )
-        is_cuda = device.type == "cuda"  # else nothing is launched
-        launches = ranks.together(lambda: update_launches(device, kind) if is_cuda else None)
-        profile = DeviceProfile(
-            host=host,
-            label=facts.label,
-            device=facts.name,
-            multiprocessors=facts.multiprocessors,
-            limit_bytes=facts.limit_bytes,
-            memory_bytes=min(facts.limit_bytes, facts.memory_bytes),
-            idle_bytes=layer.idle_bytes,
-            layer=layer.layer,
-            outside=layer.outside,
-            update_rate=1.0 / update,
-            copies=copies,
-            accumulation_ms=1e3 * model.layer_parameters * adding,
-            launch_slowdown=layer.launch_slowdown,
-            launch_spread=layer.launch_spread,
-            update_launches=launches,
-            measured=datetime.datetime.now(datetime.timezone.utc),
-            settings=options.settings,
-        )
-        return profile, cpu, layer.boundary_bytes
+        launches = ranks.together(lambda: _update_launches(device, subject, options, layer))
+    profile = DeviceProfile(
+        host=host,
+        label=facts.label,
+        device=facts.name,
+        multiprocessors=facts.multiprocessors,
+        limit_bytes=facts.limit_bytes,
+        memory_bytes=min(facts.limit_bytes, facts.memory_bytes),
+        idle_bytes=layer.idle_bytes,
+        layer=layer.layer,
+        outside=layer.outside,
+        update_rate=1.0 / update,
+        copies=copies,
+        accumulation_ms=1e3 * model.layer_parameters * adding,
+        launch_slowdown=layer.launch_slowdown,
+        launch_spread=layer.launch_spread,
+        update_launches=launches,
+        measured=datetime.datetime.now(datetime.timezone.utc),
+        settings=options.settings,
+    )
+    return profile, cpu, layer.boundary_bytes
+
+
+def _slowdown(
+    launch: Callable[[], float],
+    *,
+    device: torch.device,
+    elements: int,
+    moments: MomentsName,
+    threads: int,
+) -> float:
+    """Of launches, beside the CPU's update and its copies."""
+    arrays = UpdateArrays(elements, moments, threads=threads)
+    load = TrainingLoad(device, arrays.out.nbytes)
+    # The thread that launches is the real one here: of the load there are only the copies.
+    update = partial(arrays.update, max(1, threads - 1))
+    return measure_slowdown(launch, lambda: load.beside(update))
+
+
+def _update_launches(
+    device: torch.device, subject: MeasuredModel, options: ProfileOptions, layer: LayerProfile
+) -> UpdateLaunches | None:
+    """None on a CPU: nothing is launched."""
+    if device.type != "cuda":
+        return None
+    kind = UpdatedKind(
+        subject.dtype,
+        options.moments,
+        sums_squares=layer.sums_squares,
+        parameters=layer.block_tensors,
+    )
+    return update_launches(device, kind)
 
 
 def _update_seconds(device: torch.device, subject: MeasuredModel, options: ProfileOptions) -> float:
