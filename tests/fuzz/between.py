@@ -137,8 +137,10 @@ def toggle(model: FuzzModel, event: Event) -> None:
 
 def _kept(gradient: torch.Tensor) -> torch.Tensor:
     """What a mask leaves, the same if it is put on twice: the last row."""
-    if gradient.is_sparse or gradient.dim() == 0:
+    if gradient.dim() == 0:
         return gradient * 0.0
+    if gradient.is_sparse:  # as of the same gradient dense: part of a sum may come sparse
+        return _kept(gradient.to_dense()).to_sparse(1)
     mask = torch.zeros_like(gradient)
     mask[-1:] = 1.0
     return gradient * mask
