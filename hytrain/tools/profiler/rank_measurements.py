@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 
-from hytrain.formats.moment_kinds import MomentsName
 from hytrain.formats.profile_file import DeviceProfile, ProfiledModel, UpdateLaunches
 from hytrain.hardware.device_facts import DeviceFacts
 from hytrain.offload.update_arrays import UpdateArrays
@@ -54,11 +53,10 @@ def measure_rank(
     Returns:
         Its device; rates of its CPU; and bytes of activations between two blocks, a sample.
     """
-    mine, moments = cores[ranks.rank], options.moments
+    mine = cores[ranks.rank]
     rounds = max(len(rates.thread_counts(each)) for each in cores)
-    elements = options.cpu_elements or rates.update_elements(ranks_on_host)
     beside_updates = partial(
-        _slowdown, device=device, elements=elements, moments=moments, threads=mine
+        _slowdown, device=device, options=options, threads=mine, ranks_on_host=ranks_on_host
     )
 
     with ranks.together(lambda: LayerProfiling(subject, device, options)) as layers:
@@ -90,7 +88,7 @@ def measure_rank(
             ranks_on_host=ranks_on_host,
             seconds=options.rate_seconds,
             elements=options.cpu_elements,
-            moments=moments,
+            moments=options.moments,
             parameters=model.parameters // ranks.world_size,
             between=pause,
         )
@@ -123,12 +121,13 @@ def _slowdown(
     launch: Callable[[], float],
     *,
     device: torch.device,
-    elements: int,
-    moments: MomentsName,
+    options: ProfileOptions,
     threads: int,
+    ranks_on_host: int,
 ) -> float:
     """Of launches, beside the CPU's update and its copies."""
-    arrays = UpdateArrays(elements, moments, threads=threads)
+    elements = options.cpu_elements or rates.update_elements(ranks_on_host)
+    arrays = UpdateArrays(elements, options.moments, threads=threads)
     load = TrainingLoad(device, arrays.out.nbytes)
     # The thread that launches is the real one here: of the load there are only the copies.
     update = partial(arrays.update, max(1, threads - 1))
