@@ -140,7 +140,6 @@ class Chunk:
         slot_class: int,
         weights_on_host: bool = False,
         runs: list[MomentRun] = ...,
-        fetches_copy: bool = False,
     ) -> None: ...
 
 class StepRecord:

@@ -220,7 +220,7 @@ void bind_offload_types(py::module_& m) {
     py::class_<Chunk>(m, "Chunk")
         .def(py::init([](std::size_t n, std::size_t shard_offset, Address weights,
                          DType weights_dtype, int group, int slot_class, bool weights_on_host,
-                         std::vector<MomentRun> runs, bool fetches_copy) {
+                         std::vector<MomentRun> runs) {
                  Chunk chunk;
                  chunk.n = n;
                  chunk.shard_offset = shard_offset;
@@ -230,13 +230,11 @@ void bind_offload_types(py::module_& m) {
                  chunk.slot_class = slot_class;
                  chunk.weights_on_host = weights_on_host;
                  chunk.runs = std::move(runs);
-                 chunk.fetches_copy = fetches_copy;
                  return chunk;
              }),
              py::kw_only(), py::arg("n"), py::arg("shard_offset"), py::arg("weights"),
              py::arg("weights_dtype"), py::arg("group"), py::arg("slot_class"),
-             py::arg("weights_on_host") = false, py::arg("runs") = std::vector<MomentRun>(),
-             py::arg("fetches_copy") = false);
+             py::arg("weights_on_host") = false, py::arg("runs") = std::vector<MomentRun>());
     py::class_<StepRecord>(m, "StepRecord")
         .def(py::init([](float scale, std::vector<AdamHyper> hyper) {
                  return StepRecord{scale, std::move(hyper)};

@@ -24,7 +24,9 @@ constexpr std::size_t kLeastAhead = 1U << 20U;
 constexpr std::size_t kMaxSpans = 1U << 16U;
 
 bool fetches(Pass pass) { return pass == Pass::kUpdate || pass == Pass::kDirect; }
-bool reads_copy(Pass pass) { return pass == Pass::kDirect || pass == Pass::kLate; }
+bool reads_copy(const Job& job) {
+    return job.pass == Pass::kLate || (job.pass == Pass::kDirect && job.split);
+}
 bool is_move(Pass pass) { return pass == Pass::kLeave || pass == Pass::kArrive; }
 
 }  // namespace
@@ -174,8 +176,8 @@ bool UpdateWorker::issue_next() {
 
 // Memory for what the job fetches of a chunk, its gradient and its training copy: all, or none.
 bool UpdateWorker::take_memory(const Chunk& chunk, Work& work) {
-    const Pass pass = work.job->pass;
-    const bool gradient = fetches(pass), copy = reads_copy(pass) && chunk.fetches_copy;
+    const bool gradient = fetches(work.job->pass);
+    const bool copy = reads_copy(*work.job) && !chunk.weights_on_host;
     std::vector<int>& slots = slots_[static_cast<std::size_t>(chunk.slot_class)].free;
     if (gradient && slots.empty()) return false;
     if (copy && !can_take_outgoing()) return false;

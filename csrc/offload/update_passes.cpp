@@ -193,8 +193,7 @@ void UpdateWorker::run_direct(const Layer& layer, Chunk& chunk, const Work& work
         free_slot(chunk.slot_class, work.slot);
         return;
     }
-    // A copy that was fetched for nothing: the weights are split on the device only.
-    const Target target = work.copy >= 0 ? target_of(chunk, work.copy) : next_target(chunk);
+    const Target target = next_target(chunk);
     in_blocks(layer, chunk, [&](const Chunk& block, std::size_t begin) {
         float* const p = master(layer, block);
         const Moments m = moments(layer, block);

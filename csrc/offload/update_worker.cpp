@@ -183,6 +183,8 @@ void UpdateWorker::submit(Job job) {
         ++count(layer, job.pass);
         // So that the caller keeps the gradient's memory until the copy of it has completed.
         if (job.pass == Pass::kUpdate || job.pass == Pass::kDirect) layer.fetched = false;
+        // As it will be when the job is run: moves that come before it have been submitted.
+        job.split = layer.split;
         job.sequence = sequence_++;
         job.step = trace_step_;
         jobs_.push_back(std::make_shared<Job>(std::move(job)));

@@ -303,7 +303,6 @@ class WorkerBench {
             chunk.weights_on_host = shape.weights_on_host;
             chunk.weights_dtype = shape.split ? DType::kBFloat16Away : shape.weights;
             chunk.slot_class = slots;
-            chunk.fetches_copy = shape.split && !shape.weights_on_host;
             chunks.push_back(chunk);
         }
         const auto count = static_cast<int>(chunks.size() + spare_slots);

@@ -433,8 +433,6 @@ def _native_chunk(layer: LayerState, span: Segment, slot_class: int) -> _C.Chunk
         group=span.group,
         slot_class=slot_class,
         **({"weights_on_host": True} if layer.storage.on_host else {}),
-        # Half of its master weights, where these are split.
-        fetches_copy=layer.form.rounds_away and not layer.storage.on_host,
         runs=[
             _C.MomentRun(run.begin - span.begin, run.rounding.parameter, run.rounding.first_index)
             for run in layer.form.update_runs(layer.layout, span.begin, span.end)

@@ -72,7 +72,6 @@ struct Chunk {
     int group = 0;                // index into StepRecord::hyper
     int slot_class = 0;           // which pool of pinned slots holds its gradient
     int slot = -1;                // the slot of the pending gradient, -1: none
-    bool fetches_copy = false;    // an update of split weights fetches the training copy
     std::vector<MomentRun> runs;  // its parameters; empty where moments are fp32
 };
 
@@ -112,6 +111,7 @@ struct Job {
     StepRecord record;
     std::int32_t step = 0;  // for traces
     // The worker's, under its mutex.
+    bool split = false;      // its layer's master weights are, on the host
     bool picked = false;     // its gradient is being fetched
     bool started = false;    // its first chunk has been passed over
     bool cancelled = false;  // withdrawn by cancel_update before it started
