@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hytrain.comm.agreement import compare, stay_away
+from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import SECTION, HyTrainConfig
 from hytrain.engine.deepspeed_internals import (
     deepspeed_version,
@@ -93,15 +94,15 @@ def require_one_job(
 
 
 def require_one_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: ShardCollectives
 ) -> None:
     """Compares the parameter groups, which a callable or DeepSpeed has made only now.
 
     Raises:
         ConfigError: they differ; no state has been built.
     """
-    if dist.get_world_size(group) > 1:
-        _refuse(compare(_of_groups(model, optimizer), group).differences)
+    if ranks.world_size > 1:
+        _refuse(compare(_of_groups(model, optimizer), ranks.group).differences)
 
 
 def tell_of_plain_engine(why: str) -> None:

@@ -66,7 +66,7 @@ def build_optimizer(
     give_shapes(model)
     hyper = HyperParameters(basic_optimizer, decoupled=check_optimizer(basic_optimizer))
     groups = basic_optimizer.param_groups
-    require_one_optimizer(model, basic_optimizer, collectives.group)
+    require_one_optimizer(model, basic_optimizer, collectives)
     hyper.read()  # bad hyper-parameters: before anything is touched
     group_of = {
         id(parameter): index

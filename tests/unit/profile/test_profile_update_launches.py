@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -190,6 +191,19 @@ def test_all_but_the_engine_itself_is_in_a_profiled_step() -> None:
     trained, profiled = of_training(5, 1.0), of_profile(6, 0, 1)
     missing = {name for name in trained if not profiled[name]}
     assert {name for name in missing if not name.startswith(AROUND)} == set()
+
+
+ALONE = """
+import torch
+from hytrain.tools.profiler.update_launches import UpdatedKind, update_launches
+update_launches(torch.device("cpu"), UpdatedKind(torch.bfloat16))
+assert not torch.distributed.is_initialized()
+"""
+
+
+def test_a_process_without_a_process_group_is_measured() -> None:
+    """``hytrain profile`` alone for one GPU; other tests of this process have joined a group."""
+    subprocess.run([sys.executable, "-c", ALONE], check=True)
 
 
 NONE = dict.fromkeys(UpdateLaunches.model_fields, 0.0)
