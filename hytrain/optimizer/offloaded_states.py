@@ -141,7 +141,6 @@ class OffloadedStates:
         self._split_what_stays()
         if StateKind.contiguous_grad_buffer in coming:
             self._passes.collector.zeros.forget()
-        self._kept.weights.moved()
         # No gc.collect(), which takes a second with a large heap: nothing of ours is in a cycle.
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -159,6 +158,7 @@ class OffloadedStates:
         for holder in away:
             holder.put(holder.tensors)
         self._away += away
+        self._kept.weights.moved()
         if not non_blocking:
             # Without this wait a reader on the host could see a copy that has not arrived. It comes
             # last: pointing everything to the host takes the host as long as some copies.

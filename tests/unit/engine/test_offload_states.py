@@ -300,9 +300,10 @@ def test_200_cycles_take_no_more_memory() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
 def test_a_gpu_is_free_and_copies_are_fast(stage: int, k: float) -> None:
-    """Nothing but some MiB stays; 80 % of what one copy of as many bytes reaches, but for 1 ms.
+    """Nothing but some MiB stays; 80 % of what one copy of as many bytes reaches, but for .5 ms.
 
-    That is what the host and the driver take to give 14 blocks back, however large they are.
+    So long the host takes for 14 layers, however large they are. What the driver takes to give
+    their memory back is measured and left out.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     config = make_config(stage=stage, gpu_fraction=k, offload={"chunk_elements": 2**20})
@@ -335,15 +336,30 @@ def test_a_gpu_is_free_and_copies_are_fast(stage: int, k: float) -> None:
                     left.append(torch.cuda.memory_allocated(device))
         moved = full - left[-1]
         rates = copy_rates(moved, device)
+        freeing = {"offload": _seconds_to_free(len(engine.optimizer.layer_states), moved, device)}
         print(f"zero{stage} k{k:g}: {full / 2**20:.0f} MiB, left {left[-1] / 2**20:.1f} MiB")
         for name, times in seconds.items():
             took = sorted(times)[len(times) // 2]
             print(f"  {name}: {moved / took / 1e9:.1f} GB/s, one copy {rates[name] / 1e9:.1f}")
-            assert took - 1e-3 <= moved / (0.8 * rates[name])
+            assert took - 5e-4 - freeing.get(name, 0.0) <= moved / (0.8 * rates[name])
         assert len(set(left)) == 1  # nothing grows
         assert left[-1] < 0.02 * full + (8 << 20)
         assert _requested(device) <= asked
         assert_same_states(engine.fp32_state_dict(), expected)
+
+
+def _seconds_to_free(number: int, num_bytes: int, device: torch.device) -> float:
+    """Of so many blocks of together so many bytes, by the driver; the median."""
+    seconds: list[float] = []
+    for _ in range(7):
+        size = num_bytes // number
+        blocks = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(number)]
+        torch.cuda.synchronize()
+        del blocks
+        begin = time.perf_counter()
+        torch.cuda.empty_cache()
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds)[len(seconds) // 2]
 
 
 def _requested(device: torch.device) -> int:
