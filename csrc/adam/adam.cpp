@@ -18,14 +18,14 @@ namespace {
 
 Tuning g_tuning;
 
-// Of the thread that starts passes; its team writes there.
+// Set by the thread that starts passes; the threads of its team write to it.
 thread_local ThreadTime* t_times = nullptr;
 
 // A team's start costs some microseconds, about what this many elements take on one thread.
 constexpr std::size_t kSerialElements = 16384;
 
-// Blocks below the largest, so that each thread of a short range has this many of them, but none is
-// shorter than the least: a block begins with elements that no prefetch has asked for.
+// A short range has blocks below the largest, so that each thread gets this many of them, but no
+// block is shorter than the least: a block's first elements have not been prefetched.
 constexpr std::size_t kBlocksPerThread = 16;
 constexpr std::size_t kLeastBlock = 16384;
 
@@ -57,9 +57,9 @@ AdamConstants constants_of(const GradientStep& step) {
     return c;
 }
 
-// A program may have set its threads to flush subnormals or to round otherwise, and threads
-// inherit that at different times. The passes always run under the default, so that the number of
-// threads, and which they are, cannot change a result.
+// A program may have set its threads to flush subnormals or to another rounding mode, and threads
+// inherit that at different times. The passes always run under the default, so that neither the
+// number of threads nor their choice can change a result.
 class DefaultFloatingPoint {
    public:
     DefaultFloatingPoint() {
@@ -74,7 +74,7 @@ class DefaultFloatingPoint {
     std::fenv_t saved_{};
 };
 
-// Notes when one thread of a pass begins and ends, where it is to.
+// Records when one thread of a pass begins and ends, if that was asked for.
 class ThreadClock {
    public:
     ThreadClock(ThreadTime* times, int thread)
@@ -117,7 +117,7 @@ void for_blocks(std::size_t n, std::size_t block, int num_threads, const Body& b
     // at the end of the parallel region is needed: the caller sends the result at once.
     const auto team = static_cast<int>(std::min<std::int64_t>(num_threads, num_blocks));
     const bool dynamic = g_tuning.dynamic_schedule;
-    ThreadTime* const times = t_times;  // the team's threads have their own
+    ThreadTime* const times = t_times;  // read here: the team's threads have their own t_times
 #pragma omp parallel num_threads(team)
     {
         const DefaultFloatingPoint guard;
@@ -189,8 +189,8 @@ MomentRange at(const Moments& moments, std::size_t begin) {
     return range;
 }
 
-// Calls body(moments of the part, begin, count) for the parts of one block that have one key each:
-// it changes with the parameter, and with the upper half of the index.
+// Calls body(moments of the part, begin, count) for the parts of one block that share a key: it
+// changes with the parameter, and with the upper half of the index.
 template <class Body>
 void for_keys(const Moments& moments, std::int64_t step, std::size_t begin, std::size_t count,
               const Body& body) {
@@ -213,8 +213,8 @@ void for_keys(const Moments& moments, std::int64_t step, std::size_t begin, std:
     }
 }
 
-// Calls body(moments of the part, begin, count) for each block of [0, n); `stores`: in parts that
-// round what they store by one key each.
+// Calls body(moments of the part, begin, count) for each block of [0, n). `stores`: the moments are
+// rounded, so blocks are cut into parts that share a key.
 template <class Body>
 void for_moments(const Moments& moments, bool stores, std::int64_t step, std::size_t n,
                  int num_threads, const Body& body) {
@@ -283,7 +283,7 @@ void adam_commit_then_preview(float* p, const Moments& moments, std::size_t n,
     const GradientRange before = whole(previous);
     const GradientRange now = whole(current);
     const std::size_t ahead = g_tuning.prefetch_elements;
-    // Only the commit stores moments, so it is the previous step's number that rounds them.
+    // Only the commit stores moments, so they are rounded with the previous step's number.
     for_moments(moments, true, previous.hyper.step, n, num_threads,
                 [&](const MomentRange& m, std::size_t i, std::size_t count) {
                     kernels.commit_then_preview(p + i, m, count, at(before, i), at(now, i),

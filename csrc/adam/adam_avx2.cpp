@@ -72,7 +72,7 @@ struct Vec {
     static Bits pick(Bits mask, Bits a, Bits b) {
         return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
     }
-    // Bits of b, and those of a where the mask has ones: b has none there.
+    // Bits of b with those of a where the mask has ones; b must have zeros there.
     static Bits put(Bits mask, Bits a, Bits b) {
         return _mm256_or_si256(_mm256_and_si256(mask, a), b);
     }
@@ -101,7 +101,7 @@ struct Vec {
         const Bits lower = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xAA);
         const Bits biased = _mm256_add_epi16(lower, _mm256_set1_epi16(-0x8000));
         const Bits carry = _mm256_cmpgt_epi16(biased, _mm256_add_epi16(biased, random));
-        // What is finite stays so, and what is not is left as it is.
+        // Finite values stay finite; others are left as they are.
         const Bits magnitude = bits_and(upper, set_bits(0x7FFF7FFFU));
         const Bits finite = _mm256_cmpgt_epi16(_mm256_set1_epi16(0x7F7F), magnitude);
         return _mm256_sub_epi16(upper, bits_and(carry, finite));

@@ -45,7 +45,7 @@ struct Vec {
             _mm512_storeu_ps(address, value);
         }
     }
-    // A NaN is as good as never there, and each number checked for it takes two operations more.
+    // NaNs almost never occur, and checking each number for one takes two more operations.
     template <bool kStream, std::size_t kCount>
     static void store_bf16(void* address, const Reg* values) {
         char* to = static_cast<char*>(address);
@@ -81,7 +81,7 @@ struct Vec {
     static Bits pick(Bits mask, Bits a, Bits b) {
         return _mm512_ternarylogic_epi32(a, b, mask, 0xE4);
     }
-    // Bits of b, and those of a where the mask has ones: b has none there.
+    // Bits of b with those of a where the mask has ones; b must have zeros there.
     static Bits put(Bits mask, Bits a, Bits b) {
         return _mm512_ternarylogic_epi32(a, b, mask, 0xEC);
     }
@@ -104,7 +104,7 @@ struct Vec {
     static Bits rounded_halves(Bits a, Bits b, Bits random) {
         const Bits upper = _mm512_mask_blend_epi16(kOddWords, _mm512_srli_epi32(a, 16), b);
         const Bits lower = _mm512_mask_blend_epi16(kOddWords, a, _mm512_slli_epi32(b, 16));
-        // What is finite stays so, and what is not is left as it is.
+        // Finite values stay finite; others are left as they are.
         const Bits magnitude = _mm512_add_epi16(upper, upper);
         const __mmask32 finite =
             _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(static_cast<short>(0xFEFE)));

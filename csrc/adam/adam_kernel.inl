@@ -5,10 +5,10 @@
 // sqrt, and loads and stores of kLanes elements of each DType; and `Vec::Bits`, the same register
 // as kLanes unsigned 32-bit integers, with the operations that roundings take. Since every
 // operation is correctly rounded and the order below is fixed, all instruction sets agree bitwise.
-// (The sign and payload of a NaN are the CPU's affair.)
+// (The sign and payload of a NaN depend on the CPU.)
 
-// What has to be inlined for its registers to stay registers. Sanitizers' checks of one body,
-// inlined everywhere, take a compiler minutes.
+// For functions that must be inlined so that their registers stay registers. Not with sanitizers:
+// compiling their checks in one body with everything inlined takes minutes.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define HYTRAIN_INLINE inline
 #define HYTRAIN_INLINE_BODY
@@ -23,7 +23,7 @@ constexpr std::size_t kLanes = Vec::kLanes;
 
 inline std::size_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4U : 2U; }
 
-// The value of one element type as a type, so that a runtime DType picks a template once a range.
+// An element type as a template argument, so that a runtime DType is dispatched once per range.
 template <DType kType>
 struct In {
     static constexpr std::size_t kBytes = kType == DType::kFloat32 ? 4 : 2;
@@ -44,7 +44,7 @@ constexpr std::uint32_t kSign = 0x80000000U;
 constexpr std::uint32_t kSplitHalf = 0x8000U;
 template <std::size_t kCount>
 HYTRAIN_INLINE void split_halves(const Reg* values, Bits* halves) {
-    bool has_nan = false;  // as good as never: one check for two registers
+    bool has_nan = false;  // almost never true: one check for two registers
     for (std::size_t j = 0; j < kCount; j += 2) {
         has_nan |= Vec::has_nan(values[j], values[j + 1 < kCount ? j + 1 : j]);
     }
@@ -79,7 +79,7 @@ struct Out {
             Vec::template store_bf16<kStream, kCount>(address, values);
         } else if constexpr (kType == DType::kBFloat16Away) {
             Bits halves[kCount];
-            Reg rounded[kCount];  // which leaves nothing to be rounded by the store
+            Reg rounded[kCount];  // exact in bf16: the store rounds nothing
             split_halves<kCount>(values, halves);
             for (std::size_t j = 0; j < kCount; ++j) {
                 rounded[j] = Vec::from_bits(Vec::bits_and(halves[j], Vec::set_bits(~0xFFFFU)));
@@ -137,7 +137,7 @@ inline void with_out_type(DType dtype, Body body) {
     }
 }
 
-// Calls body(Out<...>) for a runtime dtype, streaming where that is asked for and possible.
+// Calls body(Out<...>) for a runtime dtype, with streaming stores if asked for and possible.
 template <class Body>
 inline void with_out(const OutRange& out, Body body) {
     if constexpr (Vec::kCanStream) {
@@ -229,8 +229,8 @@ inline void prefetch_moments(const MomentRange& r, std::size_t index) {
     prefetch_run<M::kBytes, M::kUnit>(r.v, index);
 }
 
-// One unit on the stack, for what is left at the end of a range: the same vector code runs on it,
-// on zeros where the range has ended, and nothing beyond n is touched.
+// One unit on the stack for the rest at the end of a range: the same vector code runs on it, with
+// zeros past the range's end, and nothing beyond n is touched.
 template <std::size_t kElements>
 struct alignas(64) Padded {
     float data[kElements];
@@ -299,8 +299,8 @@ HYTRAIN_INLINE void for_each_group(Body body) {
     }
 }
 
-// A unit's moments after a step: what no square root or division waits for, of the whole unit,
-// since a block's moments are rounded by their largest.
+// A unit's moments after a step. All of them are computed before any is stored, since the moments
+// of a block are rounded by the largest of them; no square root or division is on this path.
 template <class G, class M>
 struct Moved {
     Reg m[M::kVectors], v[M::kVectors];

@@ -17,8 +17,8 @@ struct Vec {
     static constexpr const char* kName = "neon";
     static constexpr std::size_t kLanes = 4;
     static constexpr std::size_t kDoubleRegs = 2;
-    // Arm's cores stop reading lines that are to be overwritten by themselves when they see a run
-    // of stores; the non-temporal pair STNP is a hint that they may ignore.
+    // Arm cores detect a run of stores and stop reading the lines that it overwrites; the
+    // non-temporal pair STNP is only a hint, which they may ignore.
     static constexpr bool kCanStream = false;
 
     static Reg set(float value) { return vdupq_n_f32(value); }
@@ -65,7 +65,7 @@ struct Vec {
     static Bits bits_max(Bits a, Bits b) { return vmaxq_u32(a, b); }
     // Bits of a where the mask has ones, else of b.
     static Bits pick(Bits mask, Bits a, Bits b) { return vbslq_u32(mask, a, b); }
-    // Bits of b, and those of a where the mask has ones: b has none there.
+    // Bits of b with those of a where the mask has ones; b must have zeros there.
     static Bits put(Bits mask, Bits a, Bits b) { return vbslq_u32(mask, a, b); }
     template <int kCount>
     static Bits shift_left(Bits a) {
@@ -81,12 +81,12 @@ struct Vec {
         const Bits bits = bits_of(x);
         return vmaxq_u32(a, vandq_u32(vtstq_u32(bits, bits), b));
     }
-    // As adam_scalar.cpp says, on all halves at once, where a carry is a comparison.
+    // The rounding of adam_scalar.cpp on all halves at once; a carry is found by a comparison.
     static Bits rounded_halves(Bits a, Bits b, Bits random) {
         const uint16x8_t upper = vtrn2q_u16(words_of(a), words_of(b));
         const uint16x8_t lower = vtrn1q_u16(words_of(a), words_of(b));
         const uint16x8_t carry = vcltq_u16(vaddq_u16(lower, words_of(random)), lower);
-        // What is finite stays so, and what is not is left as it is.
+        // Finite values stay finite; others are left as they are.
         const uint16x8_t magnitude = vandq_u16(upper, vdupq_n_u16(0x7FFF));
         const uint16x8_t finite = vcltq_u16(magnitude, vdupq_n_u16(0x7F7F));
         return vreinterpretq_u32_u16(vsubq_u16(upper, vandq_u16(carry, finite)));

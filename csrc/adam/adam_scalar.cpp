@@ -117,7 +117,7 @@ struct Vec {
     static Bits bits_max(Bits a, Bits b) { return a > b ? a : b; }
     // Bits of a where the mask has ones, else of b.
     static Bits pick(Bits mask, Bits a, Bits b) { return (mask & a) | (~mask & b); }
-    // Bits of b, and those of a where the mask has ones: b has none there.
+    // Bits of b with those of a where the mask has ones; b must have zeros there.
     static Bits put(Bits mask, Bits a, Bits b) { return (mask & a) | b; }
     template <int kCount>
     static Bits shift_left(Bits a) {
@@ -131,10 +131,10 @@ struct Vec {
     static Bits max_where_not_zero(Reg x, Bits a, Bits b) {
         return as_bits(x) != 0U && b > a ? b : a;
     }
-    // bf16 of a in the lower and of b in the upper half: each goes away from zero as often as its
-    // lower half says, by the random bits of its half. What is finite stays below infinity, and
-    // what is not is left as it is: a NaN that an operation made is quiet, so its upper half is a
-    // NaN too.
+    // bf16 of a in the lower half and of b in the upper half, rounded stochastically: each is
+    // rounded away from zero with the probability that its lower 16 bits give, by the random bits
+    // of its half. Finite values stay below infinity; others are left as they are: a NaN that an
+    // operation produced is quiet, so its upper half is a NaN too.
     static Bits rounded_halves(Bits a, Bits b, Bits random) {
         return (rounded(a, random & 0xFFFFU) >> 16) | (rounded(b, random >> 16) & 0xFFFF0000U);
     }

@@ -3,9 +3,9 @@
 // A unit goes through eight stages, each of which waits for the one before it: moments, square
 // roots, divisions and weights of the commit; then the same of the preview. Within a unit there is
 // nothing to do while the divider works, and a CPU looks ahead by less than two units, so a unit's
-// preview is taken in turns with the next one's commit.
+// preview is interleaved with the next unit's commit.
 
-// What the preview of a unit's weights takes: its moments, and the committed weights.
+// The input of the preview of a unit's weights: its moments, and the committed weights.
 template <class M>
 struct Pending {
     Reg m[M::kVectors], v[M::kVectors], p[M::kVectors];
@@ -63,7 +63,7 @@ HYTRAIN_INLINE void both_unit(float* p, const MomentRange& r, const void* before
                           HYTRAIN_INLINE_BODY { u.template put<byte>(r, i, first); });
     u.store.finish(r, i);
     prefetch_run<G::kBytes, M::kUnit>(now, i + ahead);
-    // There is no L2 decay of the current step: its moments wait for no new weights.
+    // The current step has no L2 decay: its moments do not depend on the new weights.
     for (std::size_t j = 0; j < kVectors; ++j) {
         const Reg g = G::load(now, i + j * kLanes);
         const NewMoments moved = step_moments<false>({Reg(), u.m[j], u.v[j]}, g, c_now);

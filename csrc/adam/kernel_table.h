@@ -1,4 +1,4 @@
-// What one instruction set offers: the passes over one range of memory, on the calling thread.
+// The passes of one instruction set over one range of memory, on the calling thread.
 //
 // Only plain data crosses this interface. The files that implement it are compiled with their
 // own -m flags, so nothing here may be an inline function or a template from a shared header:
@@ -49,7 +49,7 @@ struct SplitRange {
     char* remainder;
 };
 
-// Moments of a range whose elements' indices differ in their lower 32 bits only.
+// Moments of a range whose element indices differ in their lower 32 bits only.
 struct MomentRange {
     MomentKind kind;
     char* m;

@@ -1,12 +1,12 @@
 // How the moments are kept: fp32, bf16, or 8-bit codes; included by adam_kernel.inl.
 //
 // A kind is a type with
-//   kBytes    of one element
+//   kBytes    bytes of one element
 //   kUnit     elements that are loaded and stored together, a whole number of registers
-//   stored    elements whose memory belongs to the last `count` elements of a range
+//   stored    number of stored elements that hold the last `count` elements of a range
 //   load      both moments of the unit at element i, as fp32
-//   Store     the reverse: made of all of the unit's moments, it takes one register of each after
-//             the other (`put`), which become what a later load will give
+//   Store     the reverse: begin sees all of the unit's moments, then put stores one register of
+//             each after the other and changes it to the value that a later load returns
 // docs/internals.md ("Moments in fewer bytes") has the formulas and why they are these; all of it
 // is exact arithmetic, or fp32 operations that every instruction set rounds alike.
 
@@ -48,7 +48,7 @@ constexpr std::uint32_t mix(std::uint32_t h) {
     return h ^ (h >> 16);
 }
 
-// The factor of each element of a block: odd, so that no bit of the block's is lost.
+// The factor of each element of a block: odd, so that multiplying loses no bit.
 struct BlockFactors {
     std::uint32_t of[kMomentBlock];
     constexpr BlockFactors() : of() {
@@ -64,7 +64,7 @@ alignas(64) constexpr BlockFactors kFactors;
 HYTRAIN_INLINE Bits block_bits(const MomentRange& r, std::size_t i) {
     return Vec::set_bits(mix(((r.first_index + static_cast<std::uint32_t>(i)) >> 6) ^ r.key));
 }
-// Of the elements from i on, in a register; i is counted from a block's start.
+// Bits of one register's elements, from i on; i counts from a block's start.
 HYTRAIN_INLINE Bits element_bits(Bits block, std::size_t i) {
     const void* factors = kFactors.of + i % kMomentBlock;
     const Bits h = Vec::bits_mul(block, Vec::bits_of(Vec::load_f32(factors)));
@@ -88,7 +88,7 @@ struct Bf16Moments {
     static constexpr std::size_t kTogether = kVectors < 2 ? kVectors : 2;
     struct Store {
         Bits random;  // of the block
-        Bits even;    // what the first of two registers became
+        Bits even;    // the rounded halves of the first of two registers
 
         HYTRAIN_INLINE void begin(const MomentRange& r, std::size_t i, const Reg*, const Reg*) {
             random = block_bits(r, i);
@@ -113,15 +113,15 @@ struct Bf16Moments {
 
 // ---- 8-bit codes ------------------------------------------------------------------------------
 
-// Code of a magnitude x: that of m, beside a sign, or v. A block's elements share the factor
-// 2^(exponent - 127), and y = x / factor + 2^(1 - 2^kExponents) lies between that offset and 2: the
-// code is the upper part of y's bits, kExponents of the exponent and kMantissa of the mantissa. So
-// codes are spaced like floating-point numbers where x is large and evenly below, and rounding on
-// the bits of y is unbiased.
+// Code of a magnitude x: |m|, whose sign is kept beside it, or v. A block's elements share the
+// factor 2^(exponent - 127), and y = x / factor + 2^(1 - 2^kExponents) lies between that offset and
+// 2: the code is the upper part of y's bits, kExponents of the exponent and kMantissa of the
+// mantissa. So codes are spaced like floating-point numbers where x is large and evenly below, and
+// rounding on the bits of y is unbiased.
 template <int kMantissa, int kExponents>
 struct Code {
     static constexpr int kShift = 23 - kMantissa;
-    static constexpr std::uint32_t kUnit = 1U << kShift;  // what one code more adds to y's bits
+    static constexpr std::uint32_t kUnit = 1U << kShift;  // added to y's bits by one more code
     static constexpr std::uint32_t kCodes = (1U << (kMantissa + kExponents)) - 1U;
     static constexpr std::uint32_t kOffset = (128U - (1U << kExponents)) << 23;
     static_assert((kOffset >> kShift & kCodes) == 0, "the upper part must begin with code 0");
@@ -138,9 +138,9 @@ struct Code {
 using MCode = Code<4, 3>;
 using VCode = Code<4, 4>;
 
-// One block's constants for one moment. With exponent 255 (the largest magnitude is not finite, or
-// nearly 2^127) every element reads as NaN, with exponent 0 (it is below fp32's normal numbers) as
-// zero: that is what the fused multiply-add gives.
+// One block's constants for one moment. The fused multiply-add gives NaN for every element with
+// exponent 255 (the largest magnitude is not finite, or nearly 2^127), and zero with exponent 0 (it
+// is below fp32's normal numbers).
 template <class C>
 struct BlockScale {
     Reg factor, minus_offset;
@@ -149,7 +149,7 @@ struct BlockScale {
         : factor(Vec::from_bits(Vec::set_bits(exponent << 23))),
           minus_offset(Vec::mul(factor, Vec::from_bits(Vec::set_bits(C::kOffset | kSign)))) {}
 
-    // Exact: the bits of y and of the offset are few, and what they differ by fits fp32.
+    // Exact: y and the offset have few bits, and their difference fits fp32.
     inline Reg magnitude(Bits y) const { return Vec::fma(Vec::from_bits(y), factor, minus_offset); }
     // `code` has the code at bit kShift.
     inline Reg magnitude_of_code(Bits code) const {
@@ -158,8 +158,8 @@ struct BlockScale {
     }
 };
 
-// The same for storing; `codes` has the bits that a code may have, none where the exponent says
-// all. Numbers may have a sign, which their y has then, too.
+// One block's constants for storing. has_codes: false where the exponent alone gives the value of
+// every element, see BlockScale. A negative x has a negative y.
 template <class C>
 struct BlockRounding {
     Reg factor, minus_offset, inverse;
@@ -176,8 +176,8 @@ struct BlockRounding {
     inline Bits raised(Reg x, Bits offset, Bits random) const {
         return Vec::bits_add(Vec::bits_of(Vec::fma(x, inverse, Vec::from_bits(offset))), random);
     }
-    // What the code of y will be read as; exact, as BlockScale's. Without a sign by its very
-    // formula: a y that exponent 255 does not allow a code is to become NaN, too.
+    // The value that a load will give for y's code; exact, as in BlockScale. rounded_magnitude is
+    // for y without a sign and uses the load's own formula: with exponent 255 it gives NaN, too.
     inline Reg rounded(Bits y, Bits offset) const {
         return Vec::mul(Vec::sub(cut(y), Vec::from_bits(offset)), factor);
     }
@@ -189,7 +189,7 @@ struct BlockRounding {
     }
 };
 
-// Shifts left by kCount, or right where that is negative.
+// Shifts left by kCount, or right if it is negative.
 template <int kCount>
 inline Bits shift(Bits a) {
     if constexpr (kCount > 0) {
@@ -260,8 +260,8 @@ struct EightBitMoments {
             const Bits v_offset = Vec::set_bits(VCode::kOffset);
             const Bits raised = v_rounding.raised(
                 v, v_offset, Vec::bits_and(bits, Vec::set_bits(VCode::kUnit - 1U)));
-            // What is not zero has at least code 1: the update m / (sqrt(v) + eps) of an element
-            // that is small in its block must not lose its denominator.
+            // A nonzero v has at least code 1: the update m / (sqrt(v) + eps) of an element that is
+            // small in its block must not lose its denominator.
             const Bits one = Vec::set_bits(VCode::kOffset + VCode::kUnit);
             const Bits v_y = Vec::max_where_not_zero(v, raised, one);
             v = v_rounding.rounded_magnitude(v_y);
@@ -287,7 +287,7 @@ struct EightBitMoments {
                 words[w] = Vec::set_bits(0U);
             }
         }
-        // The lowest byte comes first; what is above a byte is written by those that follow.
+        // Bytes come lowest first: the bits above a byte are overwritten by those that follow.
         template <int kByte>
         static inline void put_byte(Bits& word, Bits byte) {
             if constexpr (kByte == 0) {
@@ -320,7 +320,7 @@ struct EightBitMoments {
         return Vec::largest_lane(most);
     }
 
-    // The same of numbers of which none has a sign but a NaN, which is above all others.
+    // The same for non-negative numbers; a NaN, of either sign, is above all others.
     static inline std::uint32_t largest_of_positive(const Reg* x) {
         Bits most = Vec::bits_of(x[0]);
         for (std::size_t j = 1; j < kVectors; ++j) {

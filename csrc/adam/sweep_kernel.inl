@@ -1,4 +1,4 @@
-// Sweeps that are no optimizer's pass; included by adam_kernel.inl, on the same terms.
+// Sweeps over memory that are not optimizer passes; included by adam_kernel.inl, with its rules.
 
 // ---- sum of squares ---------------------------------------------------------------------------
 
@@ -45,8 +45,8 @@ double sum_of_squares_range(const void* data, DType dtype, std::size_t n) {
 
 // ---- the loop to compare against --------------------------------------------------------------
 
-// Words to which zero is added, which the compiler does not know: a plain load and store would be
-// dropped.
+// Adds zero to each word; the compiler does not know that it is zero: it would drop a plain load
+// and store.
 template <std::size_t kWords>
 inline void touch(void* words, Bits zero) {
     for (std::size_t j = 0; j < kWords; j += kLanes) {
@@ -72,7 +72,7 @@ void read_write_loop(float* p, const MomentRange r, std::size_t n, std::size_t a
         touch<kUnit * M::kBytes / sizeof(float)>(r.m + i * M::kBytes, zero);
         touch<kUnit * M::kBytes / sizeof(float)>(r.v + i * M::kBytes, zero);
     }
-    // The end, by the bytes of p, m and v.
+    // The rest, byte by byte.
     for (std::size_t b = i * sizeof(float); b < n * sizeof(float); ++b) {
         reinterpret_cast<volatile char*>(p)[b] ^= static_cast<char>(opaque);
     }

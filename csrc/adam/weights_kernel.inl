@@ -1,10 +1,10 @@
-// Where commit has master weights from and where it leaves them; included by adam_kernel.inl.
+// How commit reads and writes master weights; included by adam_kernel.inl.
 //
 // A kind is a type with
 //   Unit           the weights of a unit, by register
-//   store          kCount registers of new weights, side by side, and their outgoing copy
-//   prefetch_unit  asks for what a unit's loads will need
-//   Padding        the same for the last elements of a range, on the stack
+//   store          writes kCount adjacent registers of new weights, and their outgoing copy
+//   prefetch_unit  prefetches the lines that a unit's loads need
+//   Padding        a copy of the last elements of a range, on the stack
 
 // fp32, with an outgoing copy W.
 template <class W>
@@ -12,7 +12,7 @@ struct WholeWeights {
     float* p;
     void* w;
 
-    // Read at each use: from the cache, which takes no registers.
+    // Loaded from the cache at each use, which keeps registers free.
     template <std::size_t>
     struct Unit {
         const float* p;
@@ -44,13 +44,13 @@ struct WholeWeights {
     };
 };
 
-// Two halves of 16 bits (SplitWeights in hytrain/adam.h). What only the copy's owner may write may
-// have been written by somebody else, who knows of no remainder: a zero stays within half a
-// spacing of zero then, and does not become a NaN.
+// Two halves of 16 bits (SplitWeights in hytrain/adam.h). Somebody who knows of no remainder may
+// have written the copy: a zero written so stays within half a spacing of zero, and does not become
+// a NaN.
 struct HalvedWeights {
     SplitRange r;
 
-    // Made once.
+    // Joined once and kept in registers.
     template <std::size_t kCount>
     struct Unit {
         Reg p[kCount];

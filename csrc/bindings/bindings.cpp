@@ -1,5 +1,5 @@
-// hytrain._C: the only file that knows Python. Arguments are addresses and sizes; who calls has
-// checked them (hytrain/kernels/cpu_adam.py). The GIL is released while memory is swept.
+// hytrain._C: the only file that knows Python. Arguments are addresses and sizes, which the caller
+// has checked (hytrain/kernels/cpu_adam.py). The GIL is released while memory is swept.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -289,7 +289,7 @@ void bind_trace_types(py::module_& m) {
         .def_readonly("slot", &Span::slot);
 }
 
-// The spans, and how many were overwritten.
+// The spans since the last call, and how many more were overwritten.
 std::pair<std::vector<Span>, std::uint64_t> take_trace(UpdateWorker& worker) {
     std::vector<Span> spans;
     const std::uint64_t lost = worker.take_trace(spans);
@@ -341,7 +341,7 @@ void submit_arrive(UpdateWorker& worker, int layer, const StateArrays& host,
 }
 
 // A forked child has the worker but none of its threads, and maybe a mutex that one of them held:
-// it could only wait for ever. Its copy is left to the end of the process.
+// destroying the worker there could wait for ever. The child's copy is leaked.
 struct DeleteInOwnProcess {
     void operator()(UpdateWorker* worker) const {
         if (worker->in_own_process()) delete worker;
@@ -441,7 +441,7 @@ void bind_worker(py::module_& m) {
         .def(
             "on_stall",
             [](UpdateWorker& worker, double after_seconds, py::function report) {
-                // The waiting thread has given up the interpreter's lock for its wait.
+                // The waiting thread has released the GIL for its wait.
                 worker.on_stall(
                     std::chrono::milliseconds(static_cast<std::int64_t>(1000.0 * after_seconds)),
                     [report = std::move(report)](const std::string& text) {
@@ -479,7 +479,7 @@ void bind_offload(py::module_& m) {
 
 // ---- checkpoint ---------------------------------------------------------------------------------
 
-// Calls without the GIL; a file's errors are Python's OSError, with their number.
+// Calls a function without the GIL; a file's errors become OSError with their errno.
 template <class Call>
 auto without_gil(Call call) {
     try {
@@ -507,8 +507,8 @@ void bind_checkpoint(py::module_& m) {
         .def(
             "write",
             [](SummedFile& file, Address data, std::size_t bytes) {
-                // Getting the GIL back may take milliseconds of somebody's Python code: a record's
-                // header is copied sooner.
+                // Reacquiring the GIL may take milliseconds while other Python code runs; copying a
+                // record's header is faster.
                 constexpr std::size_t kFew = 16384;
                 if (bytes < kFew && file.stays(bytes)) {
                     return file.write(pointer<void>(data), bytes);
@@ -525,7 +525,7 @@ void bind_checkpoint(py::module_& m) {
 
 // ---- module -------------------------------------------------------------------------------------
 
-// A failure can come out of any call of the worker: it is given its Python type in one place.
+// Any call of the worker can throw WorkerError: it is mapped to its Python type in one place.
 void translate_worker_error(std::exception_ptr thrown) {
     try {
         if (thrown) std::rethrow_exception(thrown);

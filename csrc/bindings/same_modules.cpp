@@ -1,7 +1,8 @@
-// Whether modules are what they were: an asynchronous save asks in its call, of hundreds of them.
+// Whether modules are unchanged: an asynchronous save asks this in its call, for hundreds of
+// modules.
 //
-// What was seen stays in Python's lists and tuples, which its garbage collector sees through. All
-// of this is comparisons of addresses: an object of a list lives, and so does its address name it.
+// What was seen before is kept in Python lists and tuples, where the garbage collector can see it.
+// Only addresses are compared: an object in a list is alive, so no other object has its address.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -11,8 +12,8 @@ namespace py = pybind11;
 
 namespace {
 
-// Whether each dict has the entries that it had, in their order. `entries` are the keys and values
-// of all dicts; a value of Ellipsis stands for any but None. `sizes` are 32-bit counts.
+// Whether each dict has the same entries as before, in their order. `entries` are the keys and
+// values of all dicts; Ellipsis stands for any value but None. `sizes` are 32-bit counts.
 bool same_entries(const py::list& dicts, const py::bytes& sizes, const py::tuple& entries) {
     const char* packed = PyBytes_AS_STRING(sizes.ptr());
     const Py_ssize_t count = PyList_GET_SIZE(dicts.ptr()), all = PyTuple_GET_SIZE(entries.ptr());
@@ -25,7 +26,7 @@ bool same_entries(const py::list& dicts, const py::bytes& sizes, const py::tuple
         std::uint32_t size;
         std::memcpy(&size, packed + static_cast<std::size_t>(i) * sizeof(size), sizeof(size));
         if (PyDict_Size(dict) != static_cast<Py_ssize_t>(size)) {
-            PyErr_Clear();  // no dict any more
+            PyErr_Clear();  // it is not a dict any more
             return false;
         }
         if (size == 0) continue;
@@ -42,7 +43,7 @@ bool same_entries(const py::list& dicts, const py::bytes& sizes, const py::tuple
     return next == all;
 }
 
-// Whether each object is of the type it was, and its attributes have no such name.
+// Whether each object has the same type as before, and no attribute of that name.
 bool same_types(const py::list& objects, const py::tuple& types, const py::list& attributes,
                 const py::str& absent) {
     const Py_ssize_t count = PyList_GET_SIZE(objects.ptr());
@@ -61,7 +62,7 @@ bool same_types(const py::list& objects, const py::tuple& types, const py::list&
     return true;
 }
 
-// Whether an attribute of each object is the object that it was.
+// Whether an attribute of each object is the same object as before.
 bool same_attributes(const py::list& objects, const py::str& name, const py::tuple& had) {
     const Py_ssize_t count = PyList_GET_SIZE(objects.ptr());
     if (PyTuple_GET_SIZE(had.ptr()) != count) throw py::value_error("a value for each object");
@@ -74,7 +75,7 @@ bool same_attributes(const py::list& objects, const py::str& name, const py::tup
     return true;
 }
 
-// Whether each set has what it had.
+// Whether each set has the same elements as before.
 bool same_sets(const py::list& sets, const py::tuple& had) {
     const Py_ssize_t count = PyList_GET_SIZE(sets.ptr());
     if (PyTuple_GET_SIZE(had.ptr()) != count) throw py::value_error("a set for each");

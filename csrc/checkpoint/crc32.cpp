@@ -1,4 +1,4 @@
-// CRC-32 by tables, and the choice of who sums (hytrain/crc32.h).
+// CRC-32 by tables, and the choice of the implementation (hytrain/crc32.h).
 #include "hytrain/crc32.h"
 
 #if defined(HYTRAIN_ARM_KERNELS)
@@ -17,7 +17,7 @@ struct Tables {
     std::uint32_t of[kTables][256];
 };
 
-// of[k][b]: what byte b adds to the remainder when k more bytes follow it.
+// of[k][b]: the contribution of byte b to the remainder if k more bytes follow it.
 constexpr Tables make_tables() {
     Tables tables{};
     for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -54,7 +54,7 @@ struct Squares {
     std::uint32_t of[kSquares];
 };
 
-// of[k]: x^(2^k). From there on they come again, as x^(2^32 - 1) is 1.
+// of[k]: x^(2^k). Higher powers repeat these, because x^(2^32 - 1) is 1.
 constexpr Squares make_squares() {
     Squares squares{};
     squares.of[0] = std::uint32_t{1} << 30;

@@ -24,9 +24,9 @@ constexpr std::int64_t power(int n) {
     return reflected << 1;
 }
 
-// What 16 bytes are multiplied by that move by so many bits: the first 8 bytes, which are the
-// higher powers, move 64 bits further than the others. 32 less than that, as a factor of 32 bits
-// stands at the upper end of its 64.
+// The factors that move 16 bytes by a number of bits: the first 8 bytes, which are the higher
+// powers, move 64 bits further than the others. 32 is subtracted because a factor of 32 bits stands
+// at the upper end of its 64.
 template <int kBits>
 __m128i factors() {
     constexpr std::int64_t first = power(kBits + 32), second = power(kBits - 32);
@@ -59,7 +59,7 @@ std::uint32_t remainder_by_folding(std::uint32_t rest, const unsigned char* at, 
     __m128i left = lanes[0];
     for (std::size_t i = 1; i < kLanes; ++i) left = fold(left, one, lanes[i]);
     for (; bytes >= kBytes; at += kBytes, bytes -= kBytes) left = fold(left, one, load(at));
-    // What is left are 16 bytes with the same remainder as all that they stand for.
+    // 16 bytes are left, with the same remainder as all bytes that were folded into them.
     alignas(kBytes) unsigned char last[kBytes];
     _mm_store_si128(reinterpret_cast<__m128i*>(last), left);
     return remainder_by_tables(remainder_by_tables(0, last, kBytes), at, bytes);

@@ -1,5 +1,5 @@
-// What the two ways to sum share. Remainders are those of division by the polynomial of CRC-32,
-// bits reflected as zlib has them, without the inversions at both ends.
+// Declarations shared by the implementations of CRC-32. Remainders are those of division by its
+// polynomial, bits reflected as in zlib, without the inversions at both ends.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +13,10 @@ constexpr std::size_t kLeastFolded = 64;
 
 std::uint32_t remainder_by_tables(std::uint32_t rest, const unsigned char* at, std::size_t bytes);
 
-// With carry-less multiplication (x86-64); at least kLeastFolded bytes.
+// By carry-less multiplication (x86-64); for at least kLeastFolded bytes.
 std::uint32_t remainder_by_folding(std::uint32_t rest, const unsigned char* at, std::size_t bytes);
 
-// With the instruction for it (64-bit Arm).
+// By the CRC-32 instruction (64-bit Arm).
 std::uint32_t remainder_by_instruction(std::uint32_t rest, const unsigned char* at,
                                        std::size_t bytes);
 

@@ -1,4 +1,4 @@
-// A file that is summed as it is written (hytrain/summed_file.h).
+// A file that is checksummed as it is written (hytrain/summed_file.h).
 #include "hytrain/summed_file.h"
 
 #include <fcntl.h>
@@ -18,7 +18,8 @@ namespace hytrain {
 namespace {
 
 constexpr std::size_t kAlignment = 4096;  // at least a disk's sector and the file system's block
-constexpr std::size_t kPiece = std::size_t{64} << 10;  // is in the core's cache when it is copied
+constexpr std::size_t kPiece = std::size_t{64}
+                               << 10;  // stays in the core's cache until it is copied
 constexpr std::size_t kLeastDirect = std::size_t{256} << 10;
 constexpr std::uint64_t kWriteback = std::uint64_t{64} << 20;
 
@@ -103,7 +104,7 @@ std::uint32_t SummedFile::write(const void* data, std::size_t bytes) {
 void SummedFile::flush() {
     if (used_ == 0) return;
     const std::size_t aligned = used_ - used_ % kAlignment;
-    // What follows a flush begins where no direct write can.
+    // Bytes after a flush may begin at an offset where direct writes are impossible.
     std::size_t done = 0;
     if (aligned >= kLeastDirect && handed_over_ % kAlignment == 0) {
         set_direct(true);
@@ -128,7 +129,7 @@ void SummedFile::hand_over(std::size_t bytes) {
         if (count < 0) {
             if (errno == EINTR) continue;
             if (errno == EINVAL && is_direct_) {
-                // The file system takes the flag, and not this write.
+                // The file system accepts the flag, but not this write.
                 set_direct(false);
                 can_be_direct_ = false;
                 continue;
@@ -155,14 +156,14 @@ void SummedFile::set_direct(bool direct) {
     is_direct_ = direct;
 }
 
-// Of page-cached bytes. The disk begins now, and not when a large file's last byte is there; what
-// has been handed over some time ago is waited for, so that there is never much of it in memory.
+// Starts writing page-cached bytes to the disk now, not only when a large file is complete. Waits
+// for bytes that were handed over some time ago, so that never much of them is in memory.
 void SummedFile::begin_writeback(std::uint64_t begin, std::uint64_t end) {
 #if defined(SYNC_FILE_RANGE_WRITE)
     const auto range = [&](std::uint64_t from, std::uint64_t to, unsigned flags) {
         const int result = sync_file_range(descriptor_, static_cast<off64_t>(from),
                                            static_cast<off64_t>(to - from), flags);
-        // A disk's error is reported once: who passed over it here would not find it in fsync.
+        // A disk's error is reported once: ignored here, fsync would not report it again.
         if (result != 0 && errno != EINVAL && errno != ENOSYS && errno != ESPIPE) {
             fail("sync_file_range");
         }

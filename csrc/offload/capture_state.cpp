@@ -1,4 +1,4 @@
-// Copies of layers' state that the worker owes: asked for, taken in time, forgotten.
+// Copies of layers' states for saves: requested, made before the state changes, cancelled.
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -31,15 +31,15 @@ void UpdateWorker::forget_capture(int layer) {
     Capture& forgotten = layers_.at(static_cast<std::size_t>(layer)).capture;
     if (forgotten.wanted) --owed_;
     forgotten.wanted = false;
-    // A worker that has failed has left the copy as it was.
+    // A failed worker never finishes the copy.
     changed_.wait(lock, [&] { return !forgotten.running || !error_.empty(); });
     forgotten.running = false;
     lock.unlock();
     changed_.notify_all();  // whoever waits for the copy
 }
 
-// Under mutex_. No job of the layer is left, so its state, with what is pending, is the one of the
-// copy, or has been since the job that committed it.
+// Under mutex_. Whether the copy can be made now: no job of the layer is left, so that its state
+// with the pending gradient is the state to be copied, and that gradient is of a final step.
 bool UpdateWorker::can_capture(const Layer& layer) {
     if (!layer.capture.wanted) return false;
     if (layer.outstanding != 0 || layer.moving != 0 || layer.settling != 0) return false;
@@ -47,8 +47,8 @@ bool UpdateWorker::can_capture(const Layer& layer) {
     return !(commits && layer.tentative);
 }
 
-// Under mutex_. The job of a copy that can be taken now: of the last such layer, whose update comes
-// first.
+// Under mutex_. A job for a copy that can be made now: of the last such layer, since its update
+// comes first.
 std::shared_ptr<Job> UpdateWorker::owed_capture() {
     if (owed_ == 0) return nullptr;
     for (std::size_t i = layers_.size(); i-- > 0;) {
@@ -65,8 +65,8 @@ std::shared_ptr<Job> UpdateWorker::owed_capture() {
     return nullptr;
 }
 
-// Under mutex_. Whether a job takes the copy that is owed: before it changes the copy's state, or
-// after it has made it.
+// Under mutex_. Whether a job makes the copy that is owed: before it changes the state that is to
+// be copied, or after it has produced that state.
 UpdateWorker::Taking UpdateWorker::taking(const Job& job, const Layer& layer) {
     if (!layer.capture.wanted) return Taking::kNo;
     const std::int64_t sequence = layer.capture.sequence;
@@ -78,7 +78,7 @@ UpdateWorker::Taking UpdateWorker::taking(const Job& job, const Layer& layer) {
             return commits_later ? Taking::kBefore : Taking::kNo;
         case Pass::kDirect:
             return job.sequence >= sequence ? Taking::kBefore : Taking::kNo;
-        case Pass::kLeave:  // the memory goes
+        case Pass::kLeave:  // the state's host memory is given back
             return commits_later ? Taking::kBefore : Taking::kAfter;
         case Pass::kCapture:
             return Taking::kAfter;
@@ -104,7 +104,7 @@ void UpdateWorker::take_copy(const Layer& layer, const Chunk& chunk) {
         copy(target.m_exponents, state.m_exponents, at / kMomentBlock, n / kMomentBlock);
         copy(target.v_exponents, state.v_exponents, at / kMomentBlock, n / kMomentBlock);
     }
-    // What layers' passes take is measured by these spans, and a save is now and then.
+    // These spans measure the passes alone: a save is rare, so its copy is left out.
     span_.begin_ns += now_ns() - from;
 }
 

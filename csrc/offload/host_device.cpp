@@ -1,5 +1,5 @@
 // The device on a machine without a GPU: "device memory" is host memory, lanes are threads.
-// It keeps the asynchrony of the real thing, so CPU tests exercise the same ordering rules.
+// It is as asynchronous as a GPU, so CPU tests exercise the same ordering rules.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -16,12 +16,12 @@
 namespace hytrain {
 namespace {
 
-// Counters, not flags, as an event is recorded anew for every step: a wait is for the latest record
-// when it is queued, and must not be satisfied by the completion of an older one.
+// Counters, not flags, because an event is recorded again in every step: a wait is for the latest
+// record at the time it is queued, and must not be satisfied by the completion of an older one.
 struct HostEvent {
     std::atomic<std::uint64_t> recorded{0};
     std::atomic<std::uint64_t> completed{0};
-    std::atomic<std::int64_t> completed_ns{0};  // when; of the latest record
+    std::atomic<std::int64_t> completed_ns{0};  // when the latest record completed
 };
 
 HostEvent* as_event(EventHandle handle) { return reinterpret_cast<HostEvent*>(handle); }
@@ -33,7 +33,7 @@ class LaneThread {
 
     ~LaneThread() { stop(); }
 
-    // After what is queued. May be called twice.
+    // Ends the thread after all that is queued. May be called twice.
     void stop() {
         {
             // Without the lock the thread could test stop_ before and sleep after the notification,
@@ -56,8 +56,8 @@ class LaneThread {
         wake_.notify_one();
     }
 
-    // Until the queue is empty and nothing runs: an empty queue alone would miss the copy that has
-    // been taken from it and still writes.
+    // Waits until the queue is empty and nothing runs: an empty queue alone would miss a copy that
+    // was taken from it and is still writing.
     void drain() {
         std::unique_lock<std::mutex> lock(mutex_);
         idle_.wait(lock, [this] { return stop_ || (operations_.empty() && !busy_); });
@@ -116,7 +116,7 @@ class HostDevice final : public Device {
         HostEvent* e = as_event(event);
         const std::uint64_t generation = ++e->recorded;
         lane_thread(lane).push([e, generation] {
-            // The time first: a thread that sees the completion may ask for it at once.
+            // The time is set first: a thread that sees the completion may read it at once.
             e->completed_ns.store(now_ns());
             e->completed.store(generation);
         });
@@ -125,8 +125,8 @@ class HostDevice final : public Device {
     void lane_wait(Lane lane, EventHandle event) override {
         if (event == kNoEvent) return;
         HostEvent* e = as_event(event);
-        // Read now, as CUDA does: a later record of the same event must not be waited for, it may
-        // be queued behind this very wait.
+        // Read now, as CUDA does: a later record of the same event must not be waited for, since it
+        // may be queued behind this very wait.
         const std::uint64_t generation = e->recorded.load();
         LaneThread& thread = lane_thread(lane);
         thread.push([e, generation, &thread] {

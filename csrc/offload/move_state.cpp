@@ -1,8 +1,8 @@
 // Moving a layer's state between host and device, chunk by chunk through the outgoing buffers: the
 // state itself is pageable, and copies to or from pageable memory would block.
 //
-// Weights may be whole on the host and split on the device. The copy is the same on both sides, so
-// that the remainders alone leave; on the way back they are joined to the copy.
+// Weights may be whole on the host and split on the device. The training copy is the same on both
+// sides, so only the remainders are sent; on the way back they are joined with the training copy.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -20,7 +20,7 @@ struct Run {
     char* device = nullptr;
     std::size_t bytes = 0;  // on the device
     StatePart part = StatePart::kAsKept;
-    // Where on the host a piece is that is `begin` bytes into the run on the device.
+    // Host address of the piece that begins `begin` bytes into the run on the device.
     char* host_at(std::size_t begin) const {
         return host + (part == StatePart::kAsKept ? begin : 2 * begin);
     }
@@ -67,7 +67,7 @@ void store(char* to, std::size_t i, Bits bits) {
     std::memcpy(to + i * sizeof(Bits), &bits, sizeof(Bits));
 }
 
-// A piece that is to leave: `bytes` of it.
+// Writes the first `bytes` of a piece in the form that the device keeps.
 void pack(char* to, const char* from, std::size_t bytes, StatePart part, int num_threads) {
     if (part == StatePart::kAsKept) return parallel_copy(to, from, bytes, num_threads);
 #pragma omp parallel for num_threads(copy_threads(bytes, num_threads)) schedule(static)
@@ -78,7 +78,7 @@ void pack(char* to, const char* from, std::size_t bytes, StatePart part, int num
     }
 }
 
-// The reverse. A weight is its remainder until its copy has come.
+// The reverse of pack. A weight is only its remainder until its copy has arrived.
 void unpack(char* to, const char* from, std::size_t bytes, StatePart part, int num_threads) {
     if (part == StatePart::kAsKept) return parallel_copy(to, from, bytes, num_threads);
 #pragma omp parallel for num_threads(copy_threads(bytes, num_threads)) schedule(static)
@@ -114,7 +114,8 @@ void UpdateWorker::fetch_state(const Chunk& chunk, const Job& job) {
     std::vector<Run> found = runs(job.host_state, job.device_state, chunk);
     const Run copy{found[0].host, static_cast<char*>(chunk.weights), 2 * chunk.n, StatePart::kCopy};
     const bool joins = changes_form(job.host_state, job.device_state);
-    // Behind the remainders that it is joined to. Its last writer is the update before the move.
+    // After the remainders that it is joined with. It was last written by the update before the
+    // move.
     if (joins && !chunk.weights_on_host) found.push_back(copy);
     for (const Run& run : found) {
         for (std::size_t at = 0; at < run.bytes; at += most) {
@@ -131,7 +132,7 @@ void UpdateWorker::fetch_state(const Chunk& chunk, const Job& job) {
         }
     }
     for (const StatePiece& piece : flying) land_piece(piece);
-    // The remainders came after the update that wrote it.
+    // The copy on the host is complete: the update that wrote it came before the move.
     if (joins && chunk.weights_on_host) {
         unpack(copy.host, copy.device, copy.bytes, copy.part, num_threads_);
     }

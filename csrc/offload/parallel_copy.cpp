@@ -12,8 +12,7 @@ namespace hytrain {
 
 namespace {
 
-// Stores that go past the cache take the memory one transfer less: no line is read to be
-// overwritten.
+// Non-temporal stores save the memory one transfer: no line is read only to be overwritten.
 void stream_copy(char* to, const char* from, std::size_t bytes) {
 #ifdef __SSE2__
     constexpr std::size_t kWord = sizeof(__m128i), kLine = 4 * kWord;
@@ -27,7 +26,7 @@ void stream_copy(char* to, const char* from, std::size_t bytes) {
         }
     }
     std::memcpy(to + at, from + at, bytes - at);
-    // Without it other threads could see what follows before these stores.
+    // Without the fence other threads could see later stores before these.
     _mm_sfence();
 #else
     std::memcpy(to, from, bytes);
@@ -37,7 +36,7 @@ void stream_copy(char* to, const char* from, std::size_t bytes) {
 template <typename Copy>
 void in_parallel(void* destination, const void* source, std::size_t bytes, int num_threads,
                  Copy copy) {
-    // Whole cache lines a thread.
+    // Each thread gets whole cache lines.
     constexpr std::size_t kLine = 64;
     const int threads = copy_threads(bytes, num_threads);
     const std::size_t share = (bytes / static_cast<std::size_t>(threads) / kLine + 1) * kLine;
@@ -75,7 +74,7 @@ void parallel_touch(void* memory, std::size_t bytes, int num_threads) {
     // In runs of 2 MiB, so that no huge page is faulted by two threads.
 #pragma omp parallel for num_threads(std::max(1, num_threads)) schedule(static, 512)
     for (std::ptrdiff_t page = 0; page < pages; ++page) {
-        // Atomic: another thread may be writing there what must stay.
+        // Atomic: another thread may write there at the same time, and its data must stay.
         __atomic_fetch_or(first + static_cast<std::size_t>(page) * kPage, 0, __ATOMIC_RELAXED);
     }
 }

@@ -1,4 +1,4 @@
-// What to say of a worker that finishes nothing: the last task of each lane.
+// The report on a worker that finishes no chunk: the last task of each lane.
 #include <cstdio>
 #include <utility>
 

@@ -9,7 +9,7 @@ namespace hytrain {
 
 namespace {
 
-// What a pass reads and writes of memory for an element (docs/internals.md); of the state p, m, v.
+// Bytes of memory that a pass reads and writes per element (docs/internals.md).
 std::size_t bytes_per_element(SpanKind kind, std::size_t weight, std::size_t moment,
                               std::size_t gradient, std::size_t weights) {
     const std::size_t state = weight + 2 * moment;
@@ -39,12 +39,12 @@ void UpdateWorker::start_trace(std::size_t capacity, bool threads) {
 
 void UpdateWorker::wait_traced() {
     wait_all();
-    // The worker polls them where it has nothing else to do.
+    // The worker polls the copies while it has nothing else to do.
     while (traced_copies_.load(std::memory_order_acquire) != 0) {
         if (stop_) return;
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            throw_if_failed();  // it polls no more
+            throw_if_failed();  // a failed worker does not poll
         }
         std::this_thread::sleep_for(kTracePoll);
     }
@@ -94,7 +94,7 @@ void UpdateWorker::trace_pass(SpanRing& trace, SpanKind kind, const Chunk& chunk
     std::int64_t parts = 0;
     for (const ThreadTime& time : thread_times_) parts += time.begin_ns != 0;
     if (parts == 0) return;
-    // Blocks go to whichever thread is free: a thread's part is taken to be as large as another's.
+    // Blocks go to whichever thread is free: all threads are taken to have equal parts.
     span.elements /= parts;
     span.bytes /= parts;
     for (std::size_t i = 0; i < thread_times_.size(); ++i) {
@@ -120,7 +120,7 @@ void UpdateWorker::trace_copy(SpanKind kind, const Place& place, EventHandle beg
     span.slot = slot;
     {
         std::lock_guard<std::mutex> lock(anchor_mutex_);
-        // Looked at again: the trace may have been stopped meanwhile, and the anchor be gone.
+        // Checked again: the trace may have been stopped meanwhile, and the anchor destroyed.
         if (trace_.load(std::memory_order_acquire) == nullptr) return;
         span.begin_ns = device_->completed_ns(begin, anchor_, anchor_ns_);
         span.end_ns = device_->completed_ns(end, anchor_, anchor_ns_);
@@ -128,8 +128,7 @@ void UpdateWorker::trace_copy(SpanKind kind, const Place& place, EventHandle beg
     trace->write(span);
 }
 
-// Traces what has been copied out of the outgoing buffers since a pass last took one; false where
-// nothing is on its way.
+// Traces the copies out of outgoing buffers that have completed. False if none is in flight.
 bool UpdateWorker::trace_sent() {
     if (trace_.load(std::memory_order_acquire) == nullptr && traced_copies_ == 0) return false;
     bool flying = false;

@@ -13,13 +13,13 @@ namespace hytrain {
 
 namespace {
 
-// Fetches are issued this many chunks ahead, of two jobs: enough to hide a copy behind the kernel.
-// Further ahead would fix the order of the layers too early (with direct commit all slots are
-// free): small layers, of a chunk each, would be done in the order in which their gradients came,
-// the lowest last, and forward would wait for them.
+// Fetches are issued this many chunks ahead, of at most two jobs: enough to hide a copy behind the
+// kernel. More would fix the order of the layers too early (with direct commit all slots are free):
+// small layers of one chunk each would be updated in the order in which their gradients came, the
+// lowest layer last, and forward would wait for it.
 constexpr std::size_t kMaxActive = 8;
 constexpr std::ptrdiff_t kMaxJobs = 2;
-// Jobs of fewer elements than that together are over sooner than the next one's copy.
+// Jobs that together have fewer elements finish before the copy of the next one would.
 constexpr std::size_t kLeastAhead = 1U << 20U;
 constexpr std::size_t kMaxSpans = 1U << 16U;
 
@@ -36,10 +36,11 @@ void UpdateWorker::run() {
     try {
         device_->attach_thread();
         for (;;) {
-            // Only a worker that has nothing begun may sleep: no notification comes for work that
-            // is already its own.
+            // The worker may sleep only if it has nothing begun: no notification comes for work
+            // that it has already picked.
             if (active_.empty() && !fetching_) {
-                // A trace's last copies would be seen at the next job only, which may never come.
+                // Poll: without this a trace's last copies would be noted only at the next job,
+                // which may never come.
                 const bool flying = trace_sent();
                 const auto is_due = [&] { return stop_ || has_growth_ || has_job(); };
                 std::unique_lock<std::mutex> lock(mutex_);
@@ -50,7 +51,7 @@ void UpdateWorker::run() {
                 }
             }
             if (stop_) return;
-            // For a job that has been picked and found no free slot.
+            // A job that was picked before may be waiting for a free slot.
             if (has_growth_) {
                 std::lock_guard<std::mutex> lock(mutex_);
                 absorb_growth();
@@ -61,7 +62,7 @@ void UpdateWorker::run() {
             const Work work = active_.front();
             active_.pop_front();
             layer = &layers_[static_cast<std::size_t>(work.job->layer)];
-            // Here only: a chunk is one team's, whoever asks for another meanwhile.
+            // Only here: the number of threads must not change within a chunk.
             num_threads_ = wanted_threads_.load(std::memory_order_relaxed);
             process(work);
         }
@@ -108,8 +109,8 @@ bool UpdateWorker::is_ready(const Job& job) {
 // layer until the next step's first gradient. If none is there, the oldest will be the next.
 std::shared_ptr<Job> UpdateWorker::pick_job() {
     std::lock_guard<std::mutex> lock(mutex_);
-    // The memory that a job needs was added before the job. Without this line one that is picked
-    // could find none of it: the first layer that comes to the host needs buffers to move through.
+    // The memory that a job needs was added before the job. Without this line a job could be picked
+    // before its memory: the first layer that moves to the host needs buffers to move through.
     absorb_growth();
     std::shared_ptr<Job> oldest;
     std::shared_ptr<Job> first;
@@ -126,7 +127,7 @@ std::shared_ptr<Job> UpdateWorker::pick_job() {
         // before an update whose gradient has yet to come, and commit nothing.
         if (in_order && (!first || job->layer < first->layer) && is_ready(*job)) first = job;
     }
-    // With nothing begun, and no gradient there: the worker would stand still.
+    // Nothing is begun and no gradient is there: the worker would be idle.
     const bool is_idle = !first && active_.empty() && !(oldest && is_move(oldest->pass));
     std::shared_ptr<Job> picked = is_idle ? owed_capture() : nullptr;
     if (!picked) picked = first ? first : oldest;
@@ -162,7 +163,7 @@ bool UpdateWorker::issue_next() {
     work.job = fetching_;
     work.chunk = fetching_chunk_;
     work.last = fetching_chunk_ + 1 == layer.chunks.size();
-    // Every slot holds what a pass is still to read: no copy may go there yet.
+    // All slots hold data that a pass has yet to read: nothing may be copied there now.
     if (!take_memory(chunk, work)) return false;
     if (work.slot >= 0 || work.copy >= 0) {
         delay();
@@ -174,7 +175,8 @@ bool UpdateWorker::issue_next() {
     return true;
 }
 
-// Memory for what the job fetches of a chunk, its gradient and its training copy: all, or none.
+// Takes memory for what the job fetches of a chunk, its gradient and its training copy: for both or
+// for neither.
 bool UpdateWorker::take_memory(const Chunk& chunk, Work& work) {
     const bool gradient = fetches(work.job->pass);
     const bool copy = reads_copy(*work.job) && !chunk.weights_on_host;
@@ -189,9 +191,9 @@ bool UpdateWorker::take_memory(const Chunk& chunk, Work& work) {
     return true;
 }
 
-// Whether a chunk may have an outgoing buffer before its turn. One is left: without it a chunk
-// before this one that writes its copy, or a move, would find none. And while there is something
-// else to do, the worker does not stand still for a buffer's earlier copy.
+// Whether a chunk may take an outgoing buffer ahead of its turn. One must stay free: an earlier
+// chunk that writes its copy, or a move, would otherwise find none. And while there is other work,
+// the worker does not wait for a buffer's earlier copy.
 bool UpdateWorker::can_take_outgoing() {
     if (active_.empty()) return true;
     if (free_outgoing_.size() < 2) return false;
@@ -218,9 +220,9 @@ void UpdateWorker::fetch(const Layer& layer, const Chunk& chunk, const Work& wor
                  job.gradient + chunk.shard_offset * size, chunk.n * size, "gradient", place);
     }
     if (work.copy >= 0) {
-        // Needs no wait of its own. The copy's last writer, the step before, has been waited for by
-        // this step's forward, and compute is behind that: kDirect's gradient event says so, and
-        // kLate comes after the host has read the step's outcome.
+        // No wait is needed: the copy was last written in the previous step, this step's forward
+        // has waited for that, and compute is past the forward, since kDirect waits for the
+        // gradient's event and kLate comes after the host has read the step's outcome.
         fetch_to(outgoing_, work.copy, chunk.weights, chunk.n * size_of(chunk.weights_dtype),
                  "weights", place);
     }
@@ -242,7 +244,7 @@ void UpdateWorker::arrived(const Buffers& buffers, int number, std::size_t num_b
     const auto index = static_cast<std::size_t>(number);
     waits_for_ = kind == SpanKind::kGradientToHost ? "its gradient's copy to the host"
                                                    : "its weights' copy to the host";
-    const std::int64_t waited = wait_event(buffers.ends[index]);  // as said above
+    const std::int64_t waited = wait_event(buffers.ends[index]);
     waits_for_ = nullptr;
     job_statistics_.wait_gradient_ns += waited;
     span_.wait_gradient_ns += waited;
@@ -252,12 +254,12 @@ void UpdateWorker::arrived(const Buffers& buffers, int number, std::size_t num_b
     trace_copy(kind, place_, buffers.begins[index], buffers.ends[index], bytes, slot);
 }
 
-// Under mutex_. Takes over new pinned buffers, and takes out those that are to go; between such
-// changes only the worker touches the lists, without a lock.
+// Under mutex_. Adds new pinned buffers and removes those that are to be retired. Apart from that
+// only the worker touches the lists, without a lock.
 void UpdateWorker::absorb_growth() {
     if (!has_growth_) return;
     for (const Growth& growth : growth_) absorb(growth);
-    // After that: slots that have come may be among those that are to go.
+    // After the growth: slots that were just added may be retired already.
     for (Retirement& retirement : retirements_) absorb(retirement);
     outgoing_sent_.resize(outgoing_.addresses.size());
     growth_.clear();
@@ -284,7 +286,7 @@ void UpdateWorker::absorb(const Growth& growth) {
     to.bytes = growth.buffers.bytes;
 }
 
-// Under mutex_. Slots in use stay until they are freed: they keep a gradient, or one is on its way.
+// Under mutex_. Slots in use, which hold a gradient or wait for one, stay until they are freed.
 void UpdateWorker::absorb(Retirement& retirement) {
     if (retirement.taken) return;
     retirement.taken = true;
@@ -301,7 +303,7 @@ void UpdateWorker::absorb(Retirement& retirement) {
     slots.free.erase(kept, slots.free.end());
 }
 
-// Under mutex_. Its last copies have completed: see where slots are freed.
+// Under mutex_. The slot's last copies have completed: see free_slot.
 void UpdateWorker::slot_gone(const SlotClass& slots, int slot) {
     const auto index = static_cast<std::size_t>(slot);
     spare_events_.emplace_back(slots.slots.begins[index], slots.slots.ends[index]);
@@ -310,7 +312,7 @@ void UpdateWorker::slot_gone(const SlotClass& slots, int slot) {
     }
 }
 
-// No copy of the slot may be in flight, and no pass may be to read it.
+// No copy of the slot may be in flight, and no pass may still read it.
 void UpdateWorker::free_slot(int slot_class, int slot) {
     SlotClass& slots = slots_[static_cast<std::size_t>(slot_class)];
     if (!slots.retired[static_cast<std::size_t>(slot)]) {
@@ -417,7 +419,7 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
             layer.pending_sequence = job.sequence;
             layer.previewed = job.record;
             layer.tentative = !job.final;
-            // Written so that a sum that is not a number holds as well.
+            // Written so that a NaN sum holds as well.
             holding_ = layer.state.split || (!job.final && !(running_sum_ <= limit_));
             layer.held = holding_;
             break;
@@ -455,7 +457,7 @@ void UpdateWorker::begin_job(Job& job, Layer& layer) {
             layer.held = false;
             break;
         case Pass::kCapture:
-            // Not what a later step has sent: its update has committed the copy's own before.
+            // Not the gradient of a later step: its update has committed the copy's gradient.
             if (layer.pending && taking_ != Taking::kNo &&
                 layer.pending_sequence < layer.capture.sequence) {
                 previous_ = std::move(layer.pending);
@@ -472,8 +474,8 @@ void UpdateWorker::finish_job(const Work& work) {
     const bool moved = is_move(work.job->pass);
     delay();
     // Recorded before the caller is told, so that a wait on it is never a wait on an older record.
-    // (`ready` is about weights, which a move does not touch.)
-    // Nor is it about the state, which is all that settling changes.
+    // `ready` covers the weights only: neither moves nor settling, which change the state, record
+    // it.
     const bool settled = work.job->pass == Pass::kSettle;
     const EventHandle event = moved ? work.job->moved : settled ? kNoEvent : layer.ready;
     if (event != kNoEvent) {
@@ -494,7 +496,7 @@ void UpdateWorker::finish_job(const Work& work) {
         }
         if (fetches(work.job->pass)) layer.fetched = true;
         if (taking_ != Taking::kNo) layer.capture.running = false;
-        // Last of a job: from here callers may use the weights' event, or free the gradient.
+        // The last action of a job: now callers may use the weights' event and free the gradient.
         --count(layer, work.job->pass);
         statistics_.kernel_ns += job_statistics_.kernel_ns;
         statistics_.wait_gradient_ns += job_statistics_.wait_gradient_ns;
@@ -512,7 +514,7 @@ void UpdateWorker::finish_job(const Work& work) {
     changed_.notify_all();
 }
 
-// Polls: the device has no way to wake a host thread that is cheaper than a short sleep.
+// Polls: no way for the device to wake a host thread is cheaper than a short sleep.
 std::int64_t UpdateWorker::wait_event(EventHandle event) {
     if (device_->is_complete(event)) return 0;
     const std::int64_t begin = now_ns();

@@ -1,4 +1,4 @@
-// What the update worker does with a chunk: the optimizer's passes and the copies around them.
+// The update worker's processing of a chunk: the optimizer's passes and the copies around them.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -43,7 +43,7 @@ float* UpdateWorker::master(const Layer& layer, const Chunk& chunk) {
     return static_cast<float*>(layer.state.p) + chunk.shard_offset;
 }
 
-// A chunk's moments, which begin with a block of codes.
+// A chunk's moments; a chunk begins at a block of 8-bit codes.
 Moments UpdateWorker::moments(const Layer& layer, const Chunk& chunk) {
     const StateArrays& state = layer.state;
     const std::size_t offset = chunk.shard_offset * moment_bytes(state.kind);
@@ -133,9 +133,9 @@ GradientStep shifted(GradientStep step, std::size_t begin) {
 
 }  // namespace
 
-// Runs pass(block, begin) over a chunk, and takes the copy that is owed. A thread's part of a block
-// stays in its cache between the two, so that the copy costs the memory its stores only. Moments
-// that are not fp32 have runs that begin where parameters do: these passes are not cut.
+// Runs pass(block, begin) over a chunk and makes the copy that is owed. A thread's part of a block
+// stays in its cache between the two, so that the copy adds only stores to the memory traffic.
+// Moments other than fp32 have runs that begin at parameters: their passes are not cut into blocks.
 template <typename Function>
 void UpdateWorker::in_blocks(const Layer& layer, const Chunk& chunk, Function pass) {
     constexpr std::size_t kThreadElements = 1U << 16U;
@@ -212,9 +212,9 @@ void UpdateWorker::run_late(const Layer& layer, Chunk& chunk, const Work& work) 
     release_slot(chunk);
 }
 
-// One step of split weights, whose upper halves are the training copy: on the host, or fetched into
-// the buffer from which the new one leaves. So the memory that the copy passes through is in the
-// caches when it is written, and half as much.
+// One step of split weights. Their upper halves are the training copy, which is on the host or was
+// fetched into an outgoing buffer: there it is updated in place and sent back. The buffer is then
+// in the caches when it is written, and no second one is needed.
 void UpdateWorker::commit_split(const Layer& layer, const Chunk& chunk, const Work& work,
                                 const GradientStep& step) {
     const Target target = target_of(chunk, work.copy);
@@ -226,7 +226,7 @@ void UpdateWorker::commit_split(const Layer& layer, const Chunk& chunk, const Wo
     send(chunk, target);
 }
 
-// Applies what is pending, if anything is.
+// Applies the pending gradient, if there is one.
 void UpdateWorker::run_commit(const Layer& layer, Chunk& chunk) {
     GradientStep step;
     if (previous_) step = gradient_step(layer, chunk, chunk.slot, *previous_);
@@ -269,7 +269,7 @@ void UpdateWorker::return_gradient(const Layer& layer, const Chunk& chunk, const
                static_cast<std::int64_t>(chunk.n * size));
 }
 
-// Without the wait weights that the copy engine has not read yet could be overwritten.
+// Without the wait, weights that the copy engine has not read yet could be overwritten.
 int UpdateWorker::take_outgoing() {
     if (free_outgoing_.empty()) throw std::logic_error("there is no free outgoing buffer");
     const int buffer = free_outgoing_.front();
@@ -300,10 +300,10 @@ UpdateWorker::Target UpdateWorker::next_target(const Chunk& chunk) {
 }
 
 UpdateWorker::Target UpdateWorker::target_of(const Chunk& chunk, int buffer) const {
-    // In place, without a wait: gathers that copy the old weights from here come before the layer's
-    // gradient is final. Not read again soon: stored past the cache.
+    // In place, without a wait: gathers that read the old weights here complete before the layer's
+    // gradient is final. Non-temporal: it is not read again soon.
     if (chunk.weights_on_host) return {{chunk.weights, chunk.weights_dtype, true}, -1};
-    // Stored through the cache: the copy engine reads the buffer soon after.
+    // Through the cache: the copy engine reads the buffer soon after.
     char* const data = outgoing_.addresses.at(static_cast<std::size_t>(buffer));
     return {{data, chunk.weights_dtype, false}, buffer};
 }

@@ -65,8 +65,8 @@ void UpdateWorker::add_slots(int slot_class, char* base, std::size_t bytes, int 
                 own_events_.push_back(events->back());
             }
         }
-        // Left for the worker to take (absorb_growth): it reads the buffer lists without a lock,
-        // and an append here could move them while it does.
+        // The worker adds them to its lists itself (absorb_growth): it reads the lists without a
+        // lock, and an append here could reallocate them under it.
         growth_.push_back(std::move(growth));
         has_growth_ = true;
     }
@@ -81,11 +81,11 @@ void UpdateWorker::retire_slots(int slot_class, const char* base, std::size_t by
     {
         std::lock_guard<std::mutex> lock(mutex_);
         throw_if_failed();
-        // The lists of slots are the worker's: it takes them out there.
+        // Only the worker may change the lists of slots: see absorb_growth.
         retirements_.push_back(retirement);
         has_growth_ = true;
     }
-    wake_.notify_one();  // there may be no layer on the host any more whose job would wake it
+    wake_.notify_one();  // there may be no layer left on the host whose job would wake it
 }
 
 bool UpdateWorker::is_retiring(const char* base) {
@@ -154,7 +154,7 @@ void UpdateWorker::close() noexcept {
     wake_.notify_all();
     changed_.notify_all();  // callers that wait for a layer get the error instead of hanging
     if (thread_.joinable()) thread_.join();
-    // The caller is about to unmap what copies in flight still read and write.
+    // Copies in flight must end: the caller is about to unmap the memory that they use.
     device_->stop();
 }
 
@@ -181,9 +181,9 @@ void UpdateWorker::submit(Job job) {
         Layer& layer = layers_.at(static_cast<std::size_t>(job.layer));
         // Counted before the job is visible: a wait that comes next must not find the layer idle.
         ++count(layer, job.pass);
-        // So that the caller keeps the gradient's memory until the copy of it has completed.
+        // The caller keeps the gradient's memory until `fetched` is set: its copy has completed.
         if (job.pass == Pass::kUpdate || job.pass == Pass::kDirect) layer.fetched = false;
-        // As it will be when the job is run: moves that come before it have been submitted.
+        // The form at the time the job will run: all moves before it have been submitted.
         job.split = layer.split;
         job.sequence = sequence_++;
         job.step = trace_step_;
@@ -197,7 +197,7 @@ void UpdateWorker::submit_move(Job job) {
         std::lock_guard<std::mutex> lock(mutex_);
         throw_if_failed();
         Layer& layer = layers_.at(static_cast<std::size_t>(job.layer));
-        // Not when it arrives: the step may be final before that.
+        // Set now, not when the state arrives: the step may become final before that.
         if (job.pass == Pass::kArrive) layer.split = job.host_state.split;
         ++count(layer, job.pass);
         job.sequence = sequence_++;
@@ -276,7 +276,7 @@ int UpdateWorker::finalize(const StepRecord& record) {
         for (const std::size_t layer : late) push_pass(Pass::kLate, layer);
         for (std::size_t i = 0; i < layers_.size(); ++i) {
             Layer& layer = layers_[i];
-            // What is on its way back belongs to a step that has had its outcome.
+            // A gradient that is being taken back belongs to a step that was decided before.
             if (!layer.tentative || taken_back[i]) continue;
             layer.tentative = false;
             layer.pending = record;

@@ -21,8 +21,9 @@
 
 namespace hytrain {
 
-// kBFloat16Away is for outgoing copies alone: bf16 rounded as SplitWeights is. So fp32 weights that
-// become split ones elsewhere, and back, keep every bit, and their copy does not change.
+// kBFloat16Away is for outgoing copies only: bf16 with the rounding of SplitWeights. So fp32
+// weights that become split ones elsewhere, and back, keep every bit, and their copy does not
+// change.
 enum class DType : std::int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBFloat16Away = 3 };
 
 inline std::size_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
@@ -63,10 +64,10 @@ inline std::size_t moment_bytes(MomentKind kind) {
 // Elements that share the exponent of their 8-bit codes, counted from a parameter's start.
 constexpr std::size_t kMomentBlock = 64;
 
-// Where in a range a parameter's elements begin; they go up to the next run's.
+// Where a parameter's elements begin in a range; they end where the next run begins.
 struct MomentRun {
     std::size_t begin = 0;          // in the range, a multiple of kMomentBlock
-    std::uint64_t parameter = 0;    // a number that no other parameter of the model has
+    std::uint64_t parameter = 0;    // unique among the model's parameters
     std::uint64_t first_index = 0;  // of that element in its parameter: a multiple of kMomentBlock
 };
 
@@ -134,14 +135,14 @@ inline void adam_commit_then_preview(float* p, float* m, float* v, std::size_t n
 // count). Finite exactly when every element is finite.
 double sum_of_squares(const void* data, DType dtype, std::size_t n, int num_threads);
 
-// When a thread of a pass's team began and ended, on the monotonic clock; 0: it had no part.
+// When a thread of a pass's team began and ended, on the monotonic clock; 0: it did no work.
 struct ThreadTime {
     std::int64_t begin_ns = 0;
     std::int64_t end_ns = 0;
 };
 
-// From now on each thread of the passes that the calling thread starts writes its times there, to
-// the entry of its number; as many entries as passes have threads. nullptr: none does.
+// From now on the threads of passes that the calling thread starts write their times to `times`, by
+// thread number; it needs one entry per thread of a pass. nullptr: no times are written.
 void set_thread_times(ThreadTime* times);
 
 }  // namespace hytrain

@@ -1,4 +1,4 @@
-// What the update worker needs of a device: two copy lanes and events. A lane is an ordered queue
+// The update worker's interface to a device: two copy lanes and events. A lane is an ordered queue
 // of copies (a CUDA stream, or a thread on a machine without a GPU).
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace hytrain {
 
-/// A job, or a call of the device's driver, has failed: the worker cannot go on. Whatever of it is
-/// called afterwards throws it again; Python sees hytrain.errors.WorkerError.
+/// A job, or a call of the device's driver, has failed: the worker cannot go on. Every later call
+/// of the worker throws it again; Python sees hytrain.errors.WorkerError.
 class WorkerError : public std::runtime_error {
    public:
     using std::runtime_error::runtime_error;
@@ -31,7 +31,7 @@ class Device {
 
     // Makes the device usable from the calling thread.
     virtual void attach_thread() = 0;
-    // A timed event can be asked for the time between its record and another's.
+    // Timed events can be passed to elapsed_ns.
     virtual EventHandle create_event(bool timed) = 0;
     virtual void destroy_event(EventHandle event) noexcept = 0;
     virtual void record(EventHandle event, Lane lane) = 0;
@@ -39,10 +39,11 @@ class Device {
     virtual void lane_wait(Lane lane, EventHandle event) = 0;
     // True when the latest record has completed (or there was none).
     virtual bool is_complete(EventHandle event) = 0;
-    // Between the latest records of two timed events, both complete.
+    // Time between the latest records of two timed events, both complete.
     virtual std::int64_t elapsed_ns(EventHandle begin, EventHandle end) = 0;
-    // When the latest record of a timed event completed, which it has: on the monotonic clock, in
-    // ns. A device with a clock of its own counts from `anchor`, which completed at `anchor_ns`.
+    // When the latest record of a timed event, which must be complete, completed: on the monotonic
+    // clock, in ns. A device with its own clock counts from `anchor`, which completed at
+    // `anchor_ns`.
     virtual std::int64_t completed_ns(EventHandle event, EventHandle anchor,
                                       std::int64_t anchor_ns) {
         return anchor_ns + elapsed_ns(anchor, event);

@@ -1,7 +1,7 @@
 // Which instruction set runs the passes of adam.h, and the knobs of their memory access.
 //
-// The choice is made at first use: the value of HYTRAIN_CPU_ISA where it is set, else the best
-// that this CPU has. Every choice gives bitwise the same numbers; only speed differs.
+// The choice is made at first use: the value of HYTRAIN_CPU_ISA if set, else the best that this CPU
+// has. All choices give bitwise the same results; only speed differs.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace hytrain {
 // Names of the instruction sets that this build holds and this CPU can run, best first.
 std::vector<std::string> available_isas();
 
-// Name of the instruction set in use. Throws std::invalid_argument, naming the choices, where
+// Name of the instruction set in use. Throws std::invalid_argument, naming the choices, if
 // HYTRAIN_CPU_ISA names one that does not exist or cannot run here.
 std::string active_isa();
 

@@ -1,6 +1,5 @@
-// What happened when, for traces: a ring of spans that any thread writes and one reads, without a
-// lock. Who writes never waits: where the ring is full the oldest spans are overwritten, and the
-// reader says how many it has lost.
+// A lock-free ring of timed spans for traces: any thread writes, one reads. Writers never wait:
+// when the ring is full the oldest spans are overwritten, and the reader counts how many were lost.
 #pragma once
 
 #include <atomic>
@@ -32,12 +31,12 @@ struct Span {
     std::uint16_t thread = 0;  // of the pass's team; 0 for a whole pass
     std::int32_t layer = 0;
     std::int32_t chunk = 0;
-    std::int32_t step = 0;  // whose gradient it is
+    std::int32_t step = 0;  // the step that the gradient belongs to
     std::int64_t begin_ns = 0;
     std::int64_t end_ns = 0;
-    std::int64_t bytes = 0;     // copied; of a pass, read from and written to memory
-    std::int64_t elements = 0;  // of a pass
-    std::int32_t slot = -1;     // that a gradient is copied into; no two at a time share a number
+    std::int64_t bytes = 0;     // copied; for a pass, read from and written to memory
+    std::int64_t elements = 0;  // for a pass
+    std::int32_t slot = -1;     // the memory that a copy fills; unique among copies in flight
 };
 
 class SpanRing {
@@ -54,9 +53,9 @@ class SpanRing {
     void write(const Span& span) {
         const std::uint64_t ticket = next_.fetch_add(1, std::memory_order_relaxed);
         Cell& cell = cells_[ticket & mask_];
-        // Whoever else is at this cell is a whole ring behind or ahead. To wait for it would be to
-        // wait for a thread that may have lost its core: this span is the one that is lost. Nor may
-        // a late writer put an old span over a newer one, which the reader would take for the old.
+        // Another writer at this cell is a whole ring behind or ahead. Waiting for it could mean
+        // waiting for a thread that has lost its core, so this span is dropped instead. And a late
+        // writer must not put an old span over a newer one: the reader would take it for the newer.
         std::uint64_t seen = cell.turn.load(std::memory_order_relaxed);
         if (seen % 2 != 0 || seen > 2 * ticket ||
             !cell.turn.compare_exchange_strong(seen, 2 * ticket + 1, std::memory_order_acquire,
@@ -74,15 +73,16 @@ class SpanRing {
             pack(span.slot, 0),
         };
         for (std::size_t i = 0; i < kWords; ++i) {
-            // Released: who sees the word must see the odd number that says it is being written.
+            // Release: a reader that sees the word also sees the odd turn that says "being
+            // written".
             cell.words[i].store(words[i], std::memory_order_release);
         }
         cell.turn.store(2 * ticket + 2, std::memory_order_release);
     }
 
     // From one thread at a time. Appends the spans written since the last call, oldest first, and
-    // returns how many more there were, which are lost. What is being written waits for the next
-    // call; at the `last` one, where nobody writes, what has no span has been given up.
+    // returns how many were lost. A span that is being written is left for the next call; in the
+    // `last` call, when nobody writes any more, an unfinished span counts as lost.
     std::uint64_t take(std::vector<Span>& spans, bool last = false) {
         const std::uint64_t end = next_.load(std::memory_order_acquire);
         const std::uint64_t capacity = mask_ + 1;
@@ -98,8 +98,8 @@ class SpanRing {
                     spans.push_back(span);
                     break;
                 case Found::kUnfinished:
-                    // Its writer is at it, or has given it up; after so many more it has had its
-                    // time.
+                    // Its writer is still at it, or has dropped it. Once half a ring of newer spans
+                    // is there, it counts as dropped.
                     if (!last && end - read_ < capacity / 2) return lost;
                     [[fallthrough]];
                 case Found::kLost:
@@ -112,8 +112,8 @@ class SpanRing {
 
    private:
     static constexpr std::size_t kWords = 7;
-    // Words are atomic as a reader may look at them while they are overwritten; it then sees by
-    // `turn` that what it has read is none.
+    // Words are atomic because a reader may read them while they are overwritten; `turn` then tells
+    // it that what it has read is not a whole span.
     struct Cell {
         std::atomic<std::uint64_t> turn{0};  // 2 * ticket + 1: being written; + 2: whole
         std::atomic<std::uint64_t> words[kWords]{};
@@ -132,7 +132,7 @@ class SpanRing {
         if (turn < 2 * ticket + 2) return Found::kUnfinished;
         std::uint64_t words[kWords];
         for (std::size_t i = 0; i < kWords; ++i) {
-            // Acquired: `turn` is looked at again after them, and tells of a newer span's word.
+            // Acquire: `turn` is read again after the words, and shows if one was of a newer span.
             words[i] = cell.words[i].load(std::memory_order_acquire);
         }
         if (cell.turn.load(std::memory_order_relaxed) != turn) return Found::kLost;

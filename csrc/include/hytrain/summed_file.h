@@ -1,10 +1,10 @@
-// A file that is written from its beginning to its end, and summed as it is: without the GIL, past
-// the system's page cache where the file system can do that.
+// A file that is written from beginning to end and checksummed on the way: without the GIL, and
+// past the system's page cache where the file system supports that.
 //
-// A page-cached byte is copied by the kernel into a page that it has to find first, and written
-// from there by threads of the kernel: five times the CPU time of a direct write, which training
-// beside a save lacks. A direct write needs aligned memory. So bytes are collected in a buffer,
-// which stays in the cores' cache, and are summed on the way.
+// A page-cached write costs five times the CPU time of a direct one, because the kernel copies each
+// byte into a page that it has to find first and its threads write it from there. Training beside
+// a save lacks that time. A direct write needs aligned memory, so bytes are collected in a buffer
+// that stays in the cores' caches, and are checksummed on the way.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace hytrain {
 
-// Pages of these bytes for a while; those that are given back serve the next file.
+// A page-aligned buffer of kBytes; buffers that are given back are reused for the next file.
 class WriteBuffer {
    public:
     static constexpr std::size_t kBytes = std::size_t{2} << 20;
@@ -24,7 +24,7 @@ class WriteBuffer {
     WriteBuffer& operator=(const WriteBuffer&) = delete;
     char* data() const { return data_; }
 
-    // Gives the memory back that no file has.
+    // Frees the buffers that no file uses.
     static void trim();
 
    private:
@@ -33,24 +33,24 @@ class WriteBuffer {
 
 class SummedFile {
    public:
-    // Of each so many bytes of the file there is a sum.
+    // The file has one checksum for every kBlockBytes of it.
     static constexpr std::size_t kBlockBytes = std::size_t{1} << 20;
 
     // `descriptor` is at the file's beginning and stays the caller's.
     explicit SummedFile(int descriptor) : descriptor_(descriptor) {}
 
-    // Appends; returns the CRC-32 of these bytes. Throws std::system_error where they, or bytes
-    // before them, could not be written: the file is of no use then.
+    // Appends; returns the CRC-32 of these bytes. Throws std::system_error if they, or bytes before
+    // them, could not be written: the file is unusable then.
     std::uint32_t write(const void* data, std::size_t bytes);
 
-    // Whether so many bytes more stay in the buffer: then write waits for no disk.
+    // Whether `bytes` more fit in the buffer, so that write does not wait for the disk.
     bool stays(std::size_t bytes) const { return used_ + bytes < WriteBuffer::kBytes; }
 
-    // Hands all to the system; only then may others read the file, or sync it.
+    // Hands all bytes to the system; only then may others read or sync the file.
     void flush();
 
     std::uint64_t num_bytes() const { return num_bytes_; }
-    // Of each block; the last one's of what it has so far.
+    // The CRC-32 of each block; the last block's covers what it has so far.
     std::vector<std::uint32_t> sums() const;
 
    private:

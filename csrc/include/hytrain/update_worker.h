@@ -9,16 +9,15 @@
 //   submit_withdraw the step is not taken yet: the gradient returns to the device, likewise
 // A gradient stays pending in its pinned slot until the next update, or a flush, commits it.
 //
-// Where master weights are split on the host, the state is half of what the training copy is the
-// other half of:
-// nothing is previewed, and no gradient stays pending between steps.
+// Where master weights are split on the host, the training copy is one half of a weight and the
+// state holds the other: nothing is previewed, and no gradient stays pending between steps.
 //   submit_update   fetches the new gradient into its slot
 //   finalize        the copy is fetched into an outgoing buffer, a commit with the final scale
 //                   writes the new one there (kLate), and it is sent back
 //
-// Between two steps a layer's state may move: submit_move. On leaving, what is pending is committed
-// first; a layer that arrives has nothing pending. The weights stay where they are, so no forward
-// waits for a move. kSettle commits what is pending in the background: from then on the state is
+// Between two steps a layer's state may move: submit_move. A pending gradient is committed before
+// the state leaves; a layer that arrives has none. The weights stay where they are, so no forward
+// waits for a move. kSettle commits a pending gradient in the background: from then on the state is
 // that of the last step, until the update of the step after the next one.
 #pragma once
 
@@ -58,8 +57,8 @@ struct StateArrays {
     std::size_t weight_bytes() const { return split ? 2 : 4; }
 };
 
-// What of a layer's state a copy to or from the device carries: an array as both sides keep it, or
-// one half of weights that are whole on the host and split on the device.
+// The part of a layer's state that a copy between host and device carries: an array in the form
+// that both sides keep, or one half of weights that are whole on the host and split on the device.
 enum class StatePart { kAsKept, kRemainders, kCopy };
 
 // A fixed-size piece of one parameter group's run within a layer's shard.
@@ -88,7 +87,7 @@ enum class Pass {
     kLate,  // the commit of a split layer's gradient, once the step's outcome is known
     kPreview,
     kCommit,
-    kSettle,  // as kCommit; no weights depend on it, so that no forward waits for it
+    kSettle,  // the same as kCommit, but no weights depend on it: no forward waits for it
     kPublish,
     kDrop,
     kWithdraw,
@@ -110,15 +109,15 @@ struct Job {
     EventHandle moved = kNoEvent;          // kLeave records it behind its last copy
     StepRecord record;
     std::int32_t step = 0;  // for traces
-    // The worker's, under its mutex.
-    bool split = false;      // its layer's master weights are, on the host
+    // Set by the worker, under its mutex.
+    bool split = false;      // the layer's master weights are split on the host
     bool picked = false;     // its gradient is being fetched
     bool started = false;    // its first chunk has been passed over
     bool cancelled = false;  // withdrawn by cancel_update before it started
     bool final = false;      // `record` is the step's outcome, not a speculation
 };
 
-// What one job of a layer took, on the monotonic clock in ns.
+// The times of one job of a layer: the monotonic clock, in ns.
 struct JobSpan {
     int layer = 0;
     int pass = 0;
@@ -127,7 +126,7 @@ struct JobSpan {
     std::int64_t kernel_ns = 0;
     std::int64_t wait_gradient_ns = 0;
     bool final = false;      // the step's outcome was known when it began
-    bool committed = false;  // a gradient of an earlier step was committed along
+    bool committed = false;  // it also committed the gradient of an earlier step
 };
 
 struct WorkerStatistics {
@@ -137,7 +136,7 @@ struct WorkerStatistics {
     std::int64_t issue_ns = 0;          // queueing copies on the device
     std::int64_t elements = 0;          // elements passed over
     std::int64_t jobs = 0;
-    // Time that the copies themselves took on their lanes, and what they carried.
+    // Time of the copies themselves on their lanes, and their bytes.
     std::int64_t to_host_ns = 0;
     std::int64_t to_host_bytes = 0;
     std::int64_t to_device_ns = 0;
@@ -162,15 +161,15 @@ class UpdateWorker {
     // ones; or, for kOutgoing, buffers of `bytes` that carry the training copy and moving state.
     static constexpr int kOutgoing = -1;
     void add_slots(int slot_class, char* base, std::size_t bytes, int count);
-    // The slots of [base, base + bytes) are to go: none of them takes a gradient any more, and one
-    // that keeps a gradient is let go by the update that commits it. The class must keep as many
-    // others as the layers on the host need.
+    // Retires the slots in [base, base + bytes): they take no new gradient, and a slot that holds a
+    // pending one is freed by the update that commits it. The class must keep as many other slots
+    // as the layers on the host need.
     void retire_slots(int slot_class, const char* base, std::size_t bytes);
-    // Whether a job may still use a slot of what was retired from `base` on. Where none may, no
+    // Whether a job may still use one of the slots that were retired with this `base`. If not, no
     // copy of one is in flight either, and the caller may unmap the memory.
     bool is_retiring(const char* base);
-    // The layer's training copy has other memory: one address a chunk, in their order. Throws where
-    // a job of the layer is left, which would write to the old one.
+    // Points the layer's chunks to other memory for the training copy: one address per chunk, in
+    // their order. Throws if a job of the layer is left, which would write to the old memory.
     void move_weights(int layer, const std::vector<void*>& addresses);
     // Does nothing in a forked child, which has none of the threads.
     void close() noexcept;
@@ -186,14 +185,14 @@ class UpdateWorker {
     // Removes a layer's update that has not begun; its gradient may be released after wait().
     bool cancel_update(int layer);
     // The step's outcome is known. Returns the number of layers that must be previewed again.
-    // Throws, and the worker has failed, where a layer leaves the host whose last gradient is still
-    // to be taken back: its move was to be waited for (wait_moved) before its next update.
+    // Throws, and the worker has failed, if a layer is leaving the host while its last gradient is
+    // still to be taken back: wait_moved must come before a layer's next update.
     int finalize(const StepRecord& record);
 
     // -- Waiting (all throw the worker's error, if any) -------------------------------------
     // Until every job of the layer has been issued; the layer's `ready` event then covers it.
     void wait_issued(int layer);
-    // As wait_issued, and until the copies have completed.
+    // The same, and until the copies have completed.
     void wait_complete(int layer);
     void wait_all();
     // Until the copies of a layer's moves have been issued (leaving) or completed (arriving).
@@ -201,22 +200,21 @@ class UpdateWorker {
     bool is_moving(int layer);
     // True once the layer's gradient has left the device (its memory may be reused).
     bool is_fetched(int layer);
-    // Until one of these layers' has.
+    // Until the gradient of at least one of these layers has left the device.
     void wait_fetched(const std::vector<int>& layers);
     bool has_pending(int layer);
     // Until no kSettle of the layer is left: its state is that of the last step.
     void wait_settled(int layer);
-    // The layer's state as of all jobs submitted so far is copied to `target`, laid out as the
-    // state is; the step must be final. One copy at a time: an earlier one must have been waited
-    // for.
+    // Copies the layer's state, as all jobs submitted so far leave it, to `target`, which has the
+    // state's layout; the step must be final. One copy at a time: wait for an earlier one first.
     void capture(int layer, const StateArrays& target);
     // Until the copy is there (or has been forgotten).
     void wait_captured(int layer);
-    // The copy is not wanted any more. When this returns its target is not written to.
+    // Cancels the copy. When this returns, its target is not written to any more.
     void forget_capture(int layer);
     void check_error();
-    // Before start(): a wait in which the worker finishes no chunk for so long calls the function,
-    // once, in the waiting thread, with the last task of each lane in words.
+    // To be called before start(). If the worker finishes no chunk for `after` during a wait, the
+    // waiting thread calls `report` once, with a description of the last task of each lane.
     void on_stall(std::chrono::milliseconds after, std::function<void(const std::string&)> report);
 
     WorkerStatistics take_statistics();
@@ -227,17 +225,16 @@ class UpdateWorker {
     void set_num_threads(int num_threads);
 
     // -- A trace: every pass and every copy, in a ring ----------------------------------------
-    // From now on; the ring is made at the first call, with so many spans (a power of two).
-    // `threads`: a span for each thread of a pass instead of one.
+    // Starts tracing; the first call makes the ring, with `capacity` spans (a power of two).
+    // `threads`: one span for each thread of a pass instead of one for the pass.
     void start_trace(std::size_t capacity, bool threads);
-    // Until no job is left and the copies that were sent meanwhile are over, and so in the ring.
+    // Waits until no job is left and all copies sent while tracing are complete and in the ring.
     void wait_traced();
     void stop_trace();
-    // Which step the jobs that are submitted from now on belong to; whether or not there is a
-    // trace.
+    // Sets the step that jobs submitted from now on belong to, whether or not tracing is on.
     void set_trace_step(std::int32_t step);
-    // By what the device's times become the host's (Device::completed_ns). The one before is not
-    // used any more when this returns.
+    // Sets the anchor that converts device times to host times (Device::completed_ns). When this
+    // returns, the previous anchor is not used any more.
     void set_trace_anchor(EventHandle anchor, std::int64_t at_ns);
     // The spans since the last call; returns how many more there were, which were overwritten.
     std::uint64_t take_trace(std::vector<Span>& spans);
@@ -246,7 +243,7 @@ class UpdateWorker {
     void fail_at(int layer) { fail_at_ = layer; }
 
    private:
-    // A copy of a layer's state that is owed, or being taken.
+    // A copy of a layer's state that was asked for, or is being made.
     struct Capture {
         StateArrays target;
         std::int64_t sequence =
@@ -281,7 +278,7 @@ class UpdateWorker {
         std::size_t bytes = 0;
         StatePart part = StatePart::kAsKept;
     };
-    // Whose pass or copy it is.
+    // The step, layer and chunk of a pass or copy.
     struct Place {
         std::int32_t step = 0;
         std::int32_t layer = 0;
@@ -289,19 +286,19 @@ class UpdateWorker {
     };
     // The latest copy out of an outgoing buffer.
     struct Sent {
-        std::int64_t bytes = 0;  // 0: there was none since it was last looked at
+        std::int64_t bytes = 0;  // 0: none since the buffer was last accounted for
         SpanKind kind = SpanKind::kWeightsToDevice;
         Place place;
         bool traced = false;  // sent while there was a trace
     };
-    // What a lane was given last.
+    // The last task given to a lane.
     struct Task {
         std::string what;  // empty: nothing yet
         Place place;
         std::int64_t since_ns = 0;
         EventHandle end = kNoEvent;
     };
-    // When the running job takes a copy of the layer's state.
+    // Whether the running job copies the layer's state, before or after its pass.
     enum class Taking { kNo, kBefore, kAfter };
     enum TaskLane { kUpdates, kToHostTask, kToDeviceTask, kTaskLanes };
     // One chunk of a picked job, in processing order.
@@ -309,13 +306,13 @@ class UpdateWorker {
         std::shared_ptr<Job> job;
         std::size_t chunk = 0;
         int slot = -1;
-        int copy = -1;  // the outgoing buffer that has the training copy, and takes the new one
+        int copy = -1;  // the outgoing buffer with the training copy, updated in place there
         bool last = false;
     };
     // Where a pass writes a chunk's new training copy.
     struct Target {
         Outgoing out;
-        int buffer = -1;  // the outgoing buffer that it is in; -1: it needs none
+        int buffer = -1;  // the outgoing buffer; -1: written in place, nothing is sent
     };
     // Pinned buffers of one size, each with the events around its latest copy.
     struct Buffers {
@@ -327,9 +324,9 @@ class UpdateWorker {
     struct SlotClass {
         Buffers slots;
         std::vector<int> free;
-        std::vector<bool> retired;  // one a slot
+        std::vector<bool> retired;  // one per slot
     };
-    // Slots that are to go. `used` is right once the worker has taken it over.
+    // Slots that are being retired. `used` is valid once `taken` is set by the worker.
     struct Retirement {
         int slot_class = 0;
         const char* base = nullptr;
@@ -384,11 +381,11 @@ class UpdateWorker {
     void fetch(const Layer& layer, const Chunk& chunk, const Work& work);
     void fetch_to(const Buffers& buffers, int number, const void* from, std::size_t bytes,
                   const char* what, const Place& place);
-    // `slot`: what a trace knows the memory by; that of outgoing buffers follows all classes.
+    // `slot`: the memory's number in a trace; outgoing buffers are numbered after all slot classes.
     void arrived(const Buffers& buffers, int number, std::size_t bytes, SpanKind kind,
                  std::int32_t slot);
-    // The free buffer whose copy was sent first, after that has completed; send_outgoing, or
-    // free_outgoing_ itself, takes it back.
+    // Takes the free buffer whose copy was sent first, and waits for that copy. send_outgoing
+    // returns it to free_outgoing_; so must whoever does not send it.
     int take_outgoing();
     void send_outgoing(int buffer, void* destination, std::size_t bytes, SpanKind kind);
     void account_sent(int buffer);
@@ -416,18 +413,18 @@ class UpdateWorker {
     void wait_for(Predicate predicate);
 
     std::unique_ptr<Device> device_;
-    int num_threads_;  // of the chunk at hand; the worker's thread alone has it
+    int num_threads_;  // for the current chunk; only the worker's thread uses it
     std::atomic<int> wanted_threads_;
     std::vector<Layer> layers_;
     std::vector<SlotClass> slots_;
     Buffers outgoing_;
-    std::vector<Sent> outgoing_sent_;  // one a buffer
+    std::vector<Sent> outgoing_sent_;  // one per buffer
     std::vector<EventHandle> own_events_;
-    std::deque<int> free_outgoing_;  // the one whose copy was sent first is taken first
+    std::deque<int> free_outgoing_;  // ordered by when their last copies were sent
 
     // Shared with callers, under mutex_.
     std::mutex mutex_;
-    std::condition_variable wake_;           // for the worker: there is a job, or the end
+    std::condition_variable wake_;           // for the worker: a new job, or stop_
     std::condition_variable changed_;        // for callers: a layer or the error has changed
     std::deque<std::shared_ptr<Job>> jobs_;  // all that are not finished
     std::int64_t sequence_ = 0;
@@ -437,30 +434,30 @@ class UpdateWorker {
     double running_sum_ = 0.0;
     WorkerStatistics statistics_;  // of the jobs that have finished
     std::vector<JobSpan> spans_;
-    int owed_ = 0;  // copies that are wanted and have not been begun
+    int owed_ = 0;  // copies asked for and not begun
     std::vector<Growth> growth_;
     std::vector<Retirement> retirements_;
-    std::vector<std::pair<EventHandle, EventHandle>> spare_events_;  // of slots that have gone
+    std::vector<std::pair<EventHandle, EventHandle>> spare_events_;  // of retired slots
     std::atomic<bool> has_growth_{false};                            // or a retirement
     std::int32_t trace_step_ = 0;
 
     std::function<void(const std::string&)> stall_report_;
     std::chrono::milliseconds stall_after_{0};
     std::atomic<std::uint64_t> chunks_done_{0};
-    std::atomic<const char*> waits_for_{nullptr};  // what the worker's thread stands at
+    std::atomic<const char*> waits_for_{nullptr};  // what the worker's thread is waiting for
     std::mutex tasks_mutex_;
     Task tasks_[kTaskLanes];
 
     std::unique_ptr<SpanRing> ring_;         // made once, and kept: the worker may be writing to it
     std::atomic<SpanRing*> trace_{nullptr};  // the ring, while there is a trace
     std::atomic<bool> traces_threads_{false};
-    static constexpr std::chrono::microseconds kTracePoll{200};  // between two looks at copies
+    static constexpr std::chrono::microseconds kTracePoll{200};  // interval of polling copies
     std::atomic<int> traced_copies_{0};  // of outgoing_sent_, those sent while there was a trace
     std::mutex anchor_mutex_;
     EventHandle anchor_ = kNoEvent;
     std::int64_t anchor_ns_ = 0;
 
-    // The worker's own.
+    // Used by the worker's thread only.
     std::deque<Work> active_;
     std::shared_ptr<Job> fetching_;
     std::size_t fetching_chunk_ = 0;
@@ -470,13 +467,13 @@ class UpdateWorker {
     Taking taking_ = Taking::kNo;
     JobSpan span_;
     WorkerStatistics job_statistics_;
-    Place place_;                             // what is being processed
+    Place place_;                             // the chunk being processed
     DType gradient_dtype_ = DType::kFloat32;  // of its layer
     std::vector<ThreadTime> thread_times_;
     std::mt19937_64 random_;
     unsigned max_delay_us_;
     std::atomic<int> fail_at_{-1};
-    long process_ = 0;  // that made the threads
+    long process_ = 0;  // id of the process that owns the threads
     std::thread thread_;
 };
 
