@@ -1,7 +1,7 @@
-"""What a plan predicted beside what its steps take, on all ranks.
+"""Compares what a plan predicted with what its steps take, on all ranks.
 
-Steps are followed on every rank by itself. Ranks meet for a report only after fixed numbers of
-steps, or where all of them ask for one: nothing that a rank sees alone decides about a collective.
+Each rank follows its own steps. Ranks meet for a report only after fixed numbers of steps, or when
+all of them ask for one: a collective never depends on what one rank alone has seen.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from hytrain.formats.text_table import align
 _GIB = 1024**3
 _WARM_UP = 3
 _STEPS = 10
-# Reports that were not asked for: after steps 13, 23, ..., until layers no longer move.
+# Automatic reports: after steps 13, 23, ..., until layers no longer move.
 _MOST_REPORTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RankMeasured:
-    """A rank's last steps, or one of them.
+    """What was measured in a rank's last steps, or in one of them.
 
     Attributes:
-        step_seconds: the median, from the end of the step before to that of each.
-        clipped_share: of these steps, those that began with a clipped decision, the step before's:
-            their forward waited for second passes. Of one step, whether it was clipped itself.
+        step_seconds: the median time from the end of the step before to the step's own end.
+        clipped_share: share of these steps that follow a clipped one: their forward waited for
+            second passes. Of a single step: whether it was clipped itself (0 or 1).
         gpu_bytes: the allocator's peak since the process began, or since the user reset it; None
             without a GPU.
         host_bytes: state, weights, activations and staging on the host.
         gpu_layers: layers of ``num_layers`` whose state is on the GPU.
-        is_settled: no layer moved in these steps.
+        is_settled: whether no layer moved in these steps.
     """
 
     step_seconds: float
@@ -51,11 +51,11 @@ class RankMeasured:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """Predicted and measured.
+    """What a plan predicted, and what was measured.
 
     Attributes:
-        first_step: of those that were measured, counted from the engine's first.
-        last_step: of those that were measured.
+        first_step: the first measured step, counted from the engine's first.
+        last_step: the last measured step.
         plan: what was predicted.
         ranks: what was measured, in rank order.
     """
@@ -67,25 +67,25 @@ class PlanReport:
 
     @property
     def measured_seconds(self) -> float:
-        """The step: ranks wait for each other, so the longest median."""
+        """The step's time: the longest median, since ranks wait for each other."""
         return max(rank.step_seconds for rank in self.ranks)
 
     @property
     def clipped_share(self) -> float:
-        """Of the steps, those that were clipped; all ranks clip the same."""
+        """The ranks' common ``clipped_share``: they all clip the same steps."""
         return self.ranks[0].clipped_share
 
     @property
     def predicted_seconds(self) -> float:
-        """The step that the plan predicts with as many clipped steps as were measured.
+        """The step's time that the plan predicts for the measured share of clipped steps.
 
-        Plans that do not tell them apart have one prediction.
+        Plans that do not distinguish clipped steps have one prediction.
         """
         return self.plan.predicted.at(self.clipped_share)
 
     @property
     def error(self) -> float:
-        """By what share the step is longer than predicted; negative where it is shorter."""
+        """By what share the step is longer than predicted; negative if it is shorter."""
         return self.measured_seconds / self.predicted_seconds - 1.0
 
     @property
@@ -94,7 +94,7 @@ class PlanReport:
         return all(rank.is_settled for rank in self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Returns the report as plain JSON values."""
         return {
             "first_step": self.first_step,
             "last_step": self.last_step,
@@ -117,7 +117,7 @@ class PlanReport:
         }
 
     def table(self) -> str:
-        """For people: the step, and for each rank its memory and its GPU layers."""
+        """Returns text for users: the step, and each rank's memory and GPU layers."""
         rows = [("rank", "device", "samples", "k planned", "k", "GPU GiB", "host GiB")]
         for number, (planned, found) in enumerate(zip(self.plan.ranks, self.ranks, strict=True)):
             gpu = "-" if found.gpu_bytes is None else f"{found.gpu_bytes / _GIB:.2f}"
@@ -152,23 +152,22 @@ class PlanWatch:
         # The steps that a report is about, and the one before them.
         self._recent: list[RankMeasured] = []
         self._reports = 0
-        self.latest: PlanReport | None = None
-        """The newest report; None before the first one."""
+        self._is_printed = False
 
     def after_step(self, state: RankMeasured) -> None:
-        """A step was made; a collective after some of them."""
+        """Adds a step that was made; a collective after some steps."""
         self._steps += 1
         if self._steps < _WARM_UP:
             return
         self._recent = [*self._recent, state][-_STEPS - 1 :]
         is_due = (self._steps - _WARM_UP) % _STEPS == 0 and self._steps > _WARM_UP
-        is_due = is_due and self._reports < _MOST_REPORTS
-        # On all ranks alike: what they counted, and what they all know from the last report.
-        if not is_due or (self.latest is not None and self.latest.is_settled):
+        # The same on all ranks: it follows from the step count and from the reports before.
+        if self._is_printed or not is_due:
             return
         self._reports += 1
         report = self.report()
-        if self._collectives.rank == 0 and (report.is_settled or self._reports == _MOST_REPORTS):
+        self._is_printed = report.is_settled or self._reports == _MOST_REPORTS
+        if self._is_printed and self._collectives.rank == 0:
             # A user who trains by a plan wants to see it, whether logging is set up or not.
             print(report.table(), flush=True)
 
@@ -181,8 +180,7 @@ class PlanWatch:
         own = self._measured(self._recent)
         ranks: list[RankMeasured] = self._collectives.gather_objects(own, "the ranks' times")
         first = self._steps - len(self._recent) + 2
-        self.latest = PlanReport(first, self._steps, self._plan, tuple(ranks))
-        return self.latest
+        return PlanReport(first, self._steps, self._plan, tuple(ranks))
 
     def _measured(self, recent: Sequence[RankMeasured]) -> RankMeasured:
         states, before = recent[1:], recent[:-1]
