@@ -44,9 +44,9 @@ _HOMES = {
 
 
 def _find_openmp() -> None:
-    """Makes the OpenMP runtime that torch has loaded the one that the extension calls.
+    """Makes the extension call the OpenMP runtime that torch has loaded.
 
-    The extension is linked to none, since a second one would have threads of its own.
+    The extension is not linked to one, since a second runtime would have threads of its own.
     """
     importlib.import_module("torch")
 

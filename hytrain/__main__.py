@@ -1,4 +1,4 @@
-"""``python -m hytrain``: the command."""
+"""``python -m hytrain``: the `hytrain` command."""
 
 from __future__ import annotations
 

@@ -53,15 +53,15 @@ from hytrain.optimizer.hyper import check_optimizer
 
 logger = logging.getLogger(__name__)
 
-# Kept: hytrain's function in the place of ``deepspeed.initialize`` must not call itself.
+# Kept: hytrain's function, in place of ``deepspeed.initialize``, must not call itself.
 _original_initialize = deepspeed.initialize
 _building = threading.local()
 _untrained: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]] = (
     weakref.WeakKeyDictionary()
 )
-"""Engines without an optimizer that were built here, by their model."""
+"""Engines without an optimizer that were built here, keyed by model."""
 _evaluated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models of which a Trainer says that it will only evaluate them."""
+"""Models that a Trainer says it will only evaluate."""
 _trainers = TrainerReuse(_evaluated.add)
 
 
@@ -85,31 +85,31 @@ def initialize(
 
     A configuration with a "hytrain" section (its keys: docs/configuration.md) gives a
     :class:`~hytrain.engine.HyTrainEngine`; without one the call is plain ``deepspeed.initialize``.
-    With neither ``optimizer`` nor an "optimizer" section it is plain DeepSpeed's too, with a
-    warning, in ZeRO stage 3 or 0: for evaluation before training and for reference models.
+    With neither ``optimizer`` nor an "optimizer" section the engine is plain DeepSpeed's too, with
+    a warning, in ZeRO stage 3 or 0: for evaluation before training and for reference models.
 
     Args:
         args: an object with ``deepspeed_config``, the path of a JSON, in place of ``config``.
         model: the ``nn.Module`` to train, on the host or the device.
         optimizer: a torch optimizer of a supported kind (Adam, AdamW; others: docs/muon.md), whose
-            groups are taken over, or a callable that makes one of the parameters; None: the one
+            groups are taken over, or a callable that makes one from the parameters; None: the one
             that the configuration names.
-        model_parameters: parameters, or groups of them, where ``optimizer`` is None.
+        model_parameters: parameters, or groups of them, if ``optimizer`` is None.
         training_data: a dataset, for which a loader is made.
-        lr_scheduler: a scheduler, or a function that makes one of the optimizer.
-        distributed_port: of torch's store, where the process group is started here.
-        mpu: tells the groups of ranks, as ``UlyssesSPAttentionHF`` returns it.
-        dist_init_required: whether to start the process group; None: unless there is one.
-        collate_fn: of the loader that is made for ``training_data``.
-        config: path of a JSON, or what it would hold.
-        mesh_param: ``(data, sequence)`` ranks, in place of an ``mpu``.
-        config_params: DeepSpeed's older name of ``config``.
+        lr_scheduler: a scheduler, or a function that makes one from the optimizer.
+        distributed_port: port of torch's store, if the process group is started here.
+        mpu: describes the groups of ranks, as returned by ``UlyssesSPAttentionHF``.
+        dist_init_required: whether to start the process group; None: if there is none yet.
+        collate_fn: for the loader of ``training_data``.
+        config: path of a JSON file, or a mapping with its content.
+        mesh_param: numbers of ``(data, sequence)`` ranks, in place of an ``mpu``.
+        config_params: DeepSpeed's older name for ``config``.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)``.
 
     Raises:
-        ConfigError: the section, or its fit to model and job, is wrong, an argument is not of its
+        ConfigError: the section is wrong or does not fit model and job, an argument is of the wrong
             kind, ranks differ, or there is no optimizer in ZeRO stage 1 or 2; nothing was changed.
         PlanError: ``"hytrain.plan"`` is for another job; nothing was changed.
         UnsupportedError: the configuration asks for something that hytrain does not support.
@@ -139,7 +139,7 @@ def initialize(
         logger.warning('"%s" is no key of DeepSpeed, and is ignored: "%s"?', key, meant)
     offer_conversions()
     if deepspeed.initialize is initialize:
-        _trainers.install()  # it was imported after register()
+        _trainers.install()  # in case transformers was imported after register()
     if optimizer is None and not _names_optimizer(loaded):
         return _initialize_untrained(loaded, section, keywords)
     keywords = checked_arguments(keywords)
@@ -169,7 +169,7 @@ def initialize(
 def _build(
     loaded: Mapping[str, Any], section: HyTrainConfig, keywords: Mapping[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
-    """DeepSpeed's initialize with this project's engine; its errors say what to change."""
+    """Calls DeepSpeed's initialize with hytrain's engine; errors say what to change."""
     try:
         with engine_class(partial(HyTrainEngine, section)):
             return _deepspeed_initialize(**keywords)  # type: ignore[return-value]
@@ -185,7 +185,7 @@ def _build(
 def _initialize_untrained(
     loaded: dict[str, Any], section: HyTrainConfig, keywords: dict[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
-    """Plain DeepSpeed's engine of a model that gets no optimizer."""
+    """Builds plain DeepSpeed's engine for a model without an optimizer."""
     model, reason = keywords["model"], "no optimizer was given"
     is_module = isinstance(model, torch.nn.Module)
     if is_module and model in _evaluated:
@@ -217,7 +217,7 @@ def _given_config(args: Any, *named: Any) -> Any:
     Raises:
         ConfigError: there is none, or more than one.
     """
-    # The second is DeepSpeed's name of old, which it still takes.
+    # The second is DeepSpeed's old name, which it still accepts.
     names = ("deepspeed_config", "deepscale_config")
     every = [*named, *(getattr(args, name, None) for name in names)]
     given = [each for each in every if each is not None]
@@ -231,10 +231,10 @@ def _given_config(args: Any, *named: Any) -> Any:
 
 
 def _deepspeed_initialize(**keywords: Any) -> tuple[Any, ...]:
-    """DeepSpeed's own.
+    """Calls DeepSpeed's own ``initialize``.
 
     Raises:
-        ConfigError: what was found under that name calls hytrain's again.
+        ConfigError: the function found under that name calls hytrain's again.
     """
     if getattr(_building, "depth", 0):
         raise ConfigError(
@@ -256,13 +256,13 @@ def _names_optimizer(config: Mapping[str, Any]) -> bool:
 
 
 def _for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with whole weights where ZeRO does not shard them: there is no state."""
+    """The configuration, with ZeRO stages 1 and 2 made 0: there is no optimizer state to shard."""
     is_whole = _stage(config) in (1, 2)
     return {**config, "zero_optimization": {"stage": 0}} if is_whole else dict(config)
 
 
 def _stage(config: Mapping[str, Any]) -> Any:
-    """As it is written; 0 where it is not."""
+    """The ZeRO stage as configured, unchecked; 0 if there is none."""
     zero = config.get("zero_optimization")
     return zero.get("stage", 0) if isinstance(zero, Mapping) else 0
 
@@ -270,7 +270,7 @@ def _stage(config: Mapping[str, Any]) -> Any:
 def _without_training(
     config: Mapping[str, Any], section: HyTrainConfig, reason: str
 ) -> dict[str, Any]:
-    """The configuration for an engine of DeepSpeed's own, which has no optimizer, for a reason.
+    """The configuration for plain DeepSpeed's engine without an optimizer; logs the reason.
 
     Raises:
         ConfigError: DeepSpeed has no such engine in this ZeRO stage.
@@ -292,15 +292,15 @@ def _without_training(
         )
     if section.plan is None and section.batch_sizes is None:
         return dict(config)
-    # What ranks compute in training is written elsewhere; DeepSpeed wants a batch in any case.
+    # The plan or batch_sizes give each rank's batch in training; DeepSpeed always wants one.
     rest = {key: value for key, value in config.items() if key != "train_batch_size"}
     return {**rest, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 
 
 def _end_untrained(model: Any) -> None:
-    """A model that an engine without an optimizer has is to be trained: that engine gives it up.
+    """Destroys the engine without an optimizer, if one has this model, which is to be trained.
 
-    As where one Trainer evaluates it before another one trains it: in ZeRO-3 both would gather.
+    Example: one Trainer evaluates it before another one trains it; in ZeRO-3 both would gather.
     """
     found = _untrained.pop(model, None) if isinstance(model, torch.nn.Module) else None
     engine = None if found is None else found()
@@ -310,12 +310,12 @@ def _end_untrained(model: Any) -> None:
 
 
 def _check_forced(config: Mapping[str, Any], optimizer: Any) -> None:
-    """Raises what DeepSpeed would, where the configuration asks for it; by default it does not.
+    """Refuses torch's optimizer, as DeepSpeed would, if the configuration forces DeepSpeed's.
 
     Raises:
-        ForcedOptimizerError: the optimizer is another one than DeepSpeed's.
+        ForcedOptimizerError: ``zero_force_ds_cpu_optimizer`` is true and the optimizer is torch's.
     """
-    # DeepSpeed's own are no subclasses of these.
+    # DeepSpeed's own optimizers are not subclasses of these.
     is_torchs = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
     if is_torchs and config.get("zero_force_ds_cpu_optimizer") is True:
         raise ForcedOptimizerError(
@@ -326,7 +326,7 @@ def _check_forced(config: Mapping[str, Any], optimizer: Any) -> None:
 
 
 def _check_fit(section: HyTrainConfig, model: Any, optimizer: Any, mpu: Any) -> None:
-    """What can be told about model, optimizer and job before DeepSpeed converts the model.
+    """Checks what can be checked of model, optimizer and job before DeepSpeed converts the model.
 
     Raises:
         ConfigError: the section does not fit them.
@@ -355,21 +355,21 @@ def _with_plan(
 
     Raises:
         PlanError: the plan is for another job.
-        ConfigError: a key says what the plan decides.
+        ConfigError: a key sets what the plan decides.
     """
     source = keywords["config"] if keywords["config"] is not None else keywords["config_params"]
     if source is None:
         source = vars(keywords["args"]).get("deepspeed_config")
-    # Not Path.is_file(), which raises where the "name" is a long base64 configuration.
+    # Not Path.is_file(), which raises if the "name" is a long base64 configuration.
     is_file = isinstance(source, (str, Path)) and os.path.isfile(source)
     return adopt_plan(config, section, keywords["model"], device, Path(source) if is_file else None)
 
 
 def _with_unequal_batches(config: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
-    """The configuration without DeepSpeed's own batch keys, which know equal batches only.
+    """The configuration without DeepSpeed's own batch keys, which can only express equal batches.
 
     Raises:
-        ConfigError: its ``train_batch_size`` is another batch.
+        ConfigError: its ``train_batch_size`` is not the sum of the sizes.
     """
     given = config.get("train_batch_size")
     if given is not None and given != sum(sizes):
@@ -378,7 +378,7 @@ def _with_unequal_batches(config: Mapping[str, Any], sizes: Sequence[int]) -> di
             "them equal, or leave the former out"
         )
     rest = {k: v for k, v in config.items() if k != "train_batch_size"}
-    # DeepSpeed wants both; 1 is what says nothing.
+    # DeepSpeed requires both; 1 is neutral.
     instead = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     unused = [f'"{key}" {rest[key]}' for key in instead if rest.get(key, 1) not in (1, "auto")]
     if unused and os.environ.get("RANK", "0") == "0":

@@ -26,11 +26,11 @@ from pydantic import (
 from hytrain.errors import ConfigError, did_you_mean, unquoted
 
 CHUNK_ELEMENTS = 16 * 1024 * 1024
-"""Default of "hytrain.offload.chunk_elements": profiles and plans take it for what runs have."""
+"""Default of "hytrain.offload.chunk_elements"; profiles and plans assume that runs have it."""
 SECTION = "hytrain"
 
 
-# JSON has types: true is no number here, and "4" neither.
+# JSON has types: neither true nor "4" is a number here.
 Number = Annotated[float, Strict()]
 Count = Annotated[int, Strict()]
 Samples = Annotated[int, Strict(), Field(lt=2**31)]
@@ -51,7 +51,7 @@ class LayersConfig(_Section):
     """How the model is cut into layers."""
 
     block_class: str | None = Field(default=None, alias="class")
-    """Class name of the transformer block, where detection should not decide."""
+    """Class name of the transformer block, in place of detection."""
 
 
 class OffloadConfig(_Section):
@@ -61,8 +61,8 @@ class OffloadConfig(_Section):
     """Threads of the CPU kernel; null: a short calibration at start chooses."""
 
     numa: Literal["auto", "off"] = "auto"
-    """Where a host has several NUMA nodes: "auto" has the threads of updates, and the memory that
-    they use, on the node of the rank's GPU, unless all cores are measured to be faster."""
+    """On a host with several NUMA nodes "auto" keeps the update threads, and the memory that they
+    use, on the node of the rank's GPU, unless using all cores is measured to be faster."""
 
     chunk_elements: Count = Field(default=CHUNK_ELEMENTS, ge=1024, le=2**30)
     """Parameters per chunk, the unit of copies and of the CPU update (a multiple of 64)."""
@@ -82,14 +82,14 @@ class CheckpointConfig(_Section):
     """How checkpoints are saved."""
 
     is_async: Flag = Field(default=False, alias="async")
-    """``save_checkpoint`` returns at once, and the checkpoint is written beside the next steps."""
+    """``save_checkpoint`` returns at once; the checkpoint is written during the next steps."""
 
     sigterm_dir: str | None = None
-    """Folder to save a checkpoint in when the job is asked to end by SIGTERM; null: none is."""
+    """Folder for a checkpoint when SIGTERM asks the job to end; null: none is saved."""
 
     run_pickled_code: Flag = False
-    """``load_checkpoint`` makes objects of all classes that a checkpoint names, which runs whatever
-    code its author chose. False: tensors, containers, numbers and text; others are refused."""
+    """``load_checkpoint`` makes objects of all classes that a checkpoint names, which may run any
+    code. False: only tensors, containers, numbers and text; other objects are refused."""
 
     @field_validator("sigterm_dir")
     @classmethod
@@ -99,7 +99,7 @@ class CheckpointConfig(_Section):
 
 @dataclass(frozen=True, slots=True)
 class BatchShares:
-    """The global batch, cut into one piece a rank, and each piece into micro-batches.
+    """The global batch, divided into one piece per rank, and each piece into micro-batches.
 
     Attributes:
         sizes: samples of the global batch that each rank computes; 0 for one that only holds state.
@@ -129,7 +129,7 @@ class BatchShares:
         """Refuses pieces for another number of ranks.
 
         Raises:
-            ConfigError: there are more or fewer.
+            ConfigError: there are more or fewer ranks.
         """
         if len(self.sizes) != ranks:
             raise ConfigError(
@@ -153,7 +153,7 @@ class BatchShares:
 
 
 class SolverConfig(_Section):
-    """How k is solved at run time, where ``gpu_fraction`` is "solve"."""
+    """How k is solved at run time, if ``gpu_fraction`` is "solve"."""
 
     method: Literal["pipeline", "closed_form"] = "pipeline"
     """"pipeline" predicts the step for every number of GPU layers; "closed_form" is the published
@@ -197,14 +197,14 @@ class TraceConfig(_Section):
     """Folder of the traces, ``trace_rank<N>.json``; null: none is written."""
 
     steps: tuple[Count, Count] | None = None
-    """The first step that is recorded, counted from 1, and the first one that is not any more;
-    null: 10 and 14, or all of them under VizTracer."""
+    """The first recorded step, counted from 1, and the first step after the recording; null: 10 and
+    14, or all steps under VizTracer."""
 
     kernels: Flag = True
-    """The GPU's kernels as well, by torch.profiler; false: one span a layer and pass."""
+    """Records the GPU's kernels too, with torch.profiler; false: one span per layer and pass."""
 
     threads: Flag = False
-    """One lane a thread of the CPU update, instead of one for all."""
+    """One lane per thread of the CPU update, instead of one for all."""
 
     @field_validator("dir")
     @classmethod
@@ -236,10 +236,10 @@ class HyTrainConfig(_Section):
     master: Literal["fp32", "split"] = "fp32"
     """How master weights are kept: in 4 bytes a parameter, or in 2 beside their bf16 training copy,
     which together are the fp32 value, bit for bit. With clipping, "split" leaves layers on the CPU
-    their 4 bytes where memory allows: split ones wait for the step's clip coefficient."""
+    their 4 bytes if memory allows: split ones wait for the step's clip coefficient."""
 
     moments_seed: Count = Field(default=0, ge=0, lt=2**63)
-    """Seed of the random bits that round moments; another one makes other, equally good ones."""
+    """Seed of the random bits that round moments; all seeds are equally good."""
 
     shard_fractions: tuple[Number, ...] | None = None
     """Share of every layer's state that each rank owns, one number a rank; null: equal."""
@@ -253,23 +253,23 @@ class HyTrainConfig(_Section):
 
     accumulation: Literal["micro_batch_major", "layer_major"] = "micro_batch_major"
     """How ``engine.train_batch`` computes a step's micro-batches: one after another, or all of them
-    layer by layer, with what is inside the layers computed again in backward."""
+    layer by layer, with the inside of the layers recomputed in backward."""
 
     activations: Literal["keep", "offload"] = "keep"
     """Where the activations between the layers wait for backward with "layer_major": on the device,
     or in pinned host memory."""
 
     plan: str | None = None
-    """A file of ``hytrain plan``, from the configuration's folder or the current one: it decides
-    batches, shards, activations and the k to start with. It must be for this very job."""
+    """A file of ``hytrain plan``, relative to the configuration's folder or the current one. It
+    decides batches, shards, activations and the k to start with, and must be for this job."""
 
     metrics: str | None = None
     """A file to which every step and every decision about k is appended, a line of JSON each, for
-    ``hytrain explain`` and for people's own tools; rank r > 0 writes one beside it, with ".rank<r>"
+    ``hytrain explain`` and other tools; rank r > 0 writes one beside it, with ".rank<r>"
     before the ending. Relative to the current folder."""
 
     wait_in_stream: Flag = True
-    """Ranks of a host wait for each other in front of NCCL's kernels, not inside of them."""
+    """Ranks of a host wait for each other before NCCL's kernels, not inside them."""
 
     layers: LayersConfig = LayersConfig()
     offload: OffloadConfig = OffloadConfig()
@@ -279,11 +279,11 @@ class HyTrainConfig(_Section):
     @field_validator("gpu_fraction", mode="before")
     @classmethod
     def _in_range(cls, value: Any) -> Any:
-        # Before the type's own check, which has one line for each of the two that it may be.
+        # Before the type's own check, which has a line for each member of the union.
         if value == "solve":
             return value
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0.0 <= value <= 1.0:  # false of NaN, too
+        if not is_number or not 0.0 <= value <= 1.0:  # also for NaN
             raise ValueError('must be a number in [0, 1], or "solve", which decides at run time')
         return value
 
@@ -328,9 +328,9 @@ class HyTrainConfig(_Section):
         return BatchShares(self.batch_sizes, micro)
 
     def micro_batches(self, rank: int, *, stage: int, accumulation: int) -> int:
-        """How many a rank takes part in a step: ``accumulation``, or as ``batch_sizes`` deals them.
+        """Micro-batches of a step for a rank: ``accumulation``, or by ``batch_sizes``.
 
-        ZeRO-3 gathers for all ranks, so there it is the most that any rank computes.
+        ZeRO-3 gathers for all ranks: there it is the most that any rank computes.
         """
         shares = self.batch_shares()
         if shares is None:
@@ -340,11 +340,11 @@ class HyTrainConfig(_Section):
 
     @staticmethod
     def from_deepspeed(config: Mapping[str, Any]) -> HyTrainConfig | None:
-        """The section of a DeepSpeed configuration; None where it has none (plain DeepSpeed).
+        """The section of a DeepSpeed configuration; None if it has none (plain DeepSpeed).
 
         Raises:
-            ConfigError: the section is malformed, or a top-level key looks like a misspelt one, or
-                like a key of it.
+            ConfigError: the section is malformed, or a top-level key looks like its misspelt name
+                or is one of its keys.
         """
         _refuse_outside(config)
         if SECTION not in config:
@@ -376,13 +376,13 @@ _OF_JSON = {
     "int_type": "must be a whole number",
     "string_type": "must be a string",
 }
-"""pydantic's words for them are those of Python."""
+"""Replaces pydantic's messages, which use Python's terms."""
 
 
 def _refuse_outside(config: Mapping[str, Any]) -> None:
-    """Keys of the section outside of it, which DeepSpeed would ignore silently."""
+    """Refuses keys of the section outside of it, which DeepSpeed would ignore silently."""
     for key in map(str, config):
-        # One word, as "plan" is, may be a key of its owner's own.
+        # A key of one word, such as "plan", may be the user's own.
         if "_" in key and key in HyTrainConfig.model_fields:
             raise ConfigError(
                 f'"{key}" is a key of the section "{SECTION}", and of no use at the top level of '

@@ -1,7 +1,7 @@
 """Every error that hytrain raises on purpose.
 
-A message says what was seen, what the limit is, and which key or call to change. Whatever the
-user can mend is a ``ValueError``; what broke while running is a ``RuntimeError``.
+A message says what was seen, what the limit is, and which key or call to change. An error that
+the user can fix is a ``ValueError``; a failure while running is a ``RuntimeError``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ class HyTrainError(Exception):
 
 
 class ConfigError(HyTrainError, ValueError):
-    """The DeepSpeed JSON, its "hytrain" section, or an argument asks for what cannot be done."""
+    """The DeepSpeed JSON, its "hytrain" section or an argument asks for something impossible."""
 
 
 class NestedReductionError(ConfigError, AssertionError):
-    """``coalesce_grad_reduction()``, ``no_sync()`` or step() within one another.
+    """``coalesce_grad_reduction()``, ``no_sync()`` and step() are nested.
 
     An AssertionError as well: DeepSpeed raises one there.
     """
 
 
 class UnusedParametersError(ConfigError, AssertionError):
-    """Parameters without a gradient, where ``ignore_unused_parameters`` is false.
+    """Parameters got no gradient, although ``ignore_unused_parameters`` is false.
 
     An AssertionError as well: DeepSpeed raises one there.
     """
@@ -50,7 +50,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class PlanError(HyTrainError, ValueError):
-    """A profile or a plan cannot be used: unreadable, or of another job."""
+    """A profile or a plan cannot be used: unreadable, or for another job."""
 
 
 class TraceError(HyTrainError, ValueError):
@@ -58,11 +58,11 @@ class TraceError(HyTrainError, ValueError):
 
 
 class PlacementError(HyTrainError, ValueError):
-    """Costs, bounds or a record that no decision about GPU layers can be made from."""
+    """Costs, bounds or a record from which no decision about GPU layers can be made."""
 
 
 class MemoryBudgetError(PlacementError):
-    """No split of the optimizer state fits; nothing was allocated. The text has the table."""
+    """No split of the optimizer state fits; nothing was allocated. The message has the table."""
 
 
 class ProfileRunError(HyTrainError, RuntimeError):
@@ -70,7 +70,7 @@ class ProfileRunError(HyTrainError, RuntimeError):
 
 
 class HostMemoryError(HyTrainError, MemoryError):
-    """Host memory cannot be had; the message says for what, what is left, and what would help."""
+    """Too little host memory; the message says for what, how much is left and what would help."""
 
 
 class GradientOrderError(HyTrainError, RuntimeError):
@@ -86,7 +86,7 @@ class RankFailedError(HyTrainError, RuntimeError):
 
 
 class OutOfStepError(HyTrainError, RuntimeError):
-    """The ranks' collectives cannot meet: some have made other backward passes or steps."""
+    """The ranks' collectives do not match: some made different backward passes or steps."""
 
 
 class AbortedBackwardError(HyTrainError, RuntimeError):
@@ -94,18 +94,18 @@ class AbortedBackwardError(HyTrainError, RuntimeError):
 
 
 class AbortedStepError(HyTrainError, RuntimeError):
-    """A step failed midway: some layers have made it and others have not."""
+    """A step failed midway: some layers were updated and others were not."""
 
 
 class LossScaleError(HyTrainError, RuntimeError):
-    """Gradients overflow at the smallest loss scale, or a loss has run back without its scale.
+    """Gradients overflow at the smallest loss scale, or backward ran on an unscaled loss.
 
     Nothing was changed: the step was skipped, or the backward was ended.
     """
 
 
 class LossGraphError(HyTrainError, ValueError, AssertionError):
-    """A loss cannot run back: nothing that is trained is in its graph.
+    """A loss cannot run backward: no trained parameter is in its graph.
 
     An AssertionError as well: DeepSpeed raises one there.
     """
@@ -120,19 +120,19 @@ class EngineClosedError(HyTrainError, RuntimeError):
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """For a message: the known name that is most like another one, if one is."""
+    """For a message: asks whether the most similar known name is meant; empty if there is none."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f'did you mean "{near[0]}"? ' if near else ""
 
 
 def unquoted(value: object) -> str:
-    """The end of a message that refuses a value: a number in quotes is to be without."""
+    """The end of a message that refuses a value: a number in quotes must be without; else empty."""
     is_number = isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value)
     return f"; write {value} without quotes" if is_number else ""
 
 
 def refuse_all(*checks: Callable[[], object]) -> None:
-    """Makes all checks. Raises what one has raised, or a ConfigError with what several have."""
+    """Runs all checks. Raises the error of one, or a ConfigError with those of several."""
     found: list[ConfigError | UnsupportedError] = []
     for check in checks:
         try:
@@ -144,7 +144,7 @@ def refuse_all(*checks: Callable[[], object]) -> None:
 
 
 def size_text(num_bytes: int) -> str:
-    """For a message or a table: bytes in the unit that suits them."""
+    """For a message or a table: a number of bytes in a suitable unit."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.2f} GiB"
     if num_bytes >= 2**20:

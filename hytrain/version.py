@@ -1,4 +1,4 @@
-"""The package's version, which setup reads without importing anything else, and DeepSpeed's."""
+"""The package's version, which setup reads without other imports, and DeepSpeed's releases."""
 
 from __future__ import annotations
 

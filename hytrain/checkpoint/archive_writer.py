@@ -1,7 +1,7 @@
-"""What ``torch.load`` reads, written by torch's own writer; elements need not be there at once.
+"""Files for ``torch.load``, written by torch's own writer, without all elements in memory at once.
 
-The objects are pickled first; elements follow one storage after another, in any order. So a file of
-any size takes the memory of one tensor.
+The objects are pickled first; elements follow one storage after another, in any order. So writing a
+file of any size takes the memory of one tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hytrain.checkpoint.summed_files import SummingFile
 
 @dataclass(frozen=True, slots=True)
 class LaterTensor:
-    """Stands in the objects for a tensor, contiguous, whose elements are written later.
+    """Stands in the objects for a contiguous tensor whose elements are written later.
 
     Attributes:
-        key: of its elements; two of one key share them. torch's reader does not tell "a" from "A".
+        key: of its elements; two with one key share them. torch's reader ignores the case.
     """
 
     key: str
@@ -44,11 +44,11 @@ class _LaterStorage:
 
 
 class PickledObjects:
-    """Objects as they are now: later changes of tensors in them are not seen.
+    """Objects pickled as they are now: later changes of tensors in them are not seen.
 
     Attributes:
         content: the pickle.
-        storages: key -> elements of tensors that were there, on the host.
+        storages: key -> elements of the tensors in the objects, on the host.
     """
 
     def __init__(self, objects: object) -> None:
@@ -95,7 +95,7 @@ def _storage_class(dtype: torch.dtype) -> Any:
 
 
 class ArchiveWriter:
-    """A file of ``torch.load``; :meth:`close` makes it whole. Each method may raise an OSError."""
+    """A file for ``torch.load``; :meth:`close` completes it. Each method may raise an OSError."""
 
     def __init__(self, file: SummingFile, content: bytes) -> None:
         """``file`` is at its beginning; ``content``: the objects, see :class:`PickledObjects`."""
@@ -110,7 +110,7 @@ class ArchiveWriter:
         file.check()
 
     def write_elements(self, key: str, tensor: torch.Tensor) -> None:
-        """A storage's elements, of a tensor on the host."""
+        """Writes a storage's elements, from a tensor on the host."""
         content = bytes_of(tensor)
         if content.nbytes:
             # A storage of its own, which torch's writer reads without Python's lock.
@@ -127,6 +127,6 @@ class ArchiveWriter:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A host tensor's bytes, of any dtype; not copied where it is contiguous."""
+    """A host tensor's bytes, of any dtype; not copied if it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(cast(Any, flat.numpy())).cast("B")

@@ -1,4 +1,4 @@
-"""Saves beside training: one thread a rank writes what the step left, while the next ones run.
+"""Saves beside training: one thread per rank writes a step's state while the next steps run.
 
 The threads talk to each other over a process group of their own (gloo, on the host), so that
 training's collectives and theirs never meet. What is on the disk at any moment is what a
@@ -36,14 +36,14 @@ from hytrain.testing import faults
 logger = logging.getLogger(__name__)
 
 _RESERVE_BYTES = 2**30
-"""Of host memory, that copies of the state leave free."""
+"""Bytes of host memory that copies of the state leave free."""
 _GROUP_TIMEOUT = timedelta(hours=2)
-"""A rank may wait that long for another's disk; one that is gone is noticed at once."""
+"""How long a rank may wait for another's disk; a rank that is gone is noticed at once."""
 _ABANDON_SECONDS = 5.0
 
 
 def _open_group(collectives: ShardCollectives) -> ShardCollectives:
-    """The ranks once more, to talk in another thread; a collective among them."""
+    """A second group of the same ranks, for use in another thread; a collective among them."""
     if collectives.world_size == 1:
         return collectives
     ranks = [collectives.global_rank(rank) for rank in range(collectives.world_size)]
@@ -60,8 +60,8 @@ def _open_group(collectives: ShardCollectives) -> ShardCollectives:
 def _close_group(collectives: ShardCollectives) -> None:
     """Ends the threads of a group of all ranks, when nothing runs in it.
 
-    One of some of the ranks stays: torch names it after them, and the next one of that name would
-    find the old one's addresses.
+    A group of some of the ranks stays: torch names it after them, and the next group of that name
+    would find the old one's addresses.
     """
     if dist.is_initialized() and collectives.world_size == dist.get_world_size():
         with suppress(ValueError):  # another call has destroyed it
@@ -85,15 +85,15 @@ class AsyncSaver:
         self._memory = CopyMemory()
         self._memory.fit(kept.layers, lambda: free_room(share))
         self._agreed = threading.Event()
-        """Not while the ranks agree on the step after which they raise a failure."""
+        """Set, except while the ranks agree on the step after which they raise a failure."""
         self._agreed.set()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._ended.set()
         self._is_given_up = False
-        # It waits before the first save: starting a thread takes milliseconds of a call, as Python
+        # Started before the first save: starting a thread takes milliseconds of a call, as Python
         # lets the new one run first. A daemon: the interpreter's end would join any other, which
-        # may wait for ranks that are gone. That a save is waited for in order is close()'s.
+        # may wait for ranks that are gone. An orderly wait for a save is the task of close().
         self._thread = threading.Thread(
             target=_serve, args=(self._jobs, self._ended), name="hytrain-save", daemon=True
         )
@@ -110,15 +110,15 @@ class AsyncSaver:
         contents: Callable[[], SaveContents],
         frozen: Iterable[Mapping[int, torch.Tensor]],
     ) -> None:
-        """Begins a save of what there is now; an earlier one must have been waited for.
+        """Begins a save of the present state; an earlier save must have been waited for.
 
         ``contents``: puts the contents together, in the saver's thread. ``frozen``: see
-        :func:`write_contents`; walked through at once.
+        :func:`write_contents`; walked through before this returns.
         """
         assert self._ended.is_set()
         taken = self._kept.pipeline.streams.record_current()
         copies = list(frozen)
-        # Layers have come to the host, or left it.
+        # Layers may have come to the host, or left it.
         self._memory.fit(self._kept.layers, lambda: free_room(self._share))
         snapshot = self._snapshot = StateSnapshot(self._kept.pipeline, self._memory)
         self._ended.clear()
@@ -145,7 +145,7 @@ class AsyncSaver:
             snapshot.release()
             self._snapshot = None
             if free_room(self._share) == 0:
-                # Somebody else needs what is left; the next save takes it anew, if it is there.
+                # Others need what is left; the next save takes it anew, if it is there.
                 self._memory.give_back()
 
     def _write(
@@ -197,7 +197,7 @@ class AsyncSaver:
                 "saved under the tag before is unchanged"
             )
         self._raise_at = 0
-        # Before this rank says its step: no step after that one is passed until all have agreed.
+        # Before this rank tells its step: none goes past that step until all have agreed.
         self._agreed.clear()
         try:
             # On all ranks at the end of the same step, which none has come to yet.
@@ -219,7 +219,7 @@ class AsyncSaver:
         return not self._ended.is_set()
 
     def check(self) -> None:
-        """After a step: raises what a save has failed with, on all ranks after the same one.
+        """Raises, after a step, what a save has failed with; on all ranks after the same step.
 
         Raises:
             CheckpointError: the last save failed; training can go on.
@@ -229,7 +229,7 @@ class AsyncSaver:
             self.wait()
 
     def wait(self) -> None:
-        """Until the last save has ended.
+        """Waits until the last save has ended.
 
         Raises:
             CheckpointError: it failed, and that has not been raised yet.
@@ -240,10 +240,10 @@ class AsyncSaver:
             raise error
 
     def close(self, *, abandon: bool) -> None:
-        """Before the engine's state goes: waits for the save.
+        """Waits for the save; to be called before the engine's state is freed.
 
-        ``abandon``: other ranks, if there are any, may be gone: it is waited for a few seconds
-        only. What it leaves is no checkpoint, and is removed by a later save.
+        ``abandon``: other ranks, if there are any, may be gone: it waits for a few seconds only.
+        What an abandoned save leaves is no checkpoint, and is removed by a later save.
         """
         abandon = abandon and self.collectives.world_size > 1
         self._jobs.put(None)
@@ -267,7 +267,7 @@ class AsyncSaver:
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None], ended: threading.Event) -> None:
-    # It has the queue alone: a saver that is dropped takes its engine's state with it.
+    # Refers to the queue alone: a saver that is dropped takes its engine's state with it.
     while (job := jobs.get()) is not None:
         job()
         del job

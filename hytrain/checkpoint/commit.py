@@ -1,16 +1,16 @@
-"""A checkpoint comes under its tag whole, or not at all; what was there stays until then.
+"""A checkpoint appears under its tag whole, or not at all; what was there stays until then.
 
 A save writes into a folder of its own beside the tag's. When all ranks have finished, and their
-files have reached the disk, rank 0 makes two renames: the old checkpoint gives way, the new one
-takes its place. Then the old one is removed. Wherever a run ends meanwhile, the tag has one of the
-two, or, between the renames, neither: the old one is then found under the name that it gave way to.
+files have reached the disk, rank 0 makes two renames: the old checkpoint is moved aside, the new
+one takes its place. Then the old one is removed. Wherever a run ends meanwhile, the tag has one of
+the two, or, between the renames, neither: the old one is then found under the name it was given.
 
 <save_dir>/hytrain-saving-<tag>-<random>    being written, or being removed: never loaded
-<save_dir>/hytrain-replaced-<tag>           gave way: loaded where there is no <tag>
+<save_dir>/hytrain-replaced-<tag>           moved aside: loaded if there is no <tag>
 <save_dir>/hytrain-lock-<tag>               locked (flock) while a save runs; says by whom
 
-All of this is rank 0's, and the first rank's of each further host that has a folder of its own
-(host_parts.py). The others only write into the folder that it names.
+All of this is done by rank 0, and by the first rank of each further host that has a folder of its
+own (host_parts.py). The others only write into the folder that rank 0 names.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _SAVING = "hytrain-saving-"
 _REPLACED = "hytrain-replaced-"
 _MOST_BYTES = 255 - len(_SAVING) - 16
 _ABANDONED_SECONDS = 3600.0
-"""A save that has not made a folder for so long has ended."""
+"""A save that has not made a folder for this long has ended."""
 
 
 PREFIX = "hytrain-lock-"
 
 
 class TagLock:
-    """One job saves under a tag at a time: held until :meth:`release`, or the process's end.
+    """A lock by which one job at a time saves under a tag, until :meth:`release` or process end.
 
-    Where a file system has no such locks (some of those between hosts) a second job is not noticed.
+    If a file system has no such locks (as some between hosts), a second job is not noticed.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Of the tag's folder, whose parent exists.
+        """Takes the lock of a tag's folder, whose parent exists.
 
         Raises:
             CheckpointError: another save under this tag runs, in this process or another.
-            OSError: there can be no file.
+            OSError: the lock's file cannot be made.
         """
         self._path = folder.with_name(PREFIX + folder.name)
         self._descriptor = -1
@@ -63,7 +63,7 @@ class TagLock:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 self._lock(descriptor, folder)
-                # Whoever had it may have removed it meanwhile: then another file has the name.
+                # The last holder may have removed it meanwhile: then another file has the name.
                 with suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
                         self._descriptor = descriptor
@@ -71,7 +71,7 @@ class TagLock:
                 if self._descriptor < 0:
                     os.close(descriptor)
         who = f"process {os.getpid()} on {socket.gethostname()}"
-        with suppress(OSError):  # where the disk is full, the lock holds all the same
+        with suppress(OSError):  # if the disk is full, the lock holds all the same
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, who.encode(), 0)
 
@@ -89,7 +89,7 @@ class TagLock:
             ) from None
 
     def release(self) -> None:
-        """Never raises."""
+        """Releases the lock; never raises."""
         with suppress(OSError):
             self._path.unlink()
         with suppress(OSError):
@@ -100,7 +100,7 @@ class TagLock:
 
 
 def unusable_tag(tag: str) -> str | None:
-    """What is wrong with a tag to save under; None for nothing."""
+    """What is wrong with a tag to save under; None if nothing is."""
     path = PurePosixPath(tag)
     if too_long(tag):
         return (
@@ -122,18 +122,18 @@ def unusable_tag(tag: str) -> str | None:
 
 
 def too_long(tag: str) -> bool:
-    """Whether file systems have no room for a tag's name, with what a save puts before it."""
+    """Whether a tag's name, with what a save puts before it, is too long for file systems."""
     parts = PurePosixPath(tag).parts
     return any(len(part.encode(errors="surrogatepass")) > _MOST_BYTES for part in parts)
 
 
 def begin_save(folder: Path, saving: Path | None = None) -> tuple[Path, TagLock]:
-    """Makes the folder to write into, beside the tag's; what earlier saves have left is tidied up.
+    """Makes the folder to write into, beside the tag's, and tidies up what earlier saves have left.
 
-    Its name was never there: no host has seen another folder under it, as it might with a file
-    system that remembers names. No other job saves under the tag until the lock is released.
+    Its name is new: no host has seen another folder under it, which a file system that caches names
+    might still show. No other job saves under the tag until the lock is released.
 
-    ``saving``: that folder, where it is there already, under a name that another host has found.
+    ``saving``: that folder, if it is there already, under a name that another host has chosen.
 
     Raises:
         CheckpointError: it cannot be made, or another job saves under the tag, which is as it was.
@@ -160,7 +160,7 @@ def begin_save(folder: Path, saving: Path | None = None) -> tuple[Path, TagLock]
 
 
 def finish_save(saving: Path, folder: Path) -> None:
-    """Puts a checkpoint that all ranks have written in its tag's place; the old one is beside it.
+    """Puts a checkpoint that all ranks have written in its tag's place, the old one beside it.
 
     Raises:
         OSError: it cannot be renamed for good; the tag is as it was.
@@ -180,7 +180,7 @@ def finish_save(saving: Path, folder: Path) -> None:
 
 
 def undo_save(saving: Path, folder: Path) -> None:
-    """Puts back what :func:`finish_save` has put in its place."""
+    """Undoes the renames of :func:`finish_save`."""
     folder = _target(folder)
     replaced = _replaced_name(folder)
     if not saving.exists():
@@ -197,10 +197,10 @@ def discard_replaced(folder: Path) -> None:
 
 
 def name_latest(save_dir: Path, tag: str) -> None:
-    """Has a tag be the latest; it is there for good, or after a loss of power it would not be.
+    """Makes a tag the latest; when this returns, a loss of power does not undo it.
 
     Raises:
-        OSError: it cannot be written; it is the latest for neither, or only for plain DeepSpeed.
+        OSError: it cannot be written; it is the latest for nobody, or only for plain DeepSpeed.
     """
     put_beside(save_dir)
     # The first of them is the one that is read first: it changes last.
@@ -211,7 +211,7 @@ def name_latest(save_dir: Path, tag: str) -> None:
 
 
 def find_replaced(folder: Path) -> Path | None:
-    """The checkpoint that a tag without a folder had when its replacement was broken off."""
+    """The checkpoint that a tag without a folder had when its replacement was interrupted."""
     if folder.is_dir():
         return None
     replaced = _replaced_name(_target(folder))
@@ -225,12 +225,12 @@ def saved_tags(load_dir: Path) -> list[str]:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether a folder is that of a save, which is not known to be whole."""
+    """Whether a folder is a save's own, which is not known to be whole."""
     return folder.name.startswith(_SAVING)
 
 
 def seen_from(save_dir: Path, path: Path) -> str:
-    """A path for other ranks, where save_dir may have another name; where it can be, inside it."""
+    """A path for other ranks, where save_dir may have another name: relative to it, if inside."""
     return str(path.relative_to(save_dir) if path.is_relative_to(save_dir) else path)
 
 
@@ -248,7 +248,7 @@ def _unused_name(folder: Path) -> Path:
 
 
 def _tidy(folder: Path, but: Path | None) -> None:
-    """What broken-off saves have left. A folder of another tag may be another run's, at work."""
+    """Tidies up after interrupted saves. Another tag's folder may be that of a running job."""
     for path in list(folder.parent.iterdir()):
         if path == but:
             continue
@@ -285,7 +285,7 @@ def _last_change(saving: Path) -> float:
 
 
 def _discard(replaced: Path, folder: Path) -> None:
-    """Removes a checkpoint that has been replaced; what users have put beside it goes along."""
+    """Removes a replaced checkpoint; what users have put into it moves to the new one."""
     try:
         for path in list(replaced.iterdir()):
             is_checkpoint = path.name == "zero" or path.name.endswith("_states.pt")

@@ -1,4 +1,4 @@
-"""Is there room on the disk: asked before anything is written, and said where there was none."""
+"""Room on the disk: checked before anything is written, and reported if there was none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hytrain.errors import CheckpointError, size_text
 
 
 def check_room(folder: Path, num_bytes: int, takes: str, remedy: str) -> None:
-    """Raises a CheckpointError where there is less space; ``takes``: what needs it, and a verb."""
+    """Raises a CheckpointError if there is less space; ``takes``: what needs it, and a verb."""
     if (free := free_bytes(folder)) < num_bytes:
         raise CheckpointError(
             f"{folder} has {size_text(free)} free, and {takes} {size_text(num_bytes)}: {remedy}"
@@ -17,7 +17,7 @@ def check_room(folder: Path, num_bytes: int, takes: str, remedy: str) -> None:
 
 
 def room_text(folder: Path, num_bytes: int) -> str:
-    """Of a message about a write that found no space: what the whole takes, and what there is."""
+    """Message text for a write that found no space: what the whole takes, and what is free."""
     try:
         free = f"{size_text(free_bytes(folder))} are free"
     except OSError as error:
@@ -29,5 +29,5 @@ def room_text(folder: Path, num_bytes: int) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Space that is left in a folder's file system."""
+    """Bytes that are free in a folder's file system."""
     return shutil.disk_usage(folder).free

@@ -29,7 +29,7 @@ _KEPT_DECISIONS = 50
 
 
 def taken_keys(client_state: Mapping[str, Any]) -> str | None:
-    """What is wrong with keys that would replace what the engine needs; None for nothing."""
+    """What is wrong with keys that would replace what the engine needs; None if nothing is."""
     taken = sorted(RESERVED_CLIENT_KEYS & set(client_state))
     if not taken:
         info = client_state.get(UNIVERSAL_INFO, {})
@@ -49,26 +49,26 @@ def pack_model_states(
     randomness: Sequence[Mapping[str, Any]],
     data: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What the model states' file holds; of the decisions about k the last ones are kept."""
+    """The contents of the model states' file; only the last decisions about k are kept."""
     record = {
         "version": __version__,
         PLACEMENT: [decision.to_json() for decision in decisions[-_KEPT_DECISIONS:]],
         RANDOMNESS: list(randomness),
         DATA: data,
     }
-    # A client may add to what tells converters of its parameters (patterns of sharded ones).
+    # A client may add what converters need to know of its parameters (patterns of sharded ones).
     universal = {**client_state.get(UNIVERSAL_INFO, {}), **UNIVERSAL_VERSION}
     return {**common, RECORD: record, **client_state, UNIVERSAL_INFO: universal}
 
 
 def own_record(stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What hytrain keeps in the model states; nothing in DeepSpeed's own, less in older ones."""
+    """hytrain's own record in the model states; empty in DeepSpeed's, smaller in older ones."""
     record = stored.get(RECORD)
     return record if isinstance(record, Mapping) else {}
 
 
 def restore_engine(engine: Any, stored: Mapping[str, Any], *, with_scheduler: bool) -> None:
-    """Sets schedule and counters of a DeepSpeed engine as they were saved."""
+    """Sets a DeepSpeed engine's schedule and counters to what was saved."""
     if with_scheduler and engine.lr_scheduler is not None:
         schedule = stored.get("lr_scheduler")
         if schedule is None:

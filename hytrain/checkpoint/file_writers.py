@@ -1,7 +1,7 @@
 """Writes a rank's files of one save in threads; the first failure is kept.
 
-A disk takes many files side by side as fast as it can. Threads of their own wait until they are on
-the disk, half of the time that a file takes: those that write go on with the next.
+Many files are written side by side, as fast as the disk takes them. Other threads wait until they
+are on the disk, half of the time that a file takes: those that write go on with the next.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ WRITERS = 8
 _SYNCS = 8
 """Threads that wait for the disk."""
 _UNSYNCED = 64
-"""Files that may be open to be synced; small ones are written sooner than synced."""
+"""Files that may be open to be synced; small ones are written faster than synced."""
 
 UNCHANGED = '"latest" is unchanged, and so is what was saved under the tag before'
 """What a message about a failed save ends with."""
 
 
 class FileWriters:
-    """Files in any order, and one archive's parts in theirs, with a limit to what is in memory.
+    """Writer of files in any order and of one archive's parts in theirs, with limited memory.
 
     Attributes:
         failure: why something was not written; nothing is written after it.
-        sums: of the files that are on the disk.
+        sums: path -> sums, of the files that are on the disk.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class FileWriters:
     ) -> None:
         """
         Args:
-            threads: that write files; the archive has one more.
-            most_bytes: of copies that are there to be written; more where one alone is larger.
+            threads: number that write files; the archive has one more.
+            most_bytes: of copies that wait to be written; more if one alone is larger.
             failure: why nothing is to be written, if there is a reason.
-            room: what to say of the disk where it is full.
+            room: gives what to say of the disk if it is full.
         """
         self.failure = failure
         self.sums: dict[Path, FileSums] = {}
@@ -60,7 +60,7 @@ class FileWriters:
         self._written: list[Future[None]] = []
 
     def hold(self, num_bytes: int) -> None:
-        """Waits until there may be a copy of so many bytes more."""
+        """Waits until copies may take ``num_bytes`` more, and counts these as held."""
         with self._changed:
             self._changed.wait_for(lambda: not self.held or self.held + num_bytes <= self._most)
             self.held += num_bytes
@@ -77,7 +77,7 @@ class FileWriters:
         Args:
             files: paths and what goes there, see :func:`begin_file`.
             archive: writes a part of the archive, behind those before it; must not raise.
-            held: bytes, of :meth:`hold`, that are free when all of it is written.
+            held: bytes of :meth:`hold` that become free when all of it is written.
             then: called at that time, in any thread.
         """
         part = None if archive is None else self._archive.submit(archive)
@@ -97,7 +97,7 @@ class FileWriters:
         self._written.append(self._files.submit(write))
 
     def wait(self) -> None:
-        """Until all so far is written; raises what no rank can answer for (a test's kill)."""
+        """Waits until all so far is written; raises what no rank can answer for (a test's kill)."""
         for future in self._written:
             future.result()
         self._written.clear()
@@ -114,7 +114,7 @@ class FileWriters:
 
     def _finish(self, file: SummingFile, path: Path) -> None:
         try:
-            # After a failure, too: what is of no use is not left open.
+            # After a failure, too: a useless file is not left open.
             self.sums[path] = finish_file(file)
         except Exception as error:
             self._note(f"{path} could not be written", UNCHANGED, error)
@@ -131,9 +131,9 @@ class FileWriters:
         _C.trim_write_buffers()
 
     def try_to(self, act: Callable[[], object], problem: str, outcome: str = UNCHANGED) -> None:
-        """Calls ``act`` where nothing has failed before.
+        """Calls ``act`` if nothing has failed before.
 
-        A message of its failure begins with ``problem``, and ends with ``outcome``: what there is.
+        If it fails, the message begins with ``problem``, and ends with ``outcome``: what is left.
         """
         if self.failure is not None:
             return

@@ -29,7 +29,7 @@ Which there are, and are they whole:  hytrain checkpoint info|verify
 
 
 def put_beside(save_dir: Path) -> None:
-    """Ways out and in that users of DeepSpeed look for, in this version's form; does not raise."""
+    """Writes this version's script and note, for users of DeepSpeed; does not raise."""
     try:
         contents = {_SCRIPT.name: _SCRIPT.read_bytes(), NOTE: _NOTE_TEXT.encode()}
         for name, content in contents.items():

@@ -1,8 +1,8 @@
-"""Whole parameters from the shards that ranks own of them, one at a time.
+"""Assembles whole parameters from the ranks' shards, one at a time.
 
 A rank's shard of a layer is one run of the layer's flat space, and so is a parameter: each rank
-has at most one piece of it. Ranks walk one list of rounds; in a round every rank may receive one
-parameter, so that no rank holds more than one beside its shard, and all of them receive at once.
+has at most one piece of it. Ranks walk the same list of rounds; in a round every rank may receive
+one parameter, so that no rank holds more than one beside its shard, and all receive at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hytrain.model.layout import LayerLayout, ParameterSlot
 from hytrain.model.state_format import StateArrays
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
-"""Names of Adam's state tensors: master weights and two moments. Of another optimizer the first is
-the same: see :attr:`ParameterPlace.kinds`."""
+"""Names of Adam's state tensors: master weights and two moments. Another optimizer has the same
+first one: see :attr:`ParameterPlace.kinds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ParameterPlace:
         group: index of its parameter group.
         layer: this rank's state of the layer that holds it.
         slot: its place in the layer's flat space.
-        pieces: who owns what of it, in ascending order, without gaps.
+        pieces: the ranks' pieces of it, in ascending order, without gaps.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ParameterPlace:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the training copy."""
+        """The training copy's dtype."""
         return self.slot.parameter.dtype
 
     def piece_of(self, rank: int) -> Piece | None:
@@ -76,24 +76,24 @@ class ParameterPlace:
     def read(self, kind: str, piece: Piece) -> torch.Tensor:
         """This rank's piece of a state tensor (``kind``: one of :attr:`kinds`).
 
-        fp32, 1-D: a view, on the host or the device as the layer is placed; of moments that are
-        kept in fewer bytes, their values in a tensor of its own, on the host; of split master
-        weights their values in one where the layer is placed.
+        fp32, 1-D: a view, on the host or the device as the layer is placed; for moments that are
+        kept in fewer bytes, a new tensor of their values, on the host; for split master weights, a
+        new tensor of their values, where the layer is placed.
         """
         if kind == STATES[0]:
             return self.layer.read_master(*self._place(piece))
         return self.read_in(self.layer.state, kind, piece)
 
     def read_in(self, state: StateArrays, kind: str, piece: Piece) -> torch.Tensor:
-        """As :meth:`read`, in a state of the layer's shard."""
+        """Does :meth:`read` in a given state of the layer's shard."""
         numel = piece.end - piece.begin
         return read_moment(self._part(state, kind, piece), numel, is_second=kind == STATES[2])
 
     def write(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
         """Sets this rank's piece of a state tensor.
 
-        What was read is set again as it was, of whichever kind the moments are; other values are
-        rounded to the nearest. They are 1-D, as many, of any floating dtype, on any device.
+        Values that were read are restored exactly, however moments are kept; others are rounded to
+        the nearest. ``values``: 1-D, of the piece's length, any floating dtype, on any device.
         """
         if kind == STATES[0]:
             self.layer.write_master(self._place(piece)[0], values)
@@ -105,7 +105,7 @@ class ParameterPlace:
         return part_of(state[self.kinds.index(kind)], *self._place(piece))
 
     def _place(self, piece: Piece) -> tuple[int, int]:
-        """Of a piece in this rank's shard of the layer."""
+        """``[begin, end)`` of a piece in this rank's shard of the layer."""
         at = self.slot.offset - self.layer.begin
         return at + piece.begin, at + piece.end
 
@@ -157,11 +157,11 @@ class Delivery:
 
 
 def plan_rounds(places: Iterable[ParameterPlace], num_ranks: int) -> list[list[Delivery]]:
-    """Rounds in which every rank gets at most one parameter, of about the same size for all.
+    """Plans rounds in which every rank gets at most one parameter, of about the same size for all.
 
-    Those of a round have the same kinds of state.
+    The parameters of a round have the same kinds of state.
 
-    A parameter goes to the rank that has most of it, where that has none of the round yet.
+    A parameter goes to the rank that has most of it, among those with none in the round yet.
     """
     by_kinds: dict[tuple[str, ...], list[ParameterPlace]] = {}
     for place in sorted(places, key=lambda place: -place.numel):
@@ -189,13 +189,13 @@ StateSource = Callable[[ParameterPlace, str, Piece], torch.Tensor]
 def whole_on_host(
     place: ParameterPlace, kind: str, source: StateSource, hold: Callable[[int], None]
 ) -> tuple[torch.Tensor, int]:
-    """A state tensor of a parameter that is all this rank's: not copied, if it can be written so.
+    """A state tensor of a parameter that this rank owns whole: not copied if it need not be.
 
     ``hold`` is called with the bytes of a copy, before that is made.
 
     Returns:
-        fp32, the parameter's shape, on the host, to be read only, a storage of its own; and the
-        bytes that were held for it.
+        An fp32 tensor of the parameter's shape, on the host, read-only, with a storage of its own;
+        and the bytes that were held for it.
     """
     piece, num_bytes = Piece(0, 0, place.numel), 4 * place.numel
     if kind != STATES[0] and place.layer.form.is_rounded:
@@ -204,7 +204,7 @@ def whole_on_host(
     state = source(place, kind, piece)
     if state.device.type == "cpu" and state.untyped_storage().nbytes() > state.nbytes:
         hold(0)
-        # Not the view itself: who saves one saves all of the layer.
+        # Not the view itself: with a view torch saves all of the layer's storage.
         return torch.from_numpy(state.detach().numpy()).view(place.shape), 0
     hold(num_bytes)
     if state.device.type != "cpu":
@@ -231,8 +231,8 @@ def gather_round(
         deliver: called on a delivery's destination with the parameter, the state's name and the
             whole tensor (fp32, the parameter's shape, on the host, its own memory). It must not
             raise: the other ranks would wait for this one.
-        source: where this rank's pieces are.
-        as_trained: rounded to the training copy's dtype before it travels.
+        source: reads this rank's pieces.
+        as_trained: whether it is rounded to the training copy's dtype before it is sent.
     """
     rank = collectives.rank
     transfers: list[Transfer] = []
@@ -260,7 +260,7 @@ def gather_everywhere(
 ) -> torch.Tensor:
     """A whole tensor of one parameter on every rank, from the ranks' pieces; a collective.
 
-    ``mine``: this rank's piece, 1-D fp32; empty where it owns none.
+    ``mine``: this rank's piece, 1-D fp32; empty if it owns none.
 
     Returns:
         fp32, of the parameter's shape, its own memory.
@@ -282,7 +282,7 @@ def _transfers(
     mine: torch.Tensor | None,
     whole: torch.Tensor | None,
 ) -> list[Transfer]:
-    """Of all pieces to one rank: ``mine`` is this rank's, ``whole`` is where it receives them."""
+    """Transfers of all pieces to a rank: ``mine`` is this rank's, ``whole`` where it gets them."""
     return [
         Transfer(
             piece.rank,
@@ -320,5 +320,5 @@ def gather_to_first(
 def _whole(place: ParameterPlace, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     remedy = "leave it more than one whole parameter in fp32, which is the least that is gathered"
     purpose = f"one state of parameter '{place.name}', gathered from all ranks"
-    # Not malloc's, which keeps what is freed: as much as a parameter, for each size there is.
+    # Not malloc's, which keeps what is freed: as much as a parameter, for each size.
     return host_zeros(place.numel, dtype=dtype, purpose=purpose, inherited=True, remedy=remedy)

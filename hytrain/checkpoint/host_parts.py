@@ -1,12 +1,12 @@
 """Hosts that share no folder: each keeps a part of a checkpoint, in a folder of its own.
 
-Whether they share one is found by making it. Rank 0 has made a folder of a random name; where
-another rank does not see it and can make it, the two have different ones (of a shared one its
-server says that it is there, whatever this host remembers). The first rank of a host then does for
+Whether they share one is found by making it. Rank 0 has made a folder of a random name; if another
+rank does not see it and can make it, the two have different ones (if it were shared, the server
+would say that it is there, whatever this host has cached). The first rank of a host then does for
 its folder what rank 0 does for its own: lock, rename, ``latest``, all at the same time.
 
-A parameter's state is in one part, as a rank of that host has written it; all else is in each. The
-manifest, the same in all, says which host has what. ``hytrain checkpoint merge`` makes one of them.
+A parameter's state is in one part, that of the host whose rank wrote it; all else is in each. The
+manifest, the same in all, says which host has what. ``hytrain checkpoint merge`` joins the parts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _ADVICE = "save into a folder that all ranks of a host share; nothing was saved"
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Who has which part of a checkpoint.
+    """Which ranks have which part of a checkpoint.
 
     Attributes:
-        makers: of each rank's folder, the rank that made it.
-        hosts: of each rank, its host's name.
+        makers: for each rank, the rank that made its folder.
+        hosts: for each rank, its host's name.
     """
 
     makers: Sequence[int]
@@ -54,15 +54,15 @@ class Parts:
         return len(set(self.makers)) > 1
 
     def has_made(self, rank: int) -> bool:
-        """Whether a rank made its folder: it does what is done once a folder."""
+        """Whether a rank made its folder: that rank does what is done once per folder."""
         return self.makers[rank] == rank
 
     def share_of(self, rank: int) -> float:
-        """Of the state, about what is in a rank's folder."""
+        """The approximate share of the state that is in a rank's folder."""
         return Counter(self.makers)[self.makers[rank]] / len(self.makers)
 
     def hosts_of(self, written: Sequence[Collection[str]]) -> dict[str, str]:
-        """The hosts of files that are in one part only; ``written``: by each rank."""
+        """File -> host, of files in one part only; ``written``: the files of each rank."""
         if not self.are_several:
             return {}
         makers: dict[str, set[int]] = {}
@@ -72,7 +72,7 @@ class Parts:
         return {name: self.hosts[min(of)] for name, of in makers.items() if len(of) == 1}
 
     def tell(self, folder: Path) -> None:
-        """Says that there are several, and what that means."""
+        """Logs that there are several parts, and what that means."""
         ranks_of = Counter(self.hosts[maker] for maker in self.makers)
         each = ", ".join(f"{host} ({number} ranks)" for host, number in ranks_of.items())
         logger.warning(
@@ -85,10 +85,10 @@ class Parts:
 
 
 def find_parts(saving: Path, collectives: ShardCollectives) -> Parts:
-    """Makes the folder that rank 0 has made where it is not there; a collective.
+    """Makes the folder that rank 0 has made, if this rank does not see it; a collective.
 
     Raises:
-        CheckpointError: that cannot be done, or a rank sees another folder than one before it on
+        CheckpointError: it cannot be made, or a rank sees another folder than an earlier rank of
             its host. What was made here is removed.
     """
     rank = collectives.rank
@@ -118,7 +118,7 @@ def find_parts(saving: Path, collectives: ShardCollectives) -> Parts:
 
 
 def _make(saving: Path, rank: int) -> bool:
-    """Whether a folder was not there, and is now."""
+    """Makes a folder, unless it is there; returns whether it was made."""
     if saving.is_dir():
         return False
     saving.parent.mkdir(parents=True, exist_ok=True)
@@ -144,9 +144,9 @@ def copy_to_parts(
     collectives: ShardCollectives,
     device: torch.device,
 ) -> None:
-    """Brings files that rank 0 has written to the other folders; a collective.
+    """Copies files that rank 0 has written to the other folders; a collective.
 
-    What becomes of the files is in ``files``.
+    Their sums, or what failed, are in ``files``.
     """
     if not parts.are_several:
         return
@@ -184,16 +184,16 @@ def _finish(path: Path, copy: SummingFile, files: FileWriters) -> None:
 def find_holders(
     files: StoredFiles, collectives: ShardCollectives
 ) -> tuple[StoredFiles, dict[str, int]]:
-    """Looks which host has which files; a collective.
+    """Finds which host has which files; a collective.
 
     ``files``: as rank 0 has found them, with this rank's paths.
 
     Returns:
-        The files, all of which were found; and of each a rank of a host that has it, by which it is
-        read and checked: of what all hosts have, one of this host.
+        The files, all of which were found; and for each the rank that reads and checks it, on a
+        host that has it: for a file that all hosts have, a rank of this host.
 
     Raises:
-        DamagedCheckpointError: some are on no host, or a host lacks what all need.
+        DamagedCheckpointError: a file is on no host, or a host lacks one that all need.
     """
     assert files.manifest is not None, "which says that there are parts"
     found: list[tuple[frozenset[str], str | None, Process]] = collectives.gather_objects(

@@ -1,4 +1,4 @@
-"""Reads pickles of strangers: nothing is made of one but tensors, containers, numbers and text.
+"""Reads untrusted pickles: nothing is made of one but tensors, containers, numbers and text.
 
 No class is imported and no function called that is not listed here. Whatever else a pickle names
 becomes an :class:`Unknown`: its name and what it was to be made of. Time and memory are bounded by
@@ -27,11 +27,11 @@ _MOST_NESTED = 1000
 
 
 class Unknown:
-    """In place of an object, a class or a function that is not made here.
+    """Stands for an object, a class or a function that is not made here.
 
     Attributes:
         name: of the class, with its module.
-        arguments: that it was to be called with; None: the class itself.
+        arguments: what it was to be called with; None: this is the class itself.
         fields: the object's attributes; they can be read as such.
         items: what a container of this class would hold.
     """
@@ -52,8 +52,8 @@ class Unknown:
         return Unknown, (self.name, self.arguments, self.fields, self.items)
 
     def __getattr__(self, key: str) -> object:
-        # Called for what the object itself has not; copies ask for it before there are fields.
-        # By names such as __array_interface__ others would read memory that a pickle names.
+        # Called for what the object itself does not have; copying asks before there are fields.
+        # With names such as __array_interface__ others would read memory that a pickle names.
         fields: dict[str, object] = self.__dict__.get("fields", {})
         if key in fields and not key.startswith("__"):
             return fields[key]
@@ -75,9 +75,9 @@ def _refuse(_reader: object) -> None:
 
 
 class Unpickler(_Python):
-    """Python's own, with other operations in place of those that call what they are given.
+    """Python's unpickler, with other operations in place of those that call what they are given.
 
-    A class for ``torch.load``'s ``pickle_module``: it sets ``persistent_load``.
+    A class for ``torch.load``'s ``pickle_module``; ``torch.load`` sets ``persistent_load``.
     """
 
     record_bytes: Mapping[str, int]
@@ -95,18 +95,18 @@ class Unpickler(_Python):
         self._left = 4 * len(content) + 1000
 
     def charge(self, count: int) -> None:
-        """So many elements are copied or hashed, which a pickle might ask for without end."""
+        """Counts copied or hashed elements, which a pickle might ask for without end."""
         self._left -= count
         if self._left < 0:
             raise pickle.UnpicklingError("it makes more than it has bytes for")
 
     def _charge_parts(self, values: tuple[object, ...]) -> None:
-        """All that :data:`_MAKERS` and attributes take of ``values``: each of them, and entries."""
+        """Charges what :data:`_MAKERS` and attributes take: each value, and dicts' entries."""
         dicts = [cast("Sized", value) for value in values if isinstance(value, dict)]
         self.charge(len(values) + sum(map(len, dicts)))
 
     def charge_all(self, values: Iterable[object]) -> None:
-        """All that is in ``values``, each as often as it is in there: so a tuple is hashed."""
+        """Charges all that is in ``values``, each as often as it is there, as a tuple is hashed."""
         left: list[Any] = list(values)
         while left:
             value = left.pop()
@@ -221,14 +221,14 @@ class Unpickler(_Python):
 
 
 def _name_of(function: object) -> str:
-    """What an :class:`Unknown` of its result is called."""
+    """The name of an :class:`Unknown` for the function's result."""
     if isinstance(function, Unknown):
         return function.name if function.arguments is None else f"a {function.name}'s"
     return str(getattr(function, "__name__", type(function)))
 
 
 def _set_fields(target: Any, state: object) -> None:
-    """Attributes of a tensor or a dict (``_metadata`` of a state dict), none of its own."""
+    """Sets attributes of a tensor or a dict (a state dict's ``_metadata``); none of its class's."""
     if not isinstance(target, (torch.Tensor, OrderedDict)) or not isinstance(state, dict):
         raise pickle.UnpicklingError(f"attributes of a {type(target).__name__}")
     for name, value in cast("dict[str, object]", state).items():
@@ -250,7 +250,7 @@ def _bytes(text: object = b"", encoding: object = "latin1") -> bytes:
 
 
 def _stage(number: object) -> int:
-    """DeepSpeed computes with it where it reads its own checkpoints."""
+    """A ZeRO stage: DeepSpeed computes with it when it reads its own checkpoints."""
     return _sizes((number,))[0]
 
 
@@ -277,7 +277,7 @@ def _sizes(values: object) -> tuple[int, ...]:
 
 
 def _unknown(name: object, arguments: Any, fields: Any, items: Any) -> Unknown:
-    """One that was written again, as DeepSpeed's converter does."""
+    """An :class:`Unknown` that was pickled again, as DeepSpeed's converter does."""
     if type(fields) is not dict or type(items) is not list:
         raise pickle.UnpicklingError("parts of an object of an unknown class")
     return Unknown(str(name), arguments, fields, items)
@@ -314,7 +314,7 @@ def _parameter(data: object, requires_grad: object, hooks: object, state: object
 
 
 def _typed(make: object, kind: object, arguments: Any, state: object) -> object:
-    """A tensor with attributes; of other classes than torch's own nothing is made."""
+    """A tensor with attributes; an :class:`Unknown` for other classes than torch's own."""
     maker = _MAKERS.get(_name_of(make))
     is_own = kind is torch.Tensor or kind is nn.Parameter
     if maker is None or not is_own or not isinstance(arguments, tuple):
@@ -338,7 +338,7 @@ def _scalar(kind: object, content: object) -> object:
 
 
 def _numpy_type(kind: object) -> np.dtype[Any]:
-    """Of numbers; structures, dates and objects are none."""
+    """The dtype of numbers; structures, dates and objects are refused."""
     if isinstance(kind, Unknown) and kind.name == "numpy.dtype" and kind.arguments:
         name, order = kind.arguments[0], "="
         if kind.items:
@@ -353,7 +353,7 @@ _NUMBERS = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f
 _MOVED = {"torch.tensor": "torch._tensor", "__builtin__": "builtins"} | {
     "numpy.core.multiarray": "numpy._core.multiarray"
 }
-"""Modules that old files name otherwise."""
+"""Old names of modules -> their present names."""
 
 _VALUES: dict[str, object] = {
     **{f"torch.{name}": d for name, d in vars(torch).items() if isinstance(d, torch.dtype)},
@@ -365,7 +365,7 @@ _STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _STAGES: dict[object, int] = {
     "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3
 }  # fmt: skip
-"""What DeepSpeed's checkpoints name their ZeRO stage by."""
+"""ZeRO stages by their names in DeepSpeed's checkpoints."""
 
 _COPIES: dict[str, Callable[..., object]] = {
     "_codecs.encode": _bytes,
@@ -383,7 +383,7 @@ _COPIES: dict[str, Callable[..., object]] = {
     "torch.Size": _size,
     "torch.device": torch.device,
 }
-"""What takes time and memory as its arguments are large, and calls nothing."""
+"""Functions that take time and memory as their arguments are large, and call nothing."""
 
 _MAKERS: dict[str, Callable[..., object]] = {
     f"{__name__}.Unknown": _unknown,
@@ -394,13 +394,13 @@ _MAKERS: dict[str, Callable[..., object]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
 }
-"""What shares its arguments."""
+"""Functions whose results share their arguments."""
 
 
 def walk(objects: object) -> Iterator[tuple[tuple[str, ...], object]]:
-    """(keys that lead to it, it) of all tensors, storages and unknown objects in ``objects``.
+    """Yields (keys that lead to it, it) for all tensors, storages and unknown objects.
 
-    What several containers hold is there several times, and a container's contents once.
+    What several containers hold is yielded several times, and a container's contents once.
 
     Raises:
         pickle.UnpicklingError: objects are nested too deeply.

@@ -1,4 +1,4 @@
-"""Looks at checkpoints from outside of a training: which there are, and are they whole.
+"""Inspects checkpoints outside of training: which there are, and whether they are whole.
 
 One process, no engine, no torch.distributed.
 """
@@ -35,7 +35,7 @@ Kind = Literal["hytrain", "universal", "deepspeed", "unfinished", "damaged"]
 
 
 _INSIDE = ("*/*", "*/checkpoint-*/*")
-"""Where folders in a folder have checkpoints: their own, or a Trainer's."""
+"""Where subfolders of a folder have checkpoints: their own, or a Trainer's."""
 
 
 def locate(given: Path, tag: str | None) -> Path:
@@ -68,7 +68,7 @@ def locate(given: Path, tag: str | None) -> Path:
 
 
 def saved_checkpoints(folder: Path) -> list[str]:
-    """Tags in a folder that are checkpoints by their files, or by what names the latest.
+    """Tags in a folder that have a checkpoint's files, and the one that is named the latest.
 
     Raises:
         CheckpointError: the latest one is gone.
@@ -85,13 +85,13 @@ def _is_checkpoint(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """What a checkpoint says of itself; None where it does not say.
+    """What a checkpoint says of itself; None if it does not say.
 
     Attributes:
-        kind: "hytrain" and "universal" load anywhere, "deepspeed" after its conversion; a save that
-            is "unfinished" never; "damaged": it cannot be read.
-        is_latest: a load without a tag takes it.
-        parameters: elements that are trained.
+        kind: "hytrain" and "universal" load anywhere, "deepspeed" after its conversion, an
+            "unfinished" save never; "damaged": it cannot be read.
+        is_latest: whether a load without a tag takes it.
+        parameters: number of trained elements.
         saved_at: seconds since 1970.
         dtype: of the training copy.
     """
@@ -112,7 +112,7 @@ class CheckpointFacts:
 
 
 def describe_folder(folder: Path) -> Iterator[CheckpointFacts]:
-    """All checkpoints and unfinished saves of a folder; nothing but small files is read."""
+    """All checkpoints and unfinished saves of a folder; only small files are read."""
     try:
         latest = look_up_tag(folder, None)
     except CheckpointError:
@@ -132,7 +132,7 @@ def describe(folder: Path, *, is_latest: bool) -> CheckpointFacts:
         return CheckpointFacts(folder.name, "deepspeed", is_latest, size)
     try:
         return _facts(paths, is_latest, size)
-    except Exception as error:  # what a file makes of itself is manifold
+    except Exception as error:  # a file may raise anything
         problem = _told(paths, error)
     return CheckpointFacts(folder.name, "damaged", is_latest, size, problem=problem)
 
@@ -147,7 +147,7 @@ def _told(paths: CheckpointPaths, error: Exception) -> str:
 def _facts(paths: CheckpointPaths, is_latest: bool, size: int) -> CheckpointFacts:
     files = StoredFiles.of(paths)
     files.check([paths.name_of(paths.optimizer_state)])
-    # The weights in them are not read, nor are their bytes checked, of which there are many.
+    # The weights are not read, nor are their bytes checked: there are too many.
     stored, wanted = _read(files)
     if missing := files.missing(wanted):
         raise DamagedCheckpointError(shortened(missing, "; "))
@@ -189,12 +189,12 @@ def _size(folder: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What verifying a checkpoint has found.
+    """The result of verifying a checkpoint.
 
     Attributes:
-        has_manifest: whether every byte was held against what was saved; else against the files'
+        has_manifest: whether every byte was checked against what was saved; else against the files'
             own checksums, and files of another save would not be noticed.
-        problems: each of them; none: it is whole.
+        problems: all that were found; empty if it is whole.
     """
 
     folder: str
@@ -205,7 +205,7 @@ class Verdict:
 
 
 def verify(folder: Path) -> Verdict:
-    """Reads every byte of a checkpoint, holds it against what was saved, and misses no part."""
+    """Checks every byte of a checkpoint against what was saved, and that no part is missing."""
     paths = CheckpointPaths(folder)
     has_manifest = (paths.zero / MANIFEST).is_file()
     if is_unfinished(folder):
@@ -214,7 +214,7 @@ def verify(folder: Path) -> Verdict:
     problems: list[str] = []
     try:
         files = StoredFiles.as_found(paths)
-    except Exception as error:  # what a file makes of itself is manifold
+    except Exception as error:  # a file may raise anything
         problems.append(_told(paths, error))
         files = StoredFiles.without_manifest(paths)
     try:
@@ -229,7 +229,7 @@ def verify(folder: Path) -> Verdict:
 
 
 def _read(files: StoredFiles) -> tuple[Mapping[str, Any], list[str]]:
-    """The model states of a universal checkpoint, and the files of state that it must have.
+    """A universal checkpoint's model states, and the state files that it must have.
 
     Raises:
         CheckpointError: one cannot be read.
@@ -275,7 +275,7 @@ def _shards(files: StoredFiles) -> list[str]:
 
 
 def trainer_folders(output: Path) -> list[Path]:
-    """The folders of checkpoints in a Trainer's output folder, oldest first; none elsewhere."""
+    """The checkpoint folders in a Trainer's output folder, oldest first; empty for any other."""
     if not output.is_dir() or (output / LATEST[0]).exists():
         return []
     found = [path for path in output.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name)]
@@ -284,8 +284,11 @@ def trainer_folders(output: Path) -> list[Path]:
 
 
 def one_checkpoint(given: Path, tag: str | None) -> tuple[Path, str | None]:
-    """Of a Trainer's output folder the newest checkpoint's folder, or that of a tag or of a name as
-    "checkpoint-50", and the tag there; elsewhere what was given."""
+    """Finds the checkpoint folder that is meant in a Trainer's output folder, and the tag there.
+
+    ``tag``: a tag, or a folder's name such as "checkpoint-50"; None: the newest folder. In any
+    other folder, and if there is none of that name, what was given is returned.
+    """
     for folder in reversed(trainer_folders(given)):
         if tag is None or tag == folder.name:
             return folder, None

@@ -1,4 +1,4 @@
-"""Does a checkpoint fit the model? Asked before anything of the engine is touched."""
+"""Checks whether a checkpoint fits the model, before anything of the engine is touched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hytrain.errors import CheckpointError
 
 
 def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torch.Tensor:
-    """A parameter's whole state tensor; its elements are mapped, and read where they are used.
+    """Loads a parameter's whole state tensor; its elements are mapped, and read when used.
 
     Raises:
         CheckpointError: the file is missing or damaged, or has another shape.
@@ -31,7 +31,7 @@ def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torc
     stored = torch_files.load(path)
     tensor = unpack_tensor(stored, path)
     if isinstance(stored, torch.Tensor) and tensor.shape == (place.numel,):
-        # What DeepSpeed's converter makes of ZeRO-3 has no shapes.
+        # DeepSpeed's converter writes the tensors of ZeRO-3 without shapes.
         tensor = tensor.view(place.shape)
     if tensor.shape != place.shape:
         raise CheckpointError(
@@ -44,7 +44,7 @@ def read_state(paths: CheckpointPaths, place: ParameterPlace, kind: str) -> torc
 def check_names(
     paths: CheckpointPaths, stored: Set[str], places: Sequence[ParameterPlace], *, strict: bool
 ) -> Iterator[str]:
-    """Every parameter has its state, and no state (``stored``) is without its parameter."""
+    """Checks that every parameter has its state, and all state (``stored``) its parameter."""
     wanted = {place.name for place in places}
     missing, extra = sorted(wanted - stored), sorted(stored - wanted)
     advice = (
@@ -67,7 +67,7 @@ def check_groups(
     *,
     strict: bool,
 ) -> Iterator[str]:
-    """The parameter groups are those that were saved: they count steps and have their own lr."""
+    """Checks that groups are those that were saved: each has its own step count and lr."""
     if len(record.groups) != num_groups:
         yield (
             f"{paths.optimizer_state} has {len(record.groups)} parameter groups but the optimizer "
@@ -91,7 +91,7 @@ def check_groups(
 def check_module(
     path: Path, stored: Mapping[str, Any], current: Mapping[str, Any], *, strict: bool
 ) -> Iterator[str]:
-    """The module's weights and buffers (``current``, its state dict) fit, frozen ones included."""
+    """Checks the module's weights and buffers (``current``: its state dict), frozen ones, too."""
     weights = stored.get("module")
     if not isinstance(weights, Mapping):
         yield f'{path} holds no "module": it is not a checkpoint of an engine'
@@ -146,7 +146,7 @@ def _other_prefix(missing: Sequence[str], extra: Sequence[str]) -> str:
 
 
 def check_plain(path: Path, stored: object) -> Iterator[str]:
-    """Nothing was left unmade (``inert.py``) in what is restored or given to the user."""
+    """Checks that what is restored or given to the user has no unmade objects (``inert.py``)."""
     unknown = {
         f"{value.name} (at '{'.'.join(where[:3])}')"
         for where, value in inert.walk(stored)
@@ -162,7 +162,7 @@ def check_plain(path: Path, stored: object) -> Iterator[str]:
 
 
 def check_keys(path: Path, stored: Mapping[str, Any], keys: Collection[str]) -> Iterator[str]:
-    """The model states hold what a resumed run needs."""
+    """Checks that the model states hold what a resumed run needs."""
     missing = [key for key in keys if key not in stored]
     if missing:
         yield f"{path} holds no {listed(missing)}: it is not a checkpoint of an engine"

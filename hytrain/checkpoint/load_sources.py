@@ -1,4 +1,4 @@
-"""Where each parameter's state comes from in a load that takes what both have."""
+"""Where each parameter's state comes from in a load of what checkpoint and model share."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def find_origins(
 
     Args:
         places: the parameters.
-        states: names of those that the checkpoint has state of.
-        module: the weights that the checkpoint loads into the module, by name; None: not known
-            which, and all are taken for loaded.
-        current: the module's tensors under all their names, as a tied one has several.
+        states: names of the parameters that the checkpoint has state of.
+        module: the weights that the checkpoint loads into the module, by name; None: unknown, all
+            count as loaded.
+        current: the module's tensors under all their names (a tied one has several).
     """
     loaded = {id(current[name]) for name in set(current) & set(module or ())}
 
@@ -48,9 +48,9 @@ def find_origins(
 
 
 def check_begun(places: Iterable[ParameterPlace], origins: Iterable[Origin]) -> Iterator[str]:
-    """What stays as it is has nothing of a step that is not finished.
+    """Checks that parameters that stay as they are have nothing of an unfinished step.
 
-    To be asked where updates are committed while backward runs, which cannot be taken back.
+    Needed if updates are committed while backward runs: those cannot be taken back.
     """
     begun = [
         place.name
@@ -70,14 +70,14 @@ def merge_steps(
     saved: Sequence[int | None],
     running: Sequence[int],
 ) -> list[int | None]:
-    """Steps of each group after a load: those that its moments were made in.
+    """Step count of each group after a load: the steps that its moments were made in.
 
-    A group has one count, by which Adam corrects its moments' bias. Where the checkpoint has some
-    of its parameters the count is the checkpoint's, and a warning names those that keep moments of
-    another.
+    A group has one count, by which Adam corrects its moments' bias. If the checkpoint has some of
+    its parameters, the count is the checkpoint's, and a warning names those that keep moments of
+    another count.
 
     Returns:
-        Steps of each group; None where the checkpoint should say and does not.
+        Step count of each group; None if the checkpoint should say and does not.
     """
     merged = list(saved)
     for group in groups_left_alone(places, origins):
@@ -100,7 +100,7 @@ def merge_steps(
 
 
 def groups_left_alone(places: Iterable[ParameterPlace], origins: Iterable[Origin]) -> set[int]:
-    """Groups that the checkpoint has no state of, and the engine keeps some."""
+    """Groups of which the checkpoint has no state, and the engine keeps some."""
     origins_of: dict[int, set[Origin]] = {}
     for place, origin in zip(places, origins, strict=True):
         origins_of.setdefault(place.group, set()).add(origin)

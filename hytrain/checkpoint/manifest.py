@@ -1,4 +1,4 @@
-"""What a save has written, in one file: every file's length and sums."""
+"""The manifest of a save: every file's length and sums, in one file."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from hytrain.formats.record import Record, checked, parse_json
 
 MANIFEST = "hytrain_manifest.json"
 MANIFEST_VERSION = 2
-"""1 where one folder has all files: older versions of hytrain read those."""
+"""Version 1 is written if one folder has all files: older versions of hytrain read that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a save has written: every file's length and sums, in one file that is sure of itself.
+    """What a save has written: every file's length and sums, in one file with its own checksum.
 
     It is in ``zero``, whose contents belong to one checkpoint only. Its first line has the sum of
-    all that follows, and the whole of it is JSON. Plain DeepSpeed does not look at it.
+    all that follows, and the whole file is JSON. Plain DeepSpeed does not look at it.
 
     Attributes:
         files: path in the tag's folder, with "/" -> sums.
-        saved_at: seconds since 1970, when it was written; 0 in those of older versions.
+        saved_at: when it was written, in seconds since 1970; 0 if an older version wrote it.
     """
 
     files: Mapping[str, FileSums]
     saved_at: float
 
     def hosts(self) -> dict[str, str]:
-        """Of files that one host alone has saved, its name."""
+        """File -> host, of files that only one host has saved."""
         return {name: sums.host for name, sums in self.files.items() if sums.host is not None}
 
     def pack(self) -> bytes:

@@ -23,13 +23,13 @@ from hytrain.errors import CheckpointError, DamagedCheckpointError
 
 
 def merge_parts(folders: Sequence[Path], out: Path) -> Path:
-    """Puts all files into one folder, ``out``/<tag>, by links where that is possible.
+    """Puts all files into one folder, ``out``/<tag>, by links if that is possible.
 
-    Every byte is held against its checksum. What ``out`` has under the tag gives way when all is
-    there.
+    Every byte is checked against its checksum. What ``out`` has under the tag is replaced when all
+    is there.
 
     Raises:
-        DamagedCheckpointError: a part is missing or damaged; with its files and host.
+        DamagedCheckpointError: a part is missing or damaged; the message has its files and host.
         CheckpointError: they are not of one save, or ``out`` cannot be written.
     """
     parts = [StoredFiles.of(CheckpointPaths(folder)) for folder in folders]

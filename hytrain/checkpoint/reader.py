@@ -1,8 +1,8 @@
 """Loads a checkpoint into an engine of any number of ranks, shards, placement and chunk size.
 
-Nothing is touched before every byte that is to be used has been held against its checksum, each
-rank looking at its share of them, and all ranks have agreed: a checkpoint that does not fit leaves
-the engine as it was. State is then read by each rank for its own shard only.
+The engine is not touched before every byte that is to be used has been checked against its
+checksum, a share of them by each rank, and all ranks have agreed: a checkpoint that does not fit
+leaves the engine as it was. State is then read by each rank for its own shard only.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class LoadRequest:
 
     Attributes:
         strict: names must match; else what both have is loaded.
-        module_only: weights only, and no counters or schedule either.
+        module_only: load weights only, without counters and schedule.
         optimizer_states: moments, steps and hyper-parameters are wanted, from here or elsewhere.
         custom_load: called as ``custom_load(src=module state, dst=module)`` in place of
             ``module.load_state_dict``. Without the optimizer, master weights are what it leaves
             in the module.
-        trusted: make objects of whatever classes the file names, which runs their code.
+        trusted: make objects of any classes that the file names, which runs their code.
     """
 
     strict: bool
@@ -75,15 +75,15 @@ class LoadRequest:
 
     @property
     def with_optimizer(self) -> bool:
-        """False: weights only.
+        """Whether the optimizer's state is loaded; if not, weights only.
 
-        Master weights are the checkpoint's fp32 ones where it has them, else the training copy's;
+        Then master weights are the checkpoint's fp32 ones if it has them, else the training copy's;
         moments and step counts start at zero, hyper-parameters stay as they are.
         """
         return self.optimizer_states and not self.module_only
 
     def kinds_of(self, place: ParameterPlace) -> tuple[str, ...]:
-        """State tensors to read."""
+        """Names of the state tensors to read."""
         if self.with_optimizer:
             return place.kinds
         return () if self.custom_load is not None else STATES[:1]
@@ -92,7 +92,7 @@ class LoadRequest:
 _LARGE = {"module", "frozen_param_fragments"}
 _NOTHING = Piece(0, 0, 0)
 _STATE_BYTES = 12
-"""Of an element in files: fp32 master weight and moments."""
+"""Bytes of an element in files: fp32 master weight and moments."""
 
 
 def read_checkpoint(
@@ -104,14 +104,14 @@ def read_checkpoint(
 ) -> dict[str, Any]:
     """Restores weights, state, steps and hyper-parameters; a collective.
 
-    Gradients since the last step are forgotten. ``module_tensors`` gives the model's state dict,
+    Gradients since the last step are dropped. ``module_tensors`` gives the model's state dict,
     without waiting for anything.
 
     Returns:
         Contents of the model states' file.
 
     Raises:
-        CheckpointError: it does not fit, on whichever rank: nothing was touched. Or reading failed
+        CheckpointError: it does not fit on some rank: nothing was touched. Or reading failed
             half-way, which the message says.
     """
     load = _Load(folder, kept, module_tensors, request)
@@ -140,11 +140,11 @@ def read_checkpoint(
 
 
 class _Load:
-    """One load, and what was found of the checkpoint so far.
+    """One load, and what is known of the checkpoint so far.
 
     Attributes:
         stored: contents of the model states' file.
-        record: what the optimizer's file says, where it was asked for.
+        record: what the optimizer's file says, if it was asked for.
     """
 
     def __init__(
@@ -161,16 +161,16 @@ class _Load:
         self.stored: dict[str, Any] = {}
         self.record: OptimizerRecord | None = None
         self._origins: list[Origin] = []
-        # Whole state tensors of those that this rank has looked at, mapped.
+        # Whole state tensors that this rank has looked at, memory-mapped.
         self._states: dict[tuple[str, str], torch.Tensor] = {}
-        # Where hosts have parts of the checkpoint: who reads which file; else empty.
+        # If hosts have parts of the checkpoint, the rank that reads each file; else empty.
         self._holders: dict[str, int] = {}
         self._failure: Exception | None = None
 
     def inspect(self) -> None:
         """Checks all bytes, reads the small files and checks what they say; a collective.
 
-        Touches nothing of the engine.
+        Does not touch the engine.
         """
         ranks = self._kept.collectives
         files = from_first(lambda: StoredFiles.of(self._paths), ranks)
@@ -186,7 +186,7 @@ class _Load:
         except CheckpointError as error:
             failure = str(error)
         except Exception as error:
-            # Whatever a damaged file makes of itself: the other ranks must hear of it.
+            # A damaged file may raise anything, and the other ranks must hear of it.
             failure = f"{self._paths.folder} cannot be read ({type(error).__name__}: {error})"
         raise_together(failure, ranks)
 
@@ -202,11 +202,11 @@ class _Load:
             files += [paths.state(place.name, STEP) for place in states]
         names = [paths.name_of(path) for path in files]
         if self._files.manifest is None:
-            # Another tool's has what its kind has; what is missed is said where it is missed.
+            # What another tool writes depends on its kind; missing files are reported when needed.
             no_state = not any(name.startswith("zero/") for name in found)
             names = [n for n in names if n in found or not (no_state or n.endswith("step.pt"))]
         elif request.with_optimizer:
-            # All that was saved is there, though a load that is not strict may not need it.
+            # All that was saved must be there, though a load that is not strict may not need it.
             names += sorted(set(self._files.saved) - set(names))
         return names
 
@@ -247,7 +247,7 @@ class _Load:
                 yield str(error)
 
     def restore(self, module: nn.Module) -> None:
-        """Changes the engine, on this rank."""
+        """Loads into the engine, on this rank."""
         self._load_module(module)
         rank = self._kept.collectives.rank
         pieces = [place.piece_of(rank) for place in self._places]
@@ -300,7 +300,7 @@ class _Load:
                 storage.take(slot, weights.pop(name))
 
     def _restore_state(self, place: ParameterPlace, piece: Piece, origin: Origin) -> None:
-        """This rank's piece of a parameter's state."""
+        """Restores this rank's piece of a parameter's state."""
         kinds = self._request.kinds_of(place)
         for kind in place.kinds:
             if origin is Origin.CHECKPOINT and kind in kinds:
@@ -317,7 +317,7 @@ class _Load:
                 place.write(kind, piece, values)
 
     def _values(self, place: ParameterPlace, kind: str, piece: Piece) -> torch.Tensor:
-        """This rank's piece of a state tensor; a collective where hosts have parts."""
+        """This rank's piece of a state tensor; a collective if hosts have parts."""
         ranks, holder = self._kept.collectives, self._reader_of(place, kind)
         if not self._holders:
             return self._whole(place, kind)[piece.begin : piece.end]
@@ -345,13 +345,13 @@ class _Load:
         return (read_state(self._paths, place, kind) if whole is None else whole).reshape(-1)
 
     def _reader_of(self, place: ParameterPlace, kind: str) -> int:
-        """Who looks at a state tensor: who has the file, else who has most of the parameter."""
+        """The rank that reads a state tensor: it has the file, else most of the parameter."""
         name = self._paths.name_of(self._paths.state(place.name, kind))
         most = max(place.pieces, key=lambda piece: piece.end - piece.begin, default=_NOTHING)
         return self._holders.get(name, most.rank)
 
     def _restore_progress(self) -> None:
-        """Step counts and hyper-parameters of the groups."""
+        """Restores the loss scale, and the groups' step counts and hyper-parameters."""
         hyper, record, places = self._kept.hyper, self.record, self._places
         if record is None:
             hyper.steps = [0] * len(hyper.groups)
@@ -368,7 +368,7 @@ class _Load:
                 restore_group(group, values)
 
     def _read_steps(self, groups: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        """Another tool's checkpoint: a group's steps are those of its first parameter with any."""
+        """Steps in another tool's checkpoint: each group's, else its first parameter's with any."""
         steps: list[int | None] = [group.get(STEP) for group in groups]
         for place in self._places:
             path = self._paths.state(place.name, STEP)
@@ -378,7 +378,7 @@ class _Load:
 
 
 def _own_memory(objects: object) -> None:
-    """Tensors that the user is given are no longer those of a file, which may be written over."""
+    """Gives the user's tensors their own memory: the file they map may be overwritten."""
     own: dict[int, torch.UntypedStorage] = {}
     for tensor in {id(found): found for _, found in inert.walk(objects)}.values():
         if isinstance(tensor, torch.Tensor):
@@ -391,7 +391,7 @@ def _own_memory(objects: object) -> None:
 
 
 def _tell_moments(folder: Path, saved: StateFormat, here: StateFormat) -> None:
-    """Where training does not go on bit for bit as it would have."""
+    """Warns if training does not go on bit for bit as it would have."""
     if saved.name != here.name:
         how = "to the nearest" if here.is_rounded else "without loss"
         logger.warning(

@@ -25,12 +25,12 @@ from hytrain.optimizer.kept_state import KeptState
 logger = logging.getLogger(__name__)
 
 _MOST_ON_DEVICE = 64 * 2**20
-"""Bytes of tensors that are copied on their device: nothing is waited for. More go to the host."""
+"""Bytes of tensors that are copied on their device, without a wait. More go to the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A tensor that no step changes: it is read when it is written, and must be the same then.
+    """A tensor that no step changes: read only when it is written, and must be the same then.
 
     Attributes:
         version: torch's count of changes when the save began.
@@ -41,13 +41,13 @@ class Constant:
     version: int
 
     def again(self) -> Constant:
-        """As it is now."""
+        """The same tensor with its present version."""
         return replace(self, version=self.tensor._version)
 
     def read(self) -> torch.Tensor:
-        """Its elements, on the host; a CheckpointError where it has been changed since."""
+        """Its elements, on the host; raises a CheckpointError if it has been changed since."""
         host = self.tensor.detach().to("cpu").contiguous()
-        if self.tensor._version != self.version:  # after the copy, which then was of the old ones
+        if self.tensor._version != self.version:  # after the copy, to notice a change during it
             raise CheckpointError(
                 f"'{self.name}', which is not trained, was changed while it was being saved: "
                 'change it before save_checkpoint, or set "hytrain.checkpoint.async" to false'
@@ -61,7 +61,7 @@ class ModuleTensors:
 
     Attributes:
         state: name -> a :class:`LaterTensor` for each parameter, else what the module has.
-        constants: key of what is not trained -> where it is.
+        constants: key of a frozen parameter -> its tensor.
     """
 
     state: dict[str, Any]
@@ -69,7 +69,7 @@ class ModuleTensors:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], places: list[ParameterPlace]) -> ModuleTensors:
-        """Of a module's state dict, with parameters as they are."""
+        """Makes it from a module's state dict, with the parameters themselves as values."""
         trained = {id(place.slot.parameter): key_of(at) for at, place in enumerate(places)}
         keys: dict[int, LaterTensor] = {}
         constants: dict[str, Constant] = {}
@@ -89,21 +89,21 @@ class ModuleTensors:
 
 
 def key_of(index: int) -> str:
-    """Of a trained parameter's elements in the model states' file; no name is one there.
+    """The key of a trained parameter's elements in the model states' file; names are not used.
 
-    torch's reader does not tell "a" from "A".
+    torch's reader ignores the case of keys.
     """
     return f"trained{index}"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """The model states' file, before the elements of its parameters.
+    """The model states' file, without the elements of its parameters.
 
     Attributes:
-        objects: all else of it.
-        constants: elements of what is not trained.
-        metadata: all that is no weight, a file for plain DeepSpeed's ZeRO-3.
+        objects: everything else in it.
+        constants: the frozen parameters.
+        metadata: everything but weights, a file for plain DeepSpeed's ZeRO-3.
     """
 
     objects: PickledObjects
@@ -113,13 +113,13 @@ class ModelStates:
 
 @dataclass(frozen=True, slots=True)
 class SaveContents:
-    """What is saved, but for the state tensors.
+    """What is saved besides the state tensors.
 
     Attributes:
         places: all trained parameters.
-        steps: that each parameter group has made.
+        steps: number of steps that each parameter group has made.
         optimizer_state: what ``optimizer_state.pt`` holds.
-        model_states, failure: on rank 0 only; why there are none.
+        model_states, failure: on rank 0 only; the latter says why there are none.
     """
 
     places: list[ParameterPlace]
@@ -130,11 +130,11 @@ class SaveContents:
 
     @property
     def num_bytes(self) -> int:
-        """What all tensors of the checkpoint take."""
+        """Bytes of all tensors of the checkpoint."""
         return self.part_bytes(1.0)
 
     def part_bytes(self, share: float) -> int:
-        """What all tensors take, with this share of the optimizer's state."""
+        """Bytes of all tensors, with this share of the optimizer's state."""
         size = int(share * sum(4 * x.numel * len(x.kinds) for x in self.places))
         size += sum(x.numel * x.dtype.itemsize for x in self.places)
         if self.model_states is not None:
@@ -154,12 +154,14 @@ def take_contents(
     model_states: Callable[[], ModelStatesLater],
     collectives: ShardCollectives,
 ) -> Callable[[], SaveContents]:
-    """What there is now: later changes do not reach it. ``model_states`` is called on rank 0 only.
+    """Takes what is to be saved: later changes do not reach it.
+
+    ``model_states`` is called on rank 0 only.
 
     Returns:
-        Puts it together; a collective of ``collectives``, in any thread.
+        A function that puts it together; a collective of ``collectives``, in any thread.
     """
-    # Lists of all parameters are left to the function: they take long, and do not change.
+    # Lists of all parameters are left to the function: they take long and do not change.
     groups = [
         {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
         for group in kept.hyper.groups
@@ -197,7 +199,7 @@ def _attempt(make: Callable[[], _Made]) -> tuple[_Made | None, str | None]:
     try:
         return make(), None
     except Exception as error:
-        # The user's client state, say, that cannot be pickled. A rank that raised here would
+        # For example, client state that cannot be pickled. A rank that raised here would
         # leave the others waiting; it raises with them when nothing has been written.
         return None, (
             f"mp_rank_00_model_states.pt could not be written ({type(error).__name__}: "
@@ -244,7 +246,7 @@ def collect_module_state(
 ) -> dict[str, Any]:
     """A module's state dict under ZeRO-3, on rank 0; a collective, one layer at a time.
 
-    ``module_tensors`` is the state dict of names, with no weights read.
+    ``module_tensors`` gives the state dict by name, without reading weights.
 
     Returns:
         Name -> tensor; sharded weights on the host, tied ones as one tensor. On other ranks an
@@ -280,7 +282,7 @@ def shared_parameters(module: nn.Module) -> dict[str, str]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Random number generators here and on the device, as plain numbers and bytes; 10 KB."""
+    """States of random number generators here and on the device, as numbers and bytes; 10 KB."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
         "python": random.getstate(),
@@ -297,10 +299,10 @@ def restore_random_states(
     device: torch.device,
     collectives: ShardCollectives,
 ) -> None:
-    """The generators of this process go on where they were; otherwise it is said.
+    """Restores this process's random number generators; logs it if that is not possible.
 
-    With another number of ranks there is no state that would be this rank's, and giving one to two
-    ranks would make them draw the same numbers: generators go on from the script's own seeds.
+    With another number of ranks there is no state that would be this rank's, and two ranks that got
+    the same one would draw the same numbers: generators go on from the script's own seeds.
 
     ``stored`` is what :func:`random_state` has returned on each rank.
     """

@@ -1,4 +1,4 @@
-"""Where a checkpoint goes: its tag, the folder that it is written into, and is there room."""
+"""Where a checkpoint goes: its tag, the folder it is written into, and whether there is room."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hytrain.comm.exchange import from_first, raise_together
 from hytrain.errors import CheckpointError
 
 _ROOM_FACTOR = 1.1
-"""Free space over a checkpoint's size: for what is rounded up, and what others write meanwhile."""
+"""Free space to require per checkpoint byte: sizes are rounded up, and others write meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class SaveTarget:
     """Where a checkpoint is saved.
 
     Attributes:
-        save_dir: folder of checkpoints; made where missing.
+        save_dir: folder of checkpoints; made if missing.
         tag: the checkpoint's name in it; the same on all ranks.
         is_latest: whether ``latest`` will name it.
     """
@@ -45,11 +45,11 @@ class SaveTarget:
 def writing(
     target: SaveTarget, contents: SaveContents, collectives: ShardCollectives
 ) -> Generator[tuple[SaveTarget, Path, Parts]]:
-    """The folder to write into, for the length of a block; a collective at its beginning.
+    """Makes the folder to write into, for the length of a block; a collective at its beginning.
 
-    Gives the target as rank 0 has it, the folder, and which ranks have it.
+    Yields the target as rank 0 has it, the folder, and which ranks share it.
 
-    What is there when the block fails with a CheckpointError, on all ranks, is removed.
+    If the block fails with a CheckpointError, on all ranks, the folder is removed.
 
     Raises:
         CheckpointError: it cannot be made, another job saves under the tag, there is no room for
@@ -71,7 +71,7 @@ def writing(
         return target.tag, seen_from(target.save_dir, saving)
 
     try:
-        # Of different tags, which DeepSpeed warns of, rank 0's counts: all write into one folder.
+        # If tags differ, which DeepSpeed warns of, rank 0's counts: all write into one folder.
         tag, name = from_first(begin, collectives)
         target = replace(target, tag=tag)
         there, rank = target.save_dir / name, collectives.rank

@@ -6,11 +6,11 @@ is that of the step, and is copied:
 
 - on the host by the update worker (``_C.UpdateWorker.capture``), which does so when it has nothing
   else to do, and otherwise within the pass that would change the state. No update waits for it.
-- on the device by a copy there, which the next update on the device comes after.
+- on the device by a copy there, which precedes the next update on the device.
 
-Where there is no memory for the one or the other, whatever would change the state
+If there is no memory for the one or the other, whatever would change the state
 (``LayerState.before_update``, ``before_change``) waits until it has been copied to pageable memory
-on the host, or, where that has no room either, until it has been written.
+on the host, or, if that has no room either, until it has been written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hytrain.testing import faults
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 16 * 2**20
-"""Of state on the device, copied to the host at once; of memory that is touched at once."""
+"""Bytes of state on the device copied to the host at once, and of memory touched at once."""
 
 
 class CopyMemory:
@@ -46,8 +46,8 @@ class CopyMemory:
     and kept for the next.
 
     Attributes:
-        copies: of layers on the host for which there is room, by index: uint8, 1-D, of the state's
-            length, and as the update worker takes it.
+        copies: by index, for layers on the host as far as there is room: uint8, 1-D, of the state's
+            length, and the same in the update worker's form.
     """
 
     def __init__(self) -> None:
@@ -57,13 +57,13 @@ class CopyMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of all copies."""
         return sum(copy.nbytes for copy, _ in list(self.copies.values()))
 
     def fit(self, layers: Iterable[LayerState], room: Callable[[], int]) -> None:
-        """Has memory for the layers that are on the host, and for no others; touched soon.
+        """Makes memory for the layers that are on the host, and for no others; touched soon.
 
-        Nothing of what it has may be in use. ``room`` is asked where some is missing: bytes of host
+        None of what it has may be in use. ``room`` is asked if some is missing: bytes of host
         memory that may be taken.
         """
         here = {layer.index: layer for layer in layers if layer.placement == "cpu"}
@@ -112,21 +112,21 @@ class CopyMemory:
             self._stop.clear()
 
     def wait_touched(self) -> None:
-        """Until all of it is there (measurements)."""
+        """Waits until all of it has been touched (for measurements)."""
         if self._toucher is not None:
             self._toucher.join()
 
     def give_back(self) -> None:
-        """Gives all of it back; nothing of it may be in use. May be called twice."""
+        """Frees all of it; none of it may be in use. May be called twice."""
         self._halt()
         self.copies.clear()
 
 
 class LayerSnapshot:
-    """One layer's state; its place is where it was at the step."""
+    """One layer's state as of the step, placed as it was then."""
 
     def __init__(self, layer: LayerState, pipeline: UpdatePipeline, memory: CopyMemory) -> None:
-        """The layer's last step is final; ``memory`` has a copy's, if there is room."""
+        """The layer's last step is final; ``memory`` has space for a copy, if there is room."""
         self.layer = layer
         self.is_on_host = layer.placement == "cpu"
         self._cpu, self._streams = pipeline.cpu, pipeline.streams
@@ -134,7 +134,7 @@ class LayerSnapshot:
         self._done = threading.Event()
         self._issued: torch.cuda.Event | None = None
         self.left = len(layer.form.kinds) * len(layer.layout.slots)
-        """State tensors of parameters that are still to be written."""
+        """Number of state tensors of parameters that are still to be written."""
         self._target: _C.StateArrays | None = None
         if layer.index in memory.copies:
             self._memory, self._target = memory.copies[layer.index]
@@ -151,11 +151,11 @@ class LayerSnapshot:
 
     @property
     def num_bytes(self) -> int:
-        """That a copy takes."""
+        """Bytes that a copy takes."""
         return self._memory.nbytes
 
     def wait_captured(self) -> None:
-        """Until the update worker has taken the copy; a WorkerError where it has failed."""
+        """Waits until the update worker has taken the copy; raises a WorkerError if it failed."""
         self._cpu.worker.wait_captured(self.layer.worker_index)
         self.copied()
 
@@ -174,7 +174,7 @@ class LayerSnapshot:
         self.copied()
 
     def copy_on_device(self, pool: torch.cuda.MemPool | None) -> None:
-        """Issues a copy on its device, on this thread's stream; RuntimeError: there is no room."""
+        """Issues a copy on the device, on this thread's stream; RuntimeError if it has no room."""
         if pool is None:
             self._memory = self._memory.clone()
         else:
@@ -185,7 +185,7 @@ class LayerSnapshot:
         self.copied()
 
     def copied(self) -> None:
-        """The copy is there, or will be before what comes after :meth:`wait`."""
+        """Records that the copy is there, or will be before what follows :meth:`wait`."""
         faults.point("save.copied")
         self._done.set()
 
@@ -194,14 +194,14 @@ class LayerSnapshot:
         return self.layer.form.split(self._memory, self.layer.shard_size)
 
     def release(self) -> None:
-        """Everything of it is written, or nobody wants it any more: the layer may change."""
+        """Lets the layer change: all of it is written, or it is not wanted any more."""
         if self.is_captured and not self._done.is_set():
             self._cpu.worker.forget_capture(self.layer.worker_index)
         self._done.set()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def wait(self) -> None:
-        """Until the layer may change, by the streams that update and compute."""
+        """Waits, and makes the update and compute streams wait, until the layer may change."""
         if self.is_captured and not self._done.is_set():
             self._cpu.worker.wait_captured(self.layer.worker_index)
             return
@@ -215,22 +215,22 @@ class StateSnapshot:
     """All layers' state as of the last step, for one save."""
 
     def __init__(self, pipeline: UpdatePipeline, memory: CopyMemory) -> None:
-        """From here on no layer changes before it has been copied or written.
+        """Holds all layers: from here on none changes before it has been copied or written.
 
-        It is between two steps, with no update begun; ``memory`` is in use until :meth:`release`.
+        Made between two steps, with no update begun; ``memory`` is in use until :meth:`release`.
         """
         self._cpu = pipeline.cpu
         self._updated = pipeline.streams.record_update()
         self._streams = pipeline.streams
         self._lock = threading.Lock()
-        # A pool of its own: what a stream has freed stays that stream's otherwise, and training
-        # would find the device full of what nobody uses.
+        # A pool of its own: otherwise what a stream has freed stays that stream's, and training
+        # would find the device full of unused memory.
         self._pool: torch.cuda.MemPool | None = None
         self._layers = {
             layer.index: LayerSnapshot(layer, pipeline, memory) for layer in pipeline.layers
         }
         try:
-            # When all else is done: the worker's threads take every core from the first one on.
+            # Last: from the first one on, the worker's threads take every core.
             for snapshot in self._layers.values():
                 snapshot.begin()
         except BaseException:
@@ -243,7 +243,7 @@ class StateSnapshot:
         ``room``: bytes of host memory that copies of state on the device may take.
 
         Returns:
-            Bytes of state for which there was none: they are read where they are.
+            Bytes of state for which there was no room: they are read where they are.
 
         Raises:
             WorkerError: the update worker has failed.
@@ -283,7 +283,7 @@ class StateSnapshot:
     def _copy_on_device(self, there: list[LayerSnapshot]) -> int:
         """Copies the first layers on the device, in milliseconds; returns how many had room."""
         device = self._streams.device
-        # Asked here: in a save's call the driver may take milliseconds of it.
+        # Asked here, not in the call that saves: the driver may take milliseconds.
         room = spare_gpu_bytes(device) if there else 0
         if there and device.type == "cuda":
             self._pool = torch.cuda.MemPool()
@@ -310,9 +310,9 @@ class StateSnapshot:
         return place.read_in(self._layers[place.layer.index].arrays(), kind, piece)
 
     def written(self, place: ParameterPlace) -> None:
-        """One of a parameter's state tensors is not read any more; in any thread.
+        """Records, in any thread, that one of a parameter's state tensors is not read any more.
 
-        A layer that has no more is let go.
+        A layer that has no more is released.
         """
         snapshot = self._layers[place.layer.index]
         with self._lock:
@@ -322,7 +322,7 @@ class StateSnapshot:
             snapshot.release()
 
     def release(self) -> None:
-        """Lets all layers go, written or not."""
+        """Releases all layers, written or not."""
         for snapshot in self._layers.values():
             snapshot.release()
         self._pool = None

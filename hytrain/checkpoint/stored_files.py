@@ -1,8 +1,8 @@
-"""The files of a checkpoint: which there are, and are they those that were saved.
+"""The files of a checkpoint: which there are, and whether they are those that were saved.
 
-With a manifest every byte of the wanted files is held against its checksums; without one, against
-the checksums that the archives themselves have (zip's CRC-32 of each record). In one pass, before
-anything is made of them.
+With a manifest every byte of the wanted files is checked against its checksums; without one,
+against the checksums that the archives themselves have (zip's CRC-32 of each record). This is one
+pass, before anything is loaded from them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _THREADS = 8
 """They wait for the disk, or sum bytes: neither needs Python's lock."""
 _UNIT_BLOCKS = 64
-"""Of a large file, that one rank checks at once."""
+"""Blocks of a large file that one rank checks at once."""
 _SHOWN = 5
 _ADVICE = f"load another tag (or take {MANIFEST} away, if you have changed the file yourself)"
 
@@ -45,11 +45,11 @@ class _Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredFiles:
-    """What is in a checkpoint's folder.
+    """The files in a checkpoint's folder.
 
     Attributes:
         found: path in the folder -> bytes, of all that might be a checkpoint's.
-        manifest: what was saved; None where nothing says so.
+        manifest: what was saved; None if nothing says so.
     """
 
     paths: CheckpointPaths
@@ -58,10 +58,11 @@ class StoredFiles:
 
     @classmethod
     def of(cls, paths: CheckpointPaths) -> StoredFiles:
-        """What this process finds.
+        """The files that this process finds.
 
         Raises:
-            DamagedCheckpointError: the manifest is damaged, or names other files than there are.
+            DamagedCheckpointError: the manifest is damaged, or does not have a file that is there,
+                or has another length of it.
             CheckpointError: the manifest is of a later version.
         """
         files = cls.as_found(paths)
@@ -71,7 +72,7 @@ class StoredFiles:
 
     @classmethod
     def as_found(cls, paths: CheckpointPaths) -> StoredFiles:
-        """:meth:`of` without a look at which files there are.
+        """:meth:`of`, without comparing the files with the manifest.
 
         Raises:
             CheckpointError: the manifest is damaged or of a later version.
@@ -89,7 +90,7 @@ class StoredFiles:
 
     @classmethod
     def without_manifest(cls, paths: CheckpointPaths) -> StoredFiles:
-        """As if there were none."""
+        """The files that are there, as if there were no manifest."""
         return cls(paths, dict(_find(paths)), None)
 
     @property
@@ -99,35 +100,34 @@ class StoredFiles:
 
     @property
     def saved(self) -> Collection[str]:
-        """Paths in the folder of what was saved, or, where nothing says so, of what is there."""
+        """Paths in the folder of the files that were saved; without a manifest, that are there."""
         return self.found if self.manifest is None else self.manifest.files
 
     @property
     def parameters(self) -> set[str]:
-        """Names of those that the checkpoint has state of."""
+        """Names of the parameters that the checkpoint has state of."""
         # A name with "/" is a path, and on the way to it are folders that are no parameter's.
-        # DeepSpeed's converter writes values of buffers and of weights that are not trained, too,
-        # but no moments.
+        # DeepSpeed's converter writes values of buffers and frozen weights, too, but no moments.
         states = map(CheckpointPaths.state_of, self.saved)
         return {state[0] for state in states if state is not None and state[1] != STATES[0]}
 
     def find_damage(self, wanted: Collection[str], rank: int = 0, num_ranks: int = 1) -> str | None:
-        """Reads a rank's share of the wanted files' bytes; never raises.
+        """Checks a rank's share of the wanted files' bytes; never raises.
 
         ``wanted``, paths in the folder, are the same on all ranks. Returns what is missing or
-        damaged, as one message.
+        damaged, as one message; None if nothing is.
         """
         problems = self.missing(wanted) or self._damage(wanted, rank, num_ranks)
         return shortened(problems, "; ") or None
 
     def all_damage(self) -> list[str]:
-        """Reads every byte of what was saved; all that is missing, damaged or not of this save."""
+        """Reads every saved byte; returns all that is missing, damaged or not of this save."""
         wrong, saved = self.not_saved(), set(self.saved)
         there = sorted((saved & self.found.keys()) - wrong.keys())
         return [*wrong.values(), *self.missing(sorted(saved)), *self._damage(there, 0, 1)]
 
     def missing(self, wanted: Iterable[str]) -> list[str]:
-        """In words, which of these files are not there."""
+        """Messages about those of these files that are not there."""
         return [
             f"{_named(self.paths, name)} {self._missing(name)}"
             for name in wanted
@@ -136,7 +136,7 @@ class StoredFiles:
 
     def _damage(self, wanted: Iterable[str], rank: int, num_ranks: int) -> list[str]:
         units = [unit for name in wanted for unit in self._units(name)]
-        # What is used first is checked last, and is then still in memory where not all finds room.
+        # What is used first is checked last: it is then still in memory if not all of it fits.
         mine = _share(units, rank, num_ranks)[::-1]
         total = sum(unit.num_bytes for unit in mine)
         progress = Progress(f"checking {self.paths.folder}", total, rank)
@@ -153,7 +153,7 @@ class StoredFiles:
             return [problem for problem in pool.map(check, mine) if problem is not None]
 
     def _units(self, name: str) -> Iterator[_Unit]:
-        """Ranks share large files, where the sums of their blocks are known."""
+        """A file's units: ranks share a large one, if the sums of its blocks are known."""
         if self.manifest is None:
             yield _Unit(name, self.found[name])
             return
@@ -186,13 +186,13 @@ class StoredFiles:
         )
 
     def check(self, wanted: Iterable[str]) -> None:
-        """As :meth:`find_damage`, for all of the bytes; raises a DamagedCheckpointError."""
+        """Checks all bytes of the wanted files; raises a DamagedCheckpointError."""
         problem = self.find_damage(sorted(wanted))
         if problem is not None:
             raise DamagedCheckpointError(problem)
 
     def not_saved(self) -> dict[str, str]:
-        """Files that were not saved, or have another length -> that in words."""
+        """File -> message, for files that were not saved or have another length."""
         if self.manifest is None:
             return {}
         paths, found, manifest = self.paths, self.found, self.manifest.files
@@ -210,7 +210,7 @@ class StoredFiles:
 
 
 def _find(paths: CheckpointPaths) -> Iterator[tuple[str, int]]:
-    """Every file that might be read by somebody as a part of the checkpoint, and its bytes."""
+    """Every file that some reader might take for a part of the checkpoint, and its bytes."""
     for path in paths.folder.glob("*_states.pt"):
         yield path.name, path.stat().st_size
     for folder, _, names in os.walk(paths.zero):
@@ -237,7 +237,7 @@ def _damage_by_own_sums(path: Path, words: str) -> str | None:
             has_sums = any(info.CRC for info in infos)  # torch need not write them
             if not has_sums or archive.testzip() is None:
                 return None
-    except Exception as error:  # what zipfile makes of a damaged directory is manifold
+    except Exception as error:  # zipfile may raise anything on a damaged directory
         return _unreadable(words, error)
     return f"{words} is damaged (by its own checksums); load another tag"
 
@@ -249,7 +249,7 @@ def _named(paths: CheckpointPaths, name: str) -> str:
 
 
 def shortened(items: Sequence[str], separator: str) -> str:
-    """The first of what a message lists, and how many more there are; empty for none."""
+    """The first items of a message's list, and how many more there are; empty for none."""
     more = len(items) - _SHOWN
     rest = [f"and {more} more"] if more > 0 else []
     return separator.join([*items[:_SHOWN], *rest])
@@ -261,7 +261,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _share(units: Sequence[_Unit], rank: int, num_ranks: int) -> list[_Unit]:
-    """A rank's share: each goes, in order, to the rank that has the least so far."""
+    """A rank's share: each unit goes, in order, to the rank that has the least so far."""
     loads = [0] * num_ranks
     mine: list[_Unit] = []
     for unit in units:

@@ -1,8 +1,8 @@
-"""Files as checkpoints have them: summed while they are written, and on the disk when done.
+"""Files of checkpoints: checksummed while they are written, and on the disk when done.
 
 A sum is a CRC-32 of a block: it finds every damage within 32 bits and any other but one in four
-billion, many times as fast as any digest. Blocks, so that a rank which needs a piece of a file
-checks that piece alone.
+billion, many times as fast as any digest. It is of a block so that a rank which needs a piece of a
+file checks that piece alone.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ import torch
 from hytrain import _C
 
 BLOCK_BYTES = 1 << 20
-"""Small enough for a core's cache, which then has the bytes still when they are copied."""
+"""Small enough for a core's cache, which still has the bytes when they are copied."""
 
 _THREADS = 8
-"""Waits for a disk, which writes many files' ends as fast as one's."""
+"""Threads that wait for a disk, which writes many files' ends as fast as one's."""
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)
-"""What file systems say that keep folders otherwise."""
+"""Errors of file systems that cannot sync folders."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSums:
-    """What a file was when it was written.
+    """A file's length and sums when it was written.
 
     Attributes:
         blocks: CRC-32 of each :data:`BLOCK_BYTES`; the last block may be shorter.
-        host: the name of the host that alone has saved it (see host_parts.py); None: all have.
+        host: the name of the only host that has saved it (see host_parts.py); None: all have.
     """
 
     num_bytes: int
@@ -50,13 +50,13 @@ class FileSums:
 
 
 class SummingFile:
-    """A file that is written from its beginning to its end, and summed as it is.
+    """A file that is written from its beginning to its end, and checksummed as it is written.
 
-    torch's writer takes it. Errors are kept for :meth:`check`: the destructor of a writer that was
-    given up writes what was left, when this is closed, and an error there would end the process.
+    torch's writer takes it. Errors are kept for :meth:`check`: the destructor of an abandoned
+    writer writes what was left, when this is closed, and an error there would end the process.
 
     Attributes:
-        sums: of all of it, when it has ended.
+        sums: of the whole file, once it has ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +87,7 @@ class SummingFile:
         return num_bytes
 
     def flush(self) -> None:
-        """For torch: nobody waits for bytes of an unfinished file."""
+        """Does nothing, for torch: nobody waits for bytes of an unfinished file."""
 
     def check(self) -> None:
         """Raises what :meth:`write` has failed with."""
@@ -95,7 +95,7 @@ class SummingFile:
             raise self._error
 
     def end(self) -> None:
-        """Hands the last of it to the system, its buffer to another file; may be called twice."""
+        """Hands the rest to the system, and its buffer to another file; may be called twice."""
         self.check()
         if self._native is not None:
             self._native.flush()
@@ -108,7 +108,7 @@ class SummingFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """As it is, if it has not ended: nobody will read it then. Never raises."""
+        """Closes it, as it is if it has not ended: nobody will read it then. Never raises."""
         self._native = None
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -139,7 +139,7 @@ def finish_file(file: SummingFile) -> FileSums:
 
 
 def write_file(path: Path, stored: object) -> None:
-    """Puts what :func:`begin_file` writes in a file's place: it changes whole or not at all.
+    """Replaces a file by what :func:`begin_file` writes: as a whole, or not at all.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.

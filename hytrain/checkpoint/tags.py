@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 def older_tags(load_dir: Path, damaged: str | None) -> list[str]:
-    """What may be loaded where the latest one is damaged, newest first.
+    """The checkpoints that may be loaded if the latest one is damaged, newest first.
 
-    Only what has a sound manifest: of others nobody knows whether they were ever whole, or when
+    Only those with a sound manifest: of others it is unknown whether they were ever whole, and when
     they were saved.
 
-    ``damaged`` is that one; None: the file that names the latest is damaged.
+    ``damaged`` is the latest one; None: the file that names it is damaged.
     """
     dated: list[tuple[float, str]] = []
     for tag in saved_tags(load_dir):
@@ -42,7 +42,7 @@ def older_tags(load_dir: Path, damaged: str | None) -> list[str]:
 
 
 def look_up_tag(load_dir: Path, tag: str | None) -> str | None:
-    """The tag to load, as this process sees it; None where none is given and none is latest.
+    """The tag to load, as this process sees it; None if none is given and none is the latest.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -88,7 +88,7 @@ def _latest(load_dir: Path) -> tuple[str, Path] | None:
     if len(tags) < len(files):
         return tags[0] if tags else None
     newest, universal = (load_dir / tag for tag, _ in tags)
-    # DeepSpeed's converter leaves the checkpoint that it read the latest one.
+    # DeepSpeed's converter leaves "latest" to the checkpoint that it has read.
     has_state = (CheckpointPaths(newest).zero.is_dir(), CheckpointPaths(universal).zero.is_dir())
     if newest.is_dir() and has_state == (False, True):
         logger.warning(
@@ -112,7 +112,7 @@ def _latest(load_dir: Path) -> tuple[str, Path] | None:
 
 
 def _read_tag(path: Path) -> str:
-    """The tag that a file holds; raises a DamagedCheckpointError where it holds none."""
+    """The tag that a file holds; raises a DamagedCheckpointError if it holds none."""
     content = path.read_bytes()
     try:
         tag = content.decode("utf-8").strip()

@@ -20,9 +20,9 @@ from hytrain.kernels.host_memory import is_out_of_host_memory
 
 
 def load(path: str | Path, *, mmap: bool = True, trusted: bool = False) -> Any:
-    """``torch.load``, on the CPU; ``trusted``: objects of all classes are made, which runs code.
+    """Calls ``torch.load`` on the CPU; ``trusted``: makes objects of all classes, which runs code.
 
-    ``mmap``: tensors' elements are mapped, and read where they are used.
+    ``mmap``: tensors' elements are mapped, and read when they are used.
 
     Raises:
         CheckpointError: it is not what ``torch.save`` writes, is damaged, or cannot be read.
@@ -36,12 +36,12 @@ def load(path: str | Path, *, mmap: bool = True, trusted: bool = False) -> Any:
         return torch.serialization.load(
             path, map_location="cpu", pickle_module=module, weights_only=False, mmap=mmap
         )
-    except Exception as error:  # what a file makes of itself is manifold
+    except Exception as error:  # a file may raise anything
         raise unreadable(path, error) from error
 
 
 def load_states(path: Path, *, trusted: bool = False) -> Mapping[str, Any]:
-    """As :func:`load`, of a file whose contents have names.
+    """Does :func:`load` for a file whose contents have names.
 
     Raises:
         DamagedCheckpointError: they have none.
@@ -60,7 +60,7 @@ IS_MISSING = "is missing: the checkpoint is incomplete or another tool's; load a
 
 
 def unreadable(path: object, error: Exception) -> CheckpointError:
-    """That a file is not there, not what ``torch.save`` writes, or that it cannot be read."""
+    """The error for a file that is missing, not what ``torch.save`` writes, or unreadable."""
     if isinstance(error, FileNotFoundError):
         return CheckpointError(f"{path} {IS_MISSING}")
     why = "the file is damaged or not torch's; load another tag"
@@ -75,11 +75,11 @@ def unreadable(path: object, error: Exception) -> CheckpointError:
 
 
 def _record_bytes(path: Path) -> dict[str, int]:
-    """Key of a storage -> its bytes. torch's reader believes what the pickle says of them."""
+    """Key of a storage -> its bytes in the file. torch's reader trusts the pickle's number."""
     num_bytes = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
-    # torch's reader does not tell "a" from "A".
+    # torch's reader ignores the case of names.
     names = {info.filename.lower() for info in infos}
     if len(names) < len(infos):
         raise zipfile.BadZipFile("it has two records of one name")
@@ -88,7 +88,7 @@ def _record_bytes(path: Path) -> dict[str, int]:
 
 
 def check_records(infos: Iterable[zipfile.ZipInfo], num_bytes: int) -> None:
-    """Raises BadZipFile where records have no objects, are compressed or share the file's bytes."""
+    """Raises BadZipFile if records lack objects, are compressed or share the file's bytes."""
     infos = list(infos)
     if not any(info.filename.endswith("/data.pkl") for info in infos):
         raise zipfile.BadZipFile("it has no data.pkl")
@@ -100,7 +100,7 @@ def check_records(infos: Iterable[zipfile.ZipInfo], num_bytes: int) -> None:
 
 @contextmanager
 def in_place_of_torch_load() -> Generator[None]:
-    """Whatever this thread loads by ``torch.load`` meanwhile is read by :func:`load`."""
+    """Replaces ``torch.load`` by :func:`load` in this thread, for the length of the block."""
     original, thread = torch.load, threading.get_ident()
 
     def read(file: Any, *arguments: Any, **named: Any) -> Any:

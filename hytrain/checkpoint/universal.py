@@ -31,7 +31,7 @@ from hytrain.optimizer.loss_scaling import LossScaling
 
 _STATE_OF_ZERO3 = "optimizer_state_dict"
 MODEL_STATES_OF_ZERO3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
-"""What plain DeepSpeed reads the counters from under ZeRO-3."""
+"""The file from which plain DeepSpeed reads the counters under ZeRO-3."""
 
 LATEST = ("latest", "latest_universal")
 """Files that name the newest tag; plain DeepSpeed reads the second for universal checkpoints."""
@@ -69,16 +69,16 @@ class CheckpointPaths:
 
     @property
     def optimizer_state(self) -> Path:
-        """Parameter groups and record."""
+        """The file of parameter groups and record."""
         return self.zero / "optimizer_state.pt"
 
     @property
     def model_states(self) -> Path:
-        """Module, schedule, counters, client state."""
+        """The file of module, schedule, counters and client state."""
         return self.folder / "mp_rank_00_model_states.pt"
 
     def state(self, name: str, kind: str) -> Path:
-        """A parameter's state tensor or its ``step``."""
+        """The file of a parameter's state tensor or of its ``step``."""
         return self.zero / name / f"{kind}.pt"
 
     def name_of(self, path: Path) -> str:
@@ -87,7 +87,7 @@ class CheckpointPaths:
 
     @staticmethod
     def state_of(file: str) -> tuple[str, str] | None:
-        """The parameter and the kind that a file (its path in the folder) has; None: neither."""
+        """The parameter and kind that a file (its path in the folder) is of; None: of neither."""
         path = PurePosixPath(file)
         if path.parts[0] != "zero" or len(path.parts) < 3:
             return None
@@ -95,7 +95,7 @@ class CheckpointPaths:
 
 
 def is_plain_path(name: str) -> bool:
-    """Whether a name is a path further inside, and reads the same when it is one."""
+    """Whether a name is a relative path that stays inside its folder, in normal form."""
     path = PurePosixPath(name)
     return (
         bool(path.name) and str(path) == name and ".." not in path.parts and not path.is_absolute()
@@ -113,7 +113,7 @@ def no_parameters(paths: CheckpointPaths) -> str:
 
 
 def unpack_tensor(stored: object, path: Path) -> torch.Tensor:
-    """The tensor of a state file; a CheckpointError where it holds something else."""
+    """The tensor of a state file; raises a CheckpointError if it holds something else."""
     tensor = stored.get(PARAM) if isinstance(stored, Mapping) else stored
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{path} holds a {type(tensor).__name__} where a tensor was expected")
@@ -138,7 +138,7 @@ def pack_optimizer_state(
     scaling: LossScaling,
     moments: StateFormat,
 ) -> dict[str, Any]:
-    """What ``optimizer_state.pt`` holds; ``num_ranks`` shared the state, for information."""
+    """The contents of ``optimizer_state.pt``; ``num_ranks`` shared the state, for information."""
     saved: list[dict[str, Any]] = []
     index = 0
     for group in groups:
@@ -148,7 +148,7 @@ def pack_optimizer_state(
         index += count
     return {
         PARAM_GROUPS: saved,
-        # Plain DeepSpeed's ZeRO-3 looks here, and knows one group: the first one's are for all.
+        # Plain DeepSpeed's ZeRO-3 reads this, and knows one group: the first one's steps for all.
         _STATE_OF_ZERO3: {
             "state": {0: {"step": torch.tensor(float(steps[0]))}},
             PARAM_GROUPS: copy.deepcopy(saved),
@@ -189,8 +189,8 @@ class OptimizerRecord:
     """What ``optimizer_state.pt`` says.
 
     Attributes:
-        steps: steps of each group; None where the file is not hytrain's (``step.pt`` tells then).
-        names: parameter names of each group; None as above.
+        steps: steps of each group; None if the file does not say (``step.pt`` does then).
+        names: parameter names of each group; None if the file is not hytrain's.
         loss_scale: what :meth:`LossScaling.load` takes.
         kinds: names of the state tensors of parameters that have others than Adam's.
     """
@@ -204,7 +204,7 @@ class OptimizerRecord:
 
     @staticmethod
     def read(path: Path, *, trusted: bool = False) -> OptimizerRecord:
-        """Reads the file, see :func:`inert.load`.
+        """Reads the file; ``trusted``: see :func:`torch_files.load`.
 
         Raises:
             CheckpointError: it cannot be read, holds no parameter groups, or is of a later version.
@@ -231,7 +231,7 @@ class OptimizerRecord:
 
 
 def _steps_of_zero3(stored: Mapping[str, Any], num_groups: int) -> list[int] | None:
-    """Steps of each group in what DeepSpeed makes of a ZeRO-3 checkpoint, which has no others."""
+    """Steps of each group in a ZeRO-3 checkpoint that DeepSpeed converted: there are no others."""
     inner = stored.get(_STATE_OF_ZERO3)
     states = inner.get("state") if isinstance(inner, Mapping) else None
     found = [int(state["step"]) for state in (states or {}).values() if "step" in state]

@@ -1,4 +1,4 @@
-"""Files of weights for others: safetensors as Hugging Face lays them out, or one file of torch's.
+"""Weight files for other programs: safetensors in Hugging Face's layout, or one torch file.
 
 A safetensors file is eight bytes with the length of a JSON header (name -> dtype, shape, place),
 the header, and the tensors (https://huggingface.co/docs/safetensors). It is written one tensor at a
@@ -48,7 +48,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A tensor of the model's state dict; ``read`` makes it, on the host, its own memory."""
+    """A tensor of the model's state dict; ``read`` gives it on the host, in its own memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,14 +74,14 @@ class StoredModel:
 
 
 def stored_model(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) -> StoredModel:
-    """The weights of a checkpoint, of which all files that they are read from are checked here.
+    """The weights of a checkpoint; all files that they are read from are checked here.
 
     Args:
         folder: the checkpoint's.
-        dtype: of parameters: fp32 ones are the master weights where the checkpoint has them, others
+        dtype: of parameters: fp32 ones are the master weights if the checkpoint has them, others
             are rounded from these. None: each as the training copy was, rounded as that was.
             Buffers keep theirs.
-        with_frozen: whether parameters that are not trained are among them.
+        with_frozen: whether frozen parameters are included.
 
     Raises:
         DamagedCheckpointError: a file is missing or damaged.
@@ -104,7 +104,7 @@ def stored_model(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) 
         if isinstance(value, torch.Tensor)
     }
     try:
-        # Of stage 3 converted by DeepSpeed these have no module.
+        # If DeepSpeed has converted ZeRO-3, these have no module.
         fragments: dict[str, Any] = dict(stored.get("frozen_param_fragments") or {})
         frozen: set[str] = set(stored.get("frozen_param_shapes") or ())
         buffers: set[str] = set(stored.get("buffer_names") or ())
@@ -158,23 +158,23 @@ def _from_copy(name: str, copy: torch.Tensor, dtype: torch.dtype | None) -> Stor
 
 
 def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # In pages of its own: of tensors that come and go malloc would keep as much as the model has.
+    # In pages of its own: malloc would keep freed tensors' memory, in all as much as the model's.
     return host_copy(tensor, dtype, purpose="a weight that is written")
 
 
 def write_safetensors(model: StoredModel, folder: Path, max_bytes: int) -> list[Path]:
-    """Writes shards and, where there are several, their index.
+    """Writes shards and, if there are several, their index.
 
-    Tied weights are there once, as Hugging Face has them: ``from_pretrained`` ties them again.
+    Tied weights are written once, as Hugging Face does: ``from_pretrained`` ties them again.
 
-    ``folder``: that exists and has none of these files. ``max_bytes``: of a shard's tensors; one
-    tensor that is larger has a shard of its own.
+    ``folder``: exists and has none of these files. ``max_bytes``: of a shard's tensors; a larger
+    tensor has a shard of its own.
 
     Returns:
-        The files, whole and on the disk; on an error there is none of them.
+        The files, whole and on the disk; after an error there is none of them.
 
     Raises:
-        CheckpointError: a dtype has no name there, or a weight is damaged.
+        CheckpointError: safetensors has no name for a dtype, or a weight is damaged.
         OSError: a file cannot be written.
     """
     for weight in model.weights:
@@ -222,7 +222,7 @@ def write_torch_file(model: StoredModel, folder: Path) -> list[Path]:
 
 
 def _write_all(folder: Path, contents: Mapping[str, Callable[[SummingFile], object]]) -> list[Path]:
-    """Writes files elsewhere, and gives them their names when all of them are on the disk."""
+    """Writes files to a temporary folder, and moves them to ``folder`` when all are on the disk."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".hytrain-export-") as temporary:
         made = [Path(temporary, name) for name in contents]
         for path, fill in zip(made, contents.values(), strict=True):

@@ -66,15 +66,15 @@ def write_contents(
 ) -> None:
     """Writes a checkpoint and puts it in its tag's place; a collective.
 
-    Host memory grows by state tensors of no more elements than the largest parameter has (on one
+    Host memory grows by state tensors of no more elements than the largest parameter has (with one
     rank by none: they are written from where they are), and on rank 0 by one parameter's training
     copy and the module's buffers.
 
     Args:
         contents: all but the state tensors.
-        frozen: parameters that are not trained and not whole on rank 0: copies there, by ``id``, a
-            few at a time; all ranks walk through it.
-        source: this rank's pieces of the state tensors.
+        frozen: copies on rank 0, by ``id``, of frozen parameters that are not whole there, a few at
+            a time; all ranks walk through it.
+        source: reads this rank's pieces of the state tensors.
         written: called, in any thread, when this rank's piece of one of a parameter's state tensors
             is not read any more.
 
@@ -110,7 +110,7 @@ def write_contents(
 
 
 class _ModelStatesFile:
-    """The model states' file on rank 0, whose weights come one after another; nothing elsewhere."""
+    """The model states' file on rank 0, whose weights come one by one; elsewhere does nothing."""
 
     def __init__(self, path: Path, files: FileWriters, states: ModelStates | None) -> None:
         self._path, self._files = path, files
@@ -133,7 +133,7 @@ class _ModelStatesFile:
             self._try_to(lambda: archive.write_elements(key, make()))
 
     def write_constants(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Writes what no step changes: copies of parameters, by ``id``."""
+        """Writes the constants that ``copies``, by ``id`` of the parameter, has copies of."""
         for key, constant in list(self._constants.items()):
             copy = copies.get(id(constant.tensor))
             if copy is not None:
@@ -141,7 +141,7 @@ class _ModelStatesFile:
                 del self._constants[key]
 
     def finish(self) -> None:
-        """Writes the other constants, where they are; the file then is whole, or never will be."""
+        """Writes the other constants from where they are; then the file is whole, or never is."""
         for key, constant in self._constants.items():
             self.write(key, constant.read)
         if (archive := self._archive) is not None:
@@ -154,7 +154,7 @@ class _ModelStatesFile:
 
 
 class _Save:
-    """This rank's files: state tensors one parameter after another, weights as they come by."""
+    """This rank's files: state tensors one parameter after another, weights as they arrive."""
 
     def __init__(
         self,
@@ -167,13 +167,13 @@ class _Save:
         threads: int,
         parts: Parts,
     ) -> None:
-        """Arguments as of :func:`write_contents`."""
+        """Takes the arguments of :func:`write_contents`."""
         self._paths, self._contents, self._parts = CheckpointPaths(saving), contents, parts
         self._collectives, self._device = collectives, device
         self._source, self._written = source, written
         self._keys = {place.name: key_of(index) for index, place in enumerate(contents.places)}
         failure = contents.failure and f"{contents.failure}; {UNCHANGED}"
-        # Of copies there may be, at a time, one state tensor of the largest parameter.
+        # Copies may take, at a time, as much as one state tensor of the largest parameter.
         most_bytes = 4 * max((place.numel for place in contents.places), default=0)
         room = partial(room_text, saving, contents.num_bytes)
         self.files = FileWriters(threads, most_bytes, failure, room)
@@ -199,7 +199,7 @@ class _Save:
         copy_to_parts(for_all, self.files, self._parts, self._collectives, self._device)
 
     def _write_round(self, deliveries: Sequence[Delivery]) -> None:
-        """Brings a round's parameters to where they are written; a collective."""
+        """Brings a round's parameters to the ranks that write them; a collective."""
         rank, is_alone = self._collectives.rank, self._collectives.world_size == 1
         mine = sum(4 * d.place.numel for d in deliveries if d.destination == rank)
         for kind in deliveries[0].place.kinds:
@@ -216,8 +216,8 @@ class _Save:
                 self._written(delivery.place)
 
     def _write_own(self, place: ParameterPlace, kind: str) -> None:
-        """Writes what one rank has all of."""
-        # In a function of its own: a copy that a loop still refers to is there beside the next.
+        """Writes a state tensor that this rank owns whole."""
+        # A function of its own: a loop would keep a copy alive beside the next one.
         rounded = place.dtype.itemsize * place.numel if kind == STATES[0] else 0
         whole, held = whole_on_host(
             place, kind, self._source, lambda num_bytes: self.files.hold(num_bytes + rounded)
@@ -225,7 +225,7 @@ class _Save:
         self._put(place, kind, whole, held=held + rounded, then=partial(self._written, place))
 
     def _send_copy(self, place: ParameterPlace) -> None:
-        """The module's weights are in one file, rank 0's: one after another they come to it."""
+        """Sends a parameter's training copy to rank 0, whose file has all the module's weights."""
         held = place.dtype.itemsize * place.numel if self._collectives.rank == 0 else 0
 
         def deliver(place: ParameterPlace, _: str, tensor: torch.Tensor) -> None:
@@ -262,7 +262,7 @@ class _Save:
         self.files.write(files, part, held, then)
 
     def _part(self, place: ParameterPlace, tensor: torch.Tensor) -> Callable[[], None]:
-        """Writes the weights as the training copy has them."""
+        """Returns what writes the weights as the training copy has them."""
         key, purpose = self._keys[place.name], f"the weights of '{place.name}' to save"
 
         def rounded() -> torch.Tensor:
@@ -275,7 +275,7 @@ class _Save:
 def _manifest(
     files: FileWriters, saving: Path, parts: Parts, collectives: ShardCollectives
 ) -> bytes:
-    """Of all files that all ranks have written, on the ranks that write it; a collective."""
+    """The manifest of all ranks' files, on the ranks that write it; a collective."""
     mine = {path.relative_to(saving).as_posix(): sums for path, sums in files.sums.items()}
     everywhere: list[dict[str, FileSums]] = collectives.objects_on_first(mine, "the files' sums")
     manifest = b""
@@ -301,7 +301,7 @@ def _write_manifest(saving: Path, content: bytes) -> None:
 def _agree(
     files: FileWriters, saving: Path, target: SaveTarget, collectives: ShardCollectives
 ) -> None:
-    """All hosts have put their parts in the tag's place, or none has; a collective."""
+    """Ensures that all hosts have put their parts in the tag's place, or none; a collective."""
     try:
         raise_together(files.failure, collectives)
     except CheckpointError:
@@ -311,7 +311,7 @@ def _agree(
 
 
 def _commit(files: FileWriters, target: SaveTarget) -> None:
-    """When the tag is the new checkpoint's, on all hosts."""
+    """Ends a save when the tag is the new checkpoint's, on all hosts."""
     problem = f"the checkpoint that {target.folder} has replaced could not be removed"
     files.try_to(lambda: discard_replaced(target.folder), problem)
     faults.point("save.renamed")

@@ -1,9 +1,9 @@
-"""What all ranks of a group must have alike, compared on the process group's store.
+"""Compares what all ranks of a group must have in common, on the process group's store.
 
-On the store, and not by a collective: where one rank has come somewhere else, two collectives that
-do not fit would meet, and hang. Each rank leaves a hash; the last one to come compares them for all
-and leaves what it has found, so that no rank but one reads all others' notes. Values only where the
-hashes differ, of a few ranks.
+Not by a collective: if one rank has come somewhere else, two collectives that do not fit would
+meet and hang. Each rank leaves a hash; the last one to come compares them for all and leaves what
+it has found, so that only one rank reads all others' notes. Values are read only if the hashes
+differ, and only those of a few ranks.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _LINGER_SECONDS = 5.0
 _MOST_LINES = 8
 _MOST_RANKS = 4
 _MOST_KINDS = 8
-"""Ranks with different facts whose values are read by all."""
+"""Kinds of ranks (those with equal facts) whose values every rank reads, at most."""
 _MOST_SAMPLES = 64
 _MOST_ASKING = 64
-"""Ranks that find out which ones have not come."""
+"""Ranks that find out which ones have not come, at most; further ranks only count them."""
 _started: Counter[str] = Counter()
-"""Comparisons of each group: all its ranks make them in one order."""
+"""Number of comparisons begun by each group: all its ranks make them in one order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the ranks of a group do not have alike; the same on all of them.
+    """How the ranks of a group differ; the same on all of them.
 
     Attributes:
-        differences: a line for each key, with the values and who has them.
-        other_samples: ranks whose sample is not that of the first one; some, where they are many.
+        differences: a line for each key that differs, with the values and the ranks that have them.
+        other_samples: ranks whose sample is not that of the first rank; only some if they are many.
     """
 
     differences: Sequence[str]
@@ -59,9 +59,9 @@ def compare(
     """Compares the ranks' facts; all ranks of the group call it, or :func:`stay_away`.
 
     Args:
-        facts: of this rank: the text of each value by its key.
+        facts: this rank's values, as text, by key.
         group: None for the default one.
-        sample: something that may differ.
+        sample: a text that may differ from rank to rank.
 
     Raises:
         RankFailedError: a rank has not come within the process group's timeout.
@@ -70,7 +70,7 @@ def compare(
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     notes.come(digest, sample)
     outcome = notes.outcome()
-    # Who stays away has no hash, and few facts.
+    # A rank that stays away leaves no hash, and few facts.
     kinds, away, others = outcome["kinds"], outcome["away"], outcome["others"]
     if len(kinds) == 1:
         return Comparison((), others)
@@ -85,9 +85,9 @@ def compare(
 
 
 def stay_away(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
-    """This rank goes another way and does not wait; ranks that compare get an error.
+    """Tells ranks that compare that this one does something else; does not wait for them.
 
-    ``facts``: where it goes; others have these keys, too.
+    ``facts``: what it does instead, which they find to differ; they have these keys, too.
     """
     notes = _Notes(group)
     notes.put("facts", facts)
@@ -96,12 +96,12 @@ def stay_away(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> None
 
 
 class _Notes:
-    """The notes of one comparison."""
+    """The notes on the store of one comparison."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        # Which torch 2.6 does not take None for.
+        # torch 2.6 does not take None for the default group here.
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        # Its type is too general to say what it has.
+        # The declared type lacks some of the store's methods.
         self._store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         name = hashlib.sha256(repr(self.ranks).encode()).hexdigest()
         self._prefix = f"hytrain/agreement/{name}/{_started[name]}"
@@ -111,11 +111,11 @@ class _Notes:
         self._store.set(self._key(kind, dist.get_rank()), json.dumps(value))
 
     def count(self, kind: str, amount: int = 1) -> int:
-        """How many ranks have counted so far, this one included."""
+        """Adds to a counter of the ranks; returns its sum so far, this amount included."""
         return int(self._store.add(f"{self._prefix}/{kind}", amount))
 
     def come(self, digest: str | None, sample: str = "") -> None:
-        """Leaves the hash of this rank's facts; compares all ranks', where it is the last one."""
+        """Leaves the hash of this rank's facts; if it is the last, compares those of all ranks."""
         self.put("hash", [digest, sample, socket.gethostname()])
         if self.count("come") < len(self.ranks):
             return
@@ -136,12 +136,12 @@ class _Notes:
         self._store.set(f"{self._prefix}/outcome", json.dumps(outcome))
 
     def outcome(self) -> Any:
-        """What the last rank to come has found; waits for it."""
+        """Waits for what the last rank to come has found, and returns it."""
         self._wait([f"{self._prefix}/outcome"], "hash", self.ranks)
         return json.loads(self._store.get(f"{self._prefix}/outcome"))
 
     def all(self, kind: str, ranks: Sequence[int]) -> dict[int, Any]:
-        """The notes of some ranks; waits for them."""
+        """Waits for the notes of some ranks, and returns them by rank."""
         self._wait([self._key(kind, rank) for rank in ranks], kind, ranks)
         return self._read(kind, ranks)
 
@@ -150,7 +150,7 @@ class _Notes:
 
     def _wait(self, keys: Sequence[str], kind: str, ranks: Sequence[int]) -> None:
         begin, pause, is_told = time.monotonic(), 0.002, False
-        # Not the store's own wait, which holds its connection and says nothing meanwhile.
+        # Not by the store's own wait, which holds its connection and cannot warn meanwhile.
         while not self._store.check(keys):
             waited = time.monotonic() - begin
             if waited > (limit := self._store.timeout.total_seconds()):
@@ -170,7 +170,7 @@ class _Notes:
             pause = min(2.0 * pause, _LONGEST_PAUSE)
 
     def linger(self) -> None:
-        """Until the others have read, for a while: this process may hold the store, and ends."""
+        """Waits, 5 s at most, for the others to read: this process may hold the store, and ends."""
         self.count("read")
         until = time.monotonic() + _LINGER_SECONDS
         with suppress(RuntimeError):  # the store's holder has ended: all have read
@@ -178,14 +178,14 @@ class _Notes:
                 time.sleep(0.05)
 
     def _missing(self, when: str, kind: str, ranks: Sequence[int]) -> str:
-        """Who has no note, for a sentence; where very many ask, how many."""
+        """Words for the ranks that have no note; if very many ranks ask, for their number."""
         if self.count(f"asks at the {when}") > _MOST_ASKING:
             return f"{len(self.ranks) - self.count('come', 0)} of {len(self.ranks)} ranks have"
         missing = self._without(kind, ranks) or ranks[-1:]
         return f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
 
     def _without(self, kind: str, ranks: Sequence[int]) -> list[int]:
-        # By halves: one question tells of any number of ranks that all are there.
+        # By bisection: one request tells of any number of ranks whether all are there.
         if self._store.check([self._key(kind, rank) for rank in ranks]):
             return []
         if len(ranks) == 1:
@@ -205,12 +205,12 @@ def _words(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
 def differences(
     values: Mapping[int, Mapping[str, str]], keys: Sequence[str], words: Mapping[int, str]
 ) -> list[str]:
-    """A line for each key that differs.
+    """Returns a line for each key whose values differ.
 
     Args:
-        values: of one rank of each kind.
-        keys: to be compared.
-        words: which ranks are of its kind.
+        values: the values of one rank of each kind (ranks with equal values), by key.
+        keys: the keys to compare.
+        words: for each of these ranks, the words for all ranks of its kind.
     """
     lines: list[str] = []
     for key in keys:

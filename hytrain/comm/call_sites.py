@@ -1,8 +1,9 @@
 """Where a thread of this process stands.
 
-By faulthandler, which makes no frame objects. sys._current_frames() and frame.f_back make them, and
-CPython 3.11 may collect garbage while it does: a finalizer gives up the interpreter's lock, the
-thread that is looked at returns, and the new object has the memory of a call that has ended.
+It is read with faulthandler, which makes no frame objects. sys._current_frames() and frame.f_back
+make them, and CPython 3.11 may collect garbage while it does: a finalizer gives up the
+interpreter's lock, the thread that is looked at returns, and the new object refers to the memory of
+a call that has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def stack_of(thread: int) -> list[Call]:
         thread: its threading.get_ident().
 
     Returns:
-        Empty where they cannot be told: it has ended, or more than 100 threads are newer.
+        Empty if they cannot be told: it has ended, or more than 100 threads are newer.
     """
     text = ""
     with suppress(OSError), open(os.memfd_create("stacks"), "w+b") as file:
@@ -62,7 +63,7 @@ def is_in_torch_distributed(stack: list[Call]) -> bool:
 
 
 def place_of(thread: int) -> str:
-    """The innermost line of a thread that is of no library; "" if there is none."""
+    """The innermost line of a thread outside of all libraries; "" if there is none."""
     ours = (_PACKAGE, os.path.dirname(os.__file__), "<")
     for call in stack_of(thread):
         is_library = any(part in call.file for part in _LIBRARIES)

@@ -1,8 +1,8 @@
-"""Reduce-scatter and all-gather of one layer, equal shards or not.
+"""Reduce-scatter and all-gather of one layer, with equal or unequal shards.
 
-Equal shards use the even collective, which is faster. NCCL takes lists of unequal sizes for both;
-gloo takes them for reduce-scatter, and for the gather every rank broadcasts its shard, which
-needs no padding copies either.
+Equal shards use the even collective, which is faster. For unequal ones NCCL takes lists of tensors
+in both collectives. Gloo takes them in reduce-scatter only: in the all-gather every rank broadcasts
+its shard, which needs no padding copies either.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class ShardCollectives:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.is_nccl = dist.get_backend(group) == "nccl"
-        """Collectives run on the device, beside compute; otherwise by gloo, on the host."""
+        """Whether collectives run on the device, beside compute; else on the host, by gloo."""
         self.watch: RankWatch | None = None
         """Ends waits for ranks that have failed; None before :meth:`start_watch`."""
         self._gate: StreamGate | None = None
         self.trace: Recorder | None = None
-        """Takes the collectives' times; None while no step is recorded."""
+        """Records the collectives' times; None while no step is recorded."""
 
     def start_watch(self) -> None:
-        """From now on the ranks tell each other of failures. All ranks call it."""
+        """Starts the watch, by which the ranks tell each other of failures. All ranks call it."""
         if self.world_size == 1 or self.watch is not None:
             return
-        # Its type is too general to say that it can be cloned.
+        # The declared type does not say that a store can be cloned.
         shared: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
         def connect() -> Any:
@@ -114,17 +114,17 @@ class ShardCollectives:
         return Peers(self.rank, listener, addresses)
 
     def _gathered(self, value: Any) -> list[Any]:
-        """A value of every rank; before there is a watch."""
+        """Returns a value of every rank; for use before there is a watch."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def start_gate(self, device: torch.device, *, is_wanted: bool = True) -> None:
-        """From now on NCCL's kernels start when all ranks of this host have come to them.
+        """Makes NCCL's kernels start only when all ranks of this host have come to them.
 
-        All ranks call it. Gloo's ranks wait on the host, where there is nothing to be gained.
+        All ranks call it. It does nothing with gloo, whose ranks wait on the host.
 
-        ``is_wanted``: by this rank; of those that share a host, the ones that want it do it.
+        ``is_wanted``: whether this rank takes part; a host's gate is among its ranks that do.
         """
         if self.is_nccl and self.world_size > 1:
             self._gate = open_gate(
@@ -136,7 +136,7 @@ class ShardCollectives:
             )
 
     def leave(self) -> None:
-        """Announces that this rank's process ends, to ranks that wait for it."""
+        """Announces to ranks that wait for this one that its process ends."""
         if self.watch is not None:
             self.watch.leave("its process has ended, before engine.destroy()")
 
@@ -165,10 +165,10 @@ class ShardCollectives:
             raise
 
     def waiting(self) -> AbstractContextManager[None]:
-        """The host waits for the other ranks, on the device, while the block runs.
+        """Declares that the host waits, on the device, for the other ranks while the block runs.
 
         Raises:
-            RankFailedError, OutOfStepError: in vain.
+            RankFailedError, OutOfStepError: the wait is in vain.
         """
         return nullcontext() if self.watch is None else self.watch.waiting()
 
@@ -187,19 +187,19 @@ class ShardCollectives:
         layer: str | None = None,
         **named: Any,
     ) -> None:
-        """Issues a collective; on a CPU, waits for it.
+        """Issues a collective; with gloo, also waits for it.
 
         Args:
-            what: the same on all ranks.
-            collective: of torch.distributed.
-            arguments, named: its own, without the group.
-            layer: name of the one that it is about, for traces.
+            what: describes it, for messages; the same on all ranks.
+            collective: a function of torch.distributed.
+            arguments, named: the function's arguments, without the group.
+            layer: name of the layer that it is for, for traces.
         """
         if self.trace is not None:
             collective = self.trace.collective(collective, layer)
         watch = self.watch
         if watch is not None:
-            watch.issue(what)  # before the call: if it never returns, the others see where it is
+            watch.issue(what)  # before the call: if it never returns, the others see where this is
         if self._gate is not None:
             self._gate.arrive()  # directly before: the collective must be what is queued next
         if watch is None:
@@ -212,28 +212,29 @@ class ShardCollectives:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
-        """A value of every rank, on every rank; a collective that waits.
+        """Gathers a value of every rank on every rank; a collective that waits.
 
-        ``value``: this rank's; it is pickled. ``what``: is gathered; the same on all ranks.
+        ``value``: this rank's value; it is pickled. ``what``: describes what is gathered; the same
+        on all ranks.
         """
         values: list[Any] = [value] * self.world_size
         self._run_objects(what, dist.all_gather_object, values, value)
         return values
 
     def objects_on_first(self, value: Any, what: str) -> list[Any]:
-        """A value of every rank, on rank 0, and nothing elsewhere; a collective that waits.
+        """Gathers a value of every rank on rank 0, [] elsewhere; a collective that waits.
 
-        Arguments as of :meth:`gather_objects`.
+        The arguments are those of :meth:`gather_objects`.
         """
         values: list[Any] | None = [value] * self.world_size if self.rank == 0 else None
         self._run_objects(what, dist.gather_object, value, values, self.global_rank(0))
         return values or []
 
     def object_from_first(self, value: Any, what: str) -> Any:
-        """Rank 0's value, on every rank; a collective that waits.
+        """Returns rank 0's value on every rank; a collective that waits.
 
-        ``value``: rank 0's; it is pickled. That of others is not used. ``what``: is sent; the same
-        on all ranks.
+        ``value``: rank 0's value; it is pickled. The other ranks' values are not used. ``what``:
+        describes what is sent; the same on all ranks.
         """
         values = [value]
         self._run_objects(what, dist.broadcast_object_list, values, self.global_rank(0))
@@ -241,12 +242,12 @@ class ShardCollectives:
 
     def _run_objects(self, what: str, collective: Callable[..., Any], *arguments: Any) -> None:
         if self.world_size > 1:
-            # On a GPU the host waits, too.
+            # With NCCL, too, the host waits here.
             with self.waiting() if self.is_nccl else nullcontext():
                 self._run(what, collective, *arguments)
 
     def guarded(self, transfer: Callable[[], object]) -> None:
-        """Runs what some ranks do with each other, and no others.
+        """Runs a transfer among some of the ranks only.
 
         Raises:
             RankFailedError, OutOfStepError: it will not end.
@@ -269,7 +270,7 @@ class ShardCollectives:
             flat: 1-D, sum(sizes) elements, on every rank; not changed.
             sizes: elements of each rank's shard.
             shard: 1-D, this rank's elements, of the same dtype; overwritten.
-            name: of what is summed, for messages; the same on all ranks.
+            name: name of what is summed, for messages; the same on all ranks.
         """
         if self.world_size == 1:
             shard.copy_(flat)
@@ -294,8 +295,8 @@ class ShardCollectives:
         Args:
             flat: 1-D, sum(sizes) elements; overwritten.
             sizes: elements of each rank's shard.
-            name: of what is gathered, for messages; the same on all ranks.
-            part: 1-D, this rank's shard; None: it is in its place in ``flat``.
+            name: name of what is gathered, for messages; the same on all ranks.
+            part: 1-D, this rank's shard; None: it is already in its place in ``flat``.
         """
         if self.world_size == 1:
             return
@@ -319,13 +320,13 @@ class ShardCollectives:
         words: Callable[[int], str],
         choose: Callable[[int, int], int | None] = lambda _smallest, _largest: None,
     ) -> int:
-        """What all ranks do next, as one number; a collective that waits.
+        """Agrees with all ranks on what to do next, as one number; a collective that waits.
 
         Args:
-            index: this rank's; None: it does what the others do.
-            words: what a number stands for.
-            choose: which of the smallest and the largest it is where the ranks' numbers differ;
-                None: they must not.
+            index: this rank's number; None: it does what the others do.
+            words: says what a number stands for.
+            choose: called with the smallest and the largest number if the ranks' numbers differ;
+                returns the one to take, or None: they must not differ.
 
         Raises:
             OutOfStepError: the ranks do not agree; on all of them.
@@ -355,7 +356,7 @@ class ShardCollectives:
         return largest
 
     def maximum(self, values: Sequence[int], what: str = "the agreement on gradients") -> list[int]:
-        """The largest of each number over the ranks; a collective that waits."""
+        """Returns the largest of each number over the ranks; a collective that waits."""
         if self.world_size == 1:
             return list(values)
         table = torch.tensor(list(values), device=self._device())
@@ -367,7 +368,7 @@ class ShardCollectives:
         return torch.device("cuda" if self.is_nccl else "cpu")
 
     def broadcast_from_first(self, tensor: torch.Tensor) -> None:
-        """Rank 0's contents on all ranks, in place; of any dtype."""
+        """Copies rank 0's contents of a tensor of any dtype to all ranks, in place."""
         if self.world_size > 1:
             what = f"the broadcast of {tensor.numel()} weights"
             whole = tensor.contiguous()
@@ -382,18 +383,18 @@ class ShardCollectives:
             self._run(f"the all-reduce of {tensor.numel()} elements", dist.all_reduce, tensor)
 
     def meet(self, what: str, alike: Callable[[], Mapping[str, str]] = dict) -> None:
-        """The ranks are about to begin the same thing: where they could be out of step.
+        """Checks that all ranks are about to begin the same thing, where they could be out of step.
 
-        NCCL's collectives wait for one another, so that it is enough to note it. Gloo ends the
-        process where two of them do not fit, with nothing said: there the ranks ask first.
+        NCCL's collectives wait for one another, so it is enough to note what begins. Gloo ends the
+        process without a message if two collectives do not fit, so its ranks compare first.
 
         Args:
-            what: begins here.
-            alike: what all ranks must begin it with, by its key; gloo's ranks compare it.
+            what: describes what begins.
+            alike: returns the settings that all ranks must begin with, by key; used with gloo only.
 
         Raises:
-            OutOfStepError: it is something else on another rank; raised on all.
-            ConfigError: it is the same, but not what it begins with; raised on all.
+            OutOfStepError: another rank begins something else; raised on all ranks.
+            ConfigError: all begin the same, but with different settings; raised on all ranks.
         """
         if self.world_size == 1:
             return
@@ -423,10 +424,11 @@ class ShardCollectives:
     def agree_on_order(
         self, order: Sequence[int], early: Sequence[bool], *, has_seen: bool
     ) -> tuple[list[int], list[bool]] | None:
-        """One order for all ranks, and early only where every rank says so.
+        """Agrees on one order of the layers for all ranks, and on which of them are early.
 
         The order is that of the lowest rank that has seen a backward; a rank without one (it
-        computes no samples) has no say. None where no rank has.
+        computes no samples) has no say. A layer is early only if it is on all ranks that have a
+        say. Returns None if no rank has.
         """
         what = "the agreement on the layers' order"
         source = -self.maximum([-self.rank if has_seen else -self.world_size], what)[0]

@@ -15,7 +15,7 @@ class Ended(threading.Event):
     error: BaseException | None = None
 
     def result(self) -> Any:
-        """What it has returned, or raises what it has raised."""
+        """Returns what the task has returned, or raises what it has raised."""
         if self.error is None:
             return self.value
         try:
@@ -25,14 +25,14 @@ class Ended(threading.Event):
 
 
 class DaemonExecutor:
-    """A thread that does one thing after another.
+    """A thread that runs one task after another.
 
-    Not of concurrent.futures: the interpreter would wait for its threads at the end.
+    Not one of concurrent.futures: the interpreter would wait for it at its end.
     """
 
     def __init__(self, name: str, then: Callable[[], None] = lambda: None) -> None:
-        """``name``: of the thread, which starts with the first task; ``then``: called behind every
-        task, in that thread.
+        """``name``: name of the thread, which starts with the first task; ``then``: called after
+        every task, in that thread.
         """
         self._name = name
         self._then = then
@@ -59,15 +59,15 @@ class DaemonExecutor:
                 ended.value = task()
             except BaseException as error:
                 ended.error = error
-            # The thread blocks in get() next: what its frame refers to would live until then. And
-            # before set(), or the caller could go on with the tensors' memory still taken.
+            # The thread blocks in get() next: what its frame refers to would live until that
+            # returns. Before set(), or the caller could go on with the tensors' memory still taken.
             del task, item
             ended.set()  # after `error`, which the caller reads without a lock
             del ended
             self._then()
 
     def close(self, seconds: float = 0.0) -> None:
-        """No task follows; one that does not end within seconds is left alone."""
+        """Ends the thread after its tasks; leaves it alone if that takes more than ``seconds``."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join(seconds)

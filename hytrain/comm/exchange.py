@@ -1,4 +1,4 @@
-"""Tensors from rank to rank, and failures that all ranks learn of."""
+"""Sends tensors from rank to rank, and makes all ranks learn of a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hytrain.errors import CheckpointError
 _Found = TypeVar("_Found")
 
 BLOCK_ELEMENTS = 16 * 1024 * 1024
-"""Elements that one message carries at most: what a transfer stages on a GPU is bounded by it."""
+"""Elements that one message carries at most: this bounds what a transfer stages on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,12 @@ def raise_together(
     collectives: ShardCollectives,
     kind: type[CheckpointError] = CheckpointError,
 ) -> None:
-    """Raises on every rank what went wrong on any; a collective, and with that a barrier.
+    """Raises on every rank what went wrong on any; a collective, and so a barrier.
 
     ``kind``: the error's class; the same on all ranks.
 
     Raises:
-        CheckpointError: of that kind, naming the ranks where they do not all say the same.
+        CheckpointError: of that kind; it names the ranks unless all say the same.
     """
     if collectives.world_size == 1:
         if failure is not None:
@@ -111,7 +111,7 @@ def raise_together(
         return
     what = "the ranks' agreement on success"
     if not collectives.maximum([int(failure is not None)], what)[0]:
-        return  # a number each, where a text of each rank would go to every rank
+        return  # one number per rank, instead of every rank's text on every rank
     failures: list[str | None] = collectives.gather_objects(failure, what)
     if any(text is not None for text in failures):
         _raise_all(failures, kind)
@@ -132,12 +132,12 @@ def _raise_all(failures: Sequence[str | None], kind: type[CheckpointError]) -> N
 
 
 def from_first(find: Callable[[], _Found], collectives: ShardCollectives) -> _Found:
-    """What rank 0 finds, on every rank, so that all go the same way.
+    """Returns on every rank what rank 0 finds, so that all go the same way.
 
     ``find``: called on rank 0 only; its result is pickled.
 
     Raises:
-        CheckpointError: it failed on rank 0; of the class that it failed with.
+        CheckpointError: ``find`` failed; of the class that it raised, if a CheckpointError.
     """
     answer: tuple[_Found | None, CheckpointError | None] = None, None
     if collectives.rank == 0:

@@ -15,7 +15,7 @@ from hytrain.errors import OutOfStepError, RankFailedError
 
 Kind = Literal["error", "back", "found", "apart", "left"]
 Cause = tuple[int | None, RankFailedError | OutOfStepError]
-"""A rank, and what to raise for it."""
+"""The rank that is the cause (None: no single one), and what to raise for it."""
 
 _CONNECTION_WORDS = ("connection", "timed out", "timeout", "broken pipe", "socket", "read error")
 _AGAIN = "Start the job again from a checkpoint"
@@ -23,15 +23,15 @@ _AGAIN = "Start the job again from a checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """Something that a rank says, to all.
+    """A word: a message from one rank to all.
 
     Attributes:
-        kind: "error": it has failed of its own; "back": that holds no more; "found": it ends
+        kind: "error": it has failed by itself; "back": it has recovered from that; "found": it ends
             because ``about`` has failed; "apart": it ends because the ranks are out of step;
-            "left": it has closed its engine, and nothing comes any more.
+            "left": it has closed its engine and issues no more collectives.
         final: its process, or its part in the job, ends; otherwise it may come back.
         about: the rank that is the cause.
-        issued: collectives that it has begun.
+        issued: number of collectives that it has begun.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class Word:
 
 
 def is_connection_error(error: BaseException | None) -> bool:
-    """Whether an exception is, or comes of, a collective that broke off: another rank's doing."""
+    """Whether an exception comes from a collective that broke off because of another rank."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -60,39 +60,39 @@ def is_connection_error(error: BaseException | None) -> bool:
 
 
 class Words:
-    """The last word of each rank; of the watch's thread."""
+    """The last word of each rank; used by the watch's thread only."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._last: dict[int, Word] = {}
 
     def hear(self, word: Word) -> None:
-        """Takes note of a word; final ones are not written over."""
+        """Notes a word; a final one is never replaced."""
         before = self._last.get(word.rank)
         if before is None or not before.final:
             self._last[word.rank] = word
 
     def silent(self, gone: Iterable[int]) -> set[int]:
-        """Ranks that are gone, as this one or others have found, and have not said why."""
+        """Ranks that this one or others have found to be gone, and that have not said why."""
         given_up = {
             w.about for w in self._last.values() if w.kind == "found" and w.about is not None
         }
         return {*gone, *given_up} - {word.rank for word in self._last.values() if word.final}
 
     def has_anyone_left(self) -> bool:
-        """Whether a rank has closed its engine: no rank needs this one for long."""
+        """Whether a rank has closed its engine: then no rank needs this one for much longer."""
         return any(word.kind == "left" for word in self._last.values())
 
     def cause(self, gone: Mapping[int, str], *, number: int | None) -> Cause | None:
-        """The rank that has failed first, as far as can be told.
+        """Returns the rank that failed first, as far as can be told; None if none has failed.
 
-        ``gone``: descriptions of the ranks whose processes are gone. ``number``: of the collective
-        that this rank has waited for, longer than is usual; None: it does not wait.
+        ``gone``: descriptions of the ranks whose processes are gone. ``number``: that of the
+        collective that this rank has waited for longer than usual; None: it does not wait.
         """
         own = self._last.get(self._rank)
         others = [word for word in self._last.values() if word.rank != self._rank]
         causes = [_found(word, self._rank, number) for word in others]
-        # Where all have failed alike they may all go on; no rank waits for another.
+        # If all have failed alike, they may all go on: no rank waits for another.
         is_late = number is not None and (own is None or own.kind != "error")
         causes += [
             (word.rank, _has_failed(word))
@@ -121,7 +121,7 @@ def _found(word: Word, here: int, number: int | None) -> Cause | None:
         return None, OutOfStepError(word.text)
     if word.kind == "found" and word.about != here:
         return word.about, RankFailedError(word.text)
-    # It has given this one up, whatever for; this one may not have noticed.
+    # It has given this rank up, for whatever reason; this rank may not have noticed.
     if word.kind == "found" and number is not None:
         text = f"rank {word.rank} has ended because of this rank. It says: {word.text}"
         return word.rank, RankFailedError(f"{text}\n{_AGAIN}")
@@ -129,7 +129,7 @@ def _found(word: Word, here: int, number: int | None) -> Cause | None:
 
 
 def _left(word: Word, number: int | None) -> Cause | None:
-    # What it has begun comes to its end without it.
+    # Collectives that it has issued end without it.
     if word.kind != "left" or number is None or word.issued > number:
         return None
     if word.text:

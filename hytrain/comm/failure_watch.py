@@ -1,18 +1,18 @@
 """A thread that tells other ranks of a failure here, and this rank of a failure there.
 
 Without it, a rank that has failed leaves the others in a collective until the process group's
-timeout, half an hour by default. Nothing on the way of a step waits for it.
+timeout, half an hour by default. No step ever waits for the thread itself.
 
-- What a rank says (outbox.py) is on the process group's store (rank_status.py, store_looks.py): an
-  exception that ends a rank's process, or leaves one of its steps in the middle, with its text. The
-  others raise it.
+- A rank puts what it says (outbox.py) on the process group's store (rank_status.py,
+  store_looks.py): the text of an exception that ends its process, or that leaves one of its steps
+  in the middle. The other ranks raise it.
 - A process that is gone without a word was killed or has crashed (presence.py). The kernel tells of
   those on this host (local_processes.py), connections of those on others (peers.py).
-- Each rank counts its collectives and remembers what the last ones were. A rank that waits for
-  long (waits.py) asks all to publish theirs. Two that have different ones at one number can never
-  meet.
-- A rank that waits for others which only have not come yet says so, and where they stand: they may
-  be slow, or it may be where they never come, alone with weights that all ranks gather together.
+- Each rank counts its collectives and remembers what the last ones were. A rank that waits long
+  (waits.py) asks all ranks to publish theirs. Two ranks with different collectives of one number
+  can never meet.
+- If the others just have not come yet, a rank that waits logs it, and where they stand. They may be
+  slow, or never come: this rank may be alone in using weights that all ranks gather together.
 
 Collectives of NCCL are given up by aborting the group. Gloo's cannot be interrupted: a separate
 thread issues them and waits, and the training thread waits for that thread, and may give up. A
@@ -53,20 +53,20 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 ASK_SECONDS = 2.0
-"""Between two requests of a rank that waits."""
+"""Time between two requests of a rank that waits."""
 WARN_SECONDS = 30.0
 """How long a rank waits at least before it says which ranks it waits for."""
 EXPLAIN_SECONDS = 6.0
-"""For which a collective that has broken off waits for its reason."""
+"""How long a collective that has broken off waits for the reason."""
 STORE_SECONDS = 4.0
-"""For which a new connection to a store that was lost is tried, or its answer waited for."""
+"""How long a rank tries to reconnect to a store that was lost, or waits for its answer."""
 CONFIRM_SECONDS = 0.4
-"""A process must be gone for so long before it is reported: its last words may be on the way."""
+"""How long a process must be gone before it is reported: its last words may be on the way."""
 UNREACHABLE_SECONDS = 60.0
-"""After that a host that does not answer is given up, by ranks that wait for it. (That it does not
-is known after a quarter of a minute.)"""
+"""How long a host does not answer before ranks that wait for it give it up. (That it does not is
+known after a quarter of a minute.)"""
 STORE_UNREACHABLE_SECONDS = 75.0
-"""The same of the store, whose last answer is the beginning."""
+"""The same for the store, counted from its last answer."""
 SAME_NUMBER = (
     "With ZeRO-2 and higher all ranks must make the same number of backward passes between two "
     "steps: where they have different numbers of micro-batches, use engine.train_batch. Start the "
@@ -78,19 +78,19 @@ _CLOSING_SECONDS = 5.0
 
 @dataclass(slots=True)
 class _Requests:
-    """What a rank asks of the others in its last long wait, which began at ``since``."""
+    """A rank's requests to the others in its last long wait, which began at ``since``."""
 
     since: float = 0.0
     number: int = 0
     asked_at: float = -math.inf
     warned_of: float | None = None
-    """The wait of which it has said that ranks are missing."""
+    """When the wait began for which it has last logged that ranks are missing."""
 
     def ask(self, now: float, since: float, patience: float) -> bool:
-        """Once more; whether to say now which ranks this one waits for."""
+        """Counts one more request; returns whether to log now which ranks this one waits for."""
         self.number = self.number + 1 if since == self.since else 1
         self.asked_at, self.since = now, since
-        # Two requests before have given the others time to publish.
+        # The two earlier requests have given the others time to publish.
         is_due = self.number > 2 and now - since > max(WARN_SECONDS, patience)
         return is_due and since != self.warned_of
 
@@ -112,17 +112,17 @@ class RankWatch:
         peers: Peers | None = None,
         ending: Ending | None = None,
     ) -> None:
-        """Starts the thread; the calling one is that which trains.
+        """Starts the watching thread; the calling thread is the one that trains.
 
         Args:
-            connect: makes a connection of the watch's own to the store that the ranks share.
-            abort: ends the collectives that are under way, where they can be ended.
-            prefix: of keys in the store; the same for these ranks, another one for every engine.
+            connect: opens a connection of the watch's own to the store that the ranks share.
+            abort: ends the collectives that are under way, if they can be ended.
+            prefix: prefix of keys in the store; the same on these ranks, another for every engine.
             can_interrupt: whether collectives can be ended.
-            mark: of the queue that collectives are issued to, where a device has one.
-            processes: of all ranks; (): they know of each other by the store only.
-            peers: connections to ranks of other hosts, from now on the watch's; None: one host.
-            ending: of this process, when the job is lost; None: it goes on.
+            mark: event to record behind collectives on the current stream; None without a device.
+            processes: those of all ranks; (): they know of each other through the store only.
+            peers: connections to ranks of other hosts, closed by the watch; None: one host.
+            ending: ends this process when the job is lost; None: the process goes on.
         """
         self._rank = rank
         self._abort = abort
@@ -141,9 +141,9 @@ class RankWatch:
         self._failed = threading.Event()
         self._closed = threading.Event()
         self._wake = threading.Event()
-        # Guards the end, too: a watch that is closed must not fail.
+        # Its lock guards the end, too: a watch that is closed must not fail.
         self._outbox = Outbox(rank, world_size, self._is_cut_off)
-        # What follows is of the watching thread alone.
+        # What follows is used by the watching thread alone.
         self._presence = Presence(rank, processes, peers)
         self._words = Words(rank)
         self._is_behind = False
@@ -158,7 +158,7 @@ class RankWatch:
     # -- the training thread -------------------------------------------------------------------
 
     def issue(self, what: str) -> None:
-        """A collective is about to be issued; ``what`` is the same on all ranks.
+        """Notes that a collective is about to be issued; ``what`` is the same on all ranks.
 
         Raises:
             RankFailedError, OutOfStepError: it will not end.
@@ -170,7 +170,7 @@ class RankWatch:
             self._say("back", "", final=False)
 
     def check(self) -> None:
-        """Raises what has been found; costs nothing where nothing has.
+        """Raises the failure that was found, if any; costs nothing otherwise.
 
         Raises:
             RankFailedError: another rank has failed.
@@ -182,10 +182,10 @@ class RankWatch:
 
     @contextmanager
     def waiting(self) -> Generator[None]:
-        """The host waits for other ranks while it lasts.
+        """Declares that the host waits for other ranks while the block runs.
 
         Raises:
-            RankFailedError, OutOfStepError: in vain.
+            RankFailedError, OutOfStepError: the wait is in vain.
         """
         try:
             with self._waits.on_host():
@@ -193,14 +193,14 @@ class RankWatch:
                 # A device whose collectives were aborted goes on with garbage.
                 self.check()
         except Exception as error:
-            # What was read of a device whose collectives were aborted is no error of its own.
+            # An error from what a device with aborted collectives has computed is only a symptom.
             if self._failure is not None and error is not self._failure:
                 self._hold_ending()
                 raise self._failure from error
             raise
 
     def run(self, collective: Callable[[], object]) -> None:
-        """Runs a collective to its end, or until that will not come.
+        """Runs a collective (NCCL: issues it) until it ends, or is known never to end.
 
         Raises:
             RankFailedError, OutOfStepError: it will not end.
@@ -227,9 +227,9 @@ class RankWatch:
             raise failure from error
 
     def explain(self, error: Exception) -> RankFailedError | OutOfStepError | None:
-        """What is behind a collective that has failed; None where no rank has said anything.
+        """Returns the failure behind a failed collective; None if no rank has said anything.
 
-        Waits for it where another rank must be behind it.
+        Waits for it if another rank must be the cause.
         """
         is_new = error is not self._explained and not self._closed.is_set()
         if self._failure is None and is_new and is_connection_error(error):
@@ -247,7 +247,7 @@ class RankWatch:
         ``error``: the failure. ``final``: the process ends; otherwise others wait for a while, as
         this rank may come back.
         """
-        # What happens after another rank's failure is no cause of anything.
+        # What happens after another rank's failure is not a cause.
         if self._is_over() or isinstance(error, (RankFailedError, OutOfStepError)):
             return
         self._told = True
@@ -256,15 +256,15 @@ class RankWatch:
         self._say("error", f"{type(error).__name__}: {error}"[:_MOST_TEXT], final=final)
 
     def leave(self, text: str = "") -> None:
-        """This rank makes no collectives any more: no failure, but for those who wait for it.
+        """Tells that this rank issues no more collectives: a failure only for ranks that wait.
 
-        ``text``: why, where that is not what it should be.
+        ``text``: why, if not because the engine was closed.
         """
         if not self._is_over():
             self._say("left", text, final=True)
 
     def _is_over(self) -> bool:
-        # A forked child's mistakes are its own.
+        # A forked child's failures are not this rank's.
         is_forked = os.getpid() != self._process
         has_ended = self._outbox.has_ended or self._closed.is_set()
         return is_forked or has_ended or self._failure is not None
@@ -282,7 +282,7 @@ class RankWatch:
             return
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
-            # On its way out, through clean-up code; it may never reach the excepthook.
+            # It is on its way out, through clean-up code, and may never reach the excepthook.
             self.explain(error)
             self.tell(error, final=True)
         self.leave()
@@ -300,7 +300,7 @@ class RankWatch:
         self._store.close(_CLOSING_SECONDS)
 
     def _hold_ending(self) -> None:
-        """An exception is on its way: none needs to be brought about."""
+        """Tells the ending that an exception is on its way, so that it need not raise one."""
         if self._ending is not None:
             self._ending.told()
 
@@ -319,7 +319,7 @@ class RankWatch:
             except Exception:
                 logger.exception("the watch of the other ranks goes on after an error of its own")
         self._presence.close()
-        # Until the interpreter ends, or something that waits for other ranks is ended.
+        # Until the interpreter ends, or the process is ended because it waits for other ranks.
         while self._failure is not None and self._ending is not None:
             self._ending.turn()
             time.sleep(POLL_SECONDS)
@@ -377,7 +377,7 @@ class RankWatch:
         # A rank that was killed will not acknowledge.
         killed = self._words.silent(self._presence.gone_since)
         self._outbox.sent(said, news.know_end + len(killed))
-        self._decide(now)  # the cause that a rank gives comes before what follows of it
+        self._decide(now)  # the cause that a rank gives comes before its consequences
         mine = dict(self._history.recent())
         for rank, other in news.histories.items():
             for number, there in other:
@@ -391,7 +391,7 @@ class RankWatch:
     # -- judgement -----------------------------------------------------------------------------
 
     def _decide(self, now: float) -> None:
-        """Fails where another rank has."""
+        """Fails this rank if another one has failed."""
         broken, lost_since = self._broken, self._store.lost_since
         # A rank that has left will not come to a collective that has broken off.
         is_late = broken is not None or self._waits.late_since(now) is not None
@@ -415,7 +415,7 @@ class RankWatch:
             self._lose_store("cannot be reached any more")
 
     def _is_silent(self, rank: int, now: float) -> bool:
-        """Whether the last words of a rank that is gone would have come."""
+        """Whether the last words of a rank that is gone would have come by now."""
         since = self._presence.gone_since[rank]
         if self._store.lost_since is None:
             is_missing = now - since > STORE_SECONDS and not self._is_behind
@@ -431,7 +431,7 @@ class RankWatch:
         self._fail(RankFailedError(text), "error")
 
     def _lose_connection(self, text: str) -> None:
-        """Fails where a connection broke off to a rank whose watch cannot say why."""
+        """Fails this rank if a connection broke off to a rank whose watch cannot say why."""
         ranks, has_unheard = self._presence.suspects(text)
         if not ranks:
             return
@@ -454,15 +454,15 @@ class RankWatch:
         with self._outbox.changed:
             if self._failure is not None or self._closed.is_set():
                 return
-            # Before any thread is woken: it looks for the failure at once. And with its word:
-            # that thread may go on to close(), which waits for what was said.
+            # Before any thread is woken: it looks for the failure at once. And together with the
+            # word: that thread may go on to close(), which waits for what was said.
             self._failure = failure
             self._say(kind, str(failure), final=True, about=about)
         logger.error("%s", failure)
         if self._ending is not None:
             self._ending.require(failure)
         if self._can_interrupt:
-            # It may take long, or for ever: in a thread that is not waited for to its end.
+            # In a thread that is joined with a limit: it may take long, or forever.
             aborting = threading.Thread(target=self._end_collectives, daemon=True)
             aborting.start()
             aborting.join(POLL_SECONDS)
@@ -473,7 +473,7 @@ class RankWatch:
             self._abort()
 
     def _warn(self, now: float, since: float, standings: dict[int, tuple[int, str]]) -> None:
-        """Says once a wait which ranks have not come to where this one is."""
+        """Logs, once per wait, which ranks have not come to where this one is."""
         number, what = self._history.last
         behind = [rank for rank, (issued, _) in standings.items() if issued <= number]
         if not behind:

@@ -1,4 +1,4 @@
-"""Which process a rank is, for the others, and whether one of this host has ended."""
+"""Tells other ranks which process a rank is, and whether a process of this host has ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Process:
 
 
 def machine_identity() -> str:
-    """The running kernel and the pid namespace; "" where processes cannot be watched."""
+    """The running kernel and the pid namespace; "" if processes cannot be watched."""
     try:
         os.close(os.pidfd_open(os.getpid()))  # Linux 5.3; a container may forbid it
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -41,7 +41,7 @@ def machine_identity() -> str:
 
 
 def this_process() -> Process:
-    """The calling one."""
+    """The calling process."""
     return Process(machine_identity(), socket.gethostname(), os.getpid())
 
 
@@ -51,7 +51,7 @@ def are_of_one_host(processes: Sequence[Process]) -> bool:
 
 
 class WatchedProcess:
-    """A process of this host. The kernel's handle is of that one, also if its number is reused."""
+    """A process of this host, by the kernel's handle, which holds even if its number is reused."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -60,9 +60,9 @@ class WatchedProcess:
             self._handle = os.pidfd_open(pid)
 
     def is_gone(self) -> bool:
-        """Whether it has ended, or is about to and will do nothing any more.
+        """Whether the process has ended, or is about to end and will do nothing any more.
 
-        A stopped one, or one that waits for a disk, is there.
+        A process that is stopped, or waits for a disk, is not gone.
         """
         if self._handle is None:
             return True
@@ -84,14 +84,14 @@ class WatchedProcess:
             return False  # hidden, or just gone: the handle tells
 
     def close(self) -> None:
-        """Gives the handle back."""
+        """Closes the handle."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
 def watched_by(rank: int, processes: Sequence[Process]) -> dict[int, WatchedProcess]:
-    """The ranks of one rank's host, without itself."""
+    """The processes of the other ranks on one rank's host, by rank."""
     watched: dict[int, WatchedProcess] = {}
     for other, process in enumerate(processes):
         if other != rank and process.machine and process.machine == processes[rank].machine:

@@ -11,13 +11,13 @@ _FLUSH_SECONDS = 10.0
 
 
 class Outbox:
-    """The words of one rank that are not on the store yet; all threads say some.
+    """The words of one rank that are not on the store yet; any thread may add one.
 
     Attributes:
         changed: guards everything here, and whatever must happen together with a word. Notified
             when the store was used: flush() waits for it.
-        has_ended: a final word was said.
-        is_flushing: flush() waits.
+        has_ended: whether a final word was said.
+        is_flushing: whether flush() waits.
     """
 
     def __init__(self, rank: int, world_size: int, is_cut_off: Callable[[], bool]) -> None:
@@ -32,33 +32,33 @@ class Outbox:
         self._know_end = 0
 
     def say(self, word: Word) -> None:
-        """One more."""
+        """Adds a word."""
         with self.changed:
             self.has_ended = self.has_ended or word.final
             self._unsent.append(word)
 
     @property
     def words(self) -> tuple[Word, ...]:
-        """What is to be sent."""
+        """The words that are to be sent."""
         return tuple(self._unsent)
 
     def sent(self, count: int, know_end: int) -> None:
-        """The first ``count`` are on the store, and so many ranks know of the first one's end."""
+        """Notes that ``count`` words are on the store; ``know_end`` ranks know of rank 0's end."""
         with self.changed:
             del self._unsent[:count]
             self._know_end = know_end
 
     def used_store(self) -> None:
-        """A look has ended, in vain or not."""
+        """Notes that a look has ended, in vain or not."""
         with self.changed:
             self.is_flushing = self.is_flushing and not self._is_flushed()
             self.changed.notify_all()
 
     def flush(self, wake: Callable[[], None]) -> None:
-        """Returns when the others can know what was said; after a while, in any case.
+        """Returns when the others can know what was said; after 10 s in any case.
 
-        The store may end with this process: then they must have read it. ``wake``: the thread that
-        sends.
+        The store may end with this process: then they must have read it. ``wake``: wakes the thread
+        that sends.
         """
         with self.changed:
             self.is_flushing = True

@@ -1,12 +1,13 @@
 """Connections between the watches of several hosts, which tell whether a process is there.
 
-Of a process on another host the store says nothing. So the ranks make a ring: each connects to the
-next and to the previous one, and holds the connection. One that closes is made again. If that is
-refused, the process is gone: the kernel of one that is stopped still accepts, and a host that is
-down, or behind a network that is, does not answer.
+The store says nothing about a process on another host. So the ranks form a ring: each connects to
+the next and to the previous one, and holds the connection. One that closes is made again. If that
+is refused, the process is gone: the kernel still accepts for a process that is stopped, and a host
+that is down, or whose network is, does not answer.
 
-Ranks of one host need none of it. Others listen at one address. A caller has a few seconds to show
-the secret that only ranks have, which is all that is ever read; few may wait at a time.
+If all ranks are on one host, none of this is needed. Otherwise each listens at one address. A
+caller has a few seconds to show the secret that only ranks have; nothing else is ever read, and few
+may wait at a time.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ from dataclasses import dataclass
 GREETING_SECONDS = 5.0
 REDIAL_SECONDS = 1.0
 _CONNECT_SECONDS = 0.2
-"""The watch waits for it: of a host that does not answer, once a second."""
+"""How long the watch waits for a connection: once a second if a host does not answer."""
 _MOST_CALLERS = 8
-"""Connections that have not shown the secret yet: any process can open one."""
+"""Connections that have not shown the secret yet, at most: any process can open one."""
 _MOST_ACCEPTED = 64
-"""In a turn."""
+"""Connections accepted in a turn, at most."""
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 17_000}
-"""The kernels ask each other: a stopped process's answers, a host that is down does not."""
+"""The kernels probe each other: that of a stopped process answers, a host that is down does not."""
 _LOCAL = ("127.", "::1", "fe80")
 
 
 def neighbours_of(rank: int, world_size: int) -> set[int]:
-    """The two ranks that one is connected to; if one has another, that one has it, too."""
+    """The (at most two) ranks that a rank is connected to; they are connected to it, too."""
     return {(rank + 1) % world_size, (rank - 1) % world_size} - {rank}
 
 
 def address_for_ranks() -> str | None:
-    """Where ranks of other hosts reach this one; None: nowhere.
+    """Returns the address at which ranks of other hosts reach this one; None: there is none.
 
-    On the interface that the process group is told to use, else where this host reaches the master,
-    else where its default route goes.
+    It is that of the interface that the process group is told to use, else of the one by which this
+    host reaches the master, else of its default route.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         interface = os.environ.get(variable, "").partition(",")[0].strip("= ")
-        if interface and not interface.startswith("^"):  # else it names those to leave out
+        if interface and not interface.startswith("^"):  # "^": it names those to leave out
             return _address_of(interface)
-    for host in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):  # of RFC 5737
+    for host in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):  # example address of RFC 5737
         with suppress(OSError):
             family, kind, _, _, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
@@ -77,9 +78,9 @@ class Address:
     """Where a rank listens.
 
     Attributes:
-        host: its address, of IPv4 or IPv6.
-        secret: shown by who connects.
-        answer: shown to them. The ranks tell each other both by a collective.
+        host: the IPv4 or IPv6 address.
+        secret: shown by a rank that connects.
+        answer: shown to it. The ranks tell each other both by a collective.
     """
 
     host: str
@@ -89,15 +90,15 @@ class Address:
 
 
 class Listener:
-    """This rank's port."""
+    """The port at which this rank listens."""
 
     def __init__(self, host: str) -> None:
         """
         Args:
-            host: the address to listen at; at no other one.
+            host: the only address to listen at.
 
         Raises:
-            OSError: that cannot be.
+            OSError: it cannot listen there.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = _own(socket.create_server((host, 0), family=family))
@@ -107,7 +108,7 @@ class Listener:
         self._ranks: list[socket.socket] = []
 
     def turn(self) -> None:
-        """Accepts, and closes what is no rank's, or not any more."""
+        """Accepts connections; closes those that are not, or no longer, a rank's."""
         with suppress(OSError):  # no connection is waiting
             for _ in range(_MOST_ACCEPTED):
                 self._callers.append((_own(self._socket.accept()[0]), time.monotonic()))
@@ -130,13 +131,13 @@ class Listener:
                 self._ranks.append(caller)
             else:
                 caller.close()
-        # A rank shows it as it connects: who has waited longest is none.
+        # A rank shows the secret as it connects: a caller that has waited longest is no rank.
         for caller, _ in waiting[:-_MOST_CALLERS]:
             caller.close()
         self._callers = waiting[-_MOST_CALLERS:]
 
     def close(self) -> None:
-        """Closes everything."""
+        """Closes the port and all connections."""
         for each in [self._socket, *self._ranks, *(caller for caller, _ in self._callers)]:
             each.close()
 
@@ -149,13 +150,13 @@ class Link:
         self._connection: socket.socket | None = None
         self._dialled_at = -REDIAL_SECONDS
         self.has_answered = False
-        """Whether the rank has ever done so."""
+        """Whether the other rank has ever answered."""
         self.is_refused = False
         """Whether the process was there, and nothing listens at its port any more."""
         self.unreachable_since: float | None = None
 
     def turn(self) -> None:
-        """Connects, if that must be, and sees what has become of the connection."""
+        """Connects if necessary, and finds out what has become of the connection."""
         if self._connection is None and not self.is_refused:
             self._dial()
         shown = None if self._connection is None else _received(self._connection)
@@ -173,13 +174,13 @@ class Link:
             where = (self._other.host, self._other.port)
             connection = _own(socket.create_connection(where, timeout=_CONNECT_SECONDS))
         except ConnectionRefusedError:
-            # Of a rank that has never answered it may be a firewall.
+            # For a rank that has never answered, a firewall may refuse.
             self.is_refused = self.has_answered
         except OSError:
             self.unreachable_since = self.unreachable_since or now
         else:
             self._connection, self.unreachable_since = connection, None
-            with suppress(OSError, AttributeError):  # of another system
+            with suppress(OSError, AttributeError):  # not on every system
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for name, value in _KEEP_ALIVE.items():
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -187,18 +188,18 @@ class Link:
                 connection.send(self._other.secret.encode())
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
 class Peers:
-    """This rank's connections; of the watch's thread."""
+    """This rank's connections; used by the watch's thread only."""
 
     def __init__(self, rank: int, listener: Listener, addresses: Sequence[Address | None]) -> None:
-        """``listener``: its port; from now on this object's. ``addresses``: of all ranks; None: it
-        could not listen.
+        """``listener``: this rank's port, closed by this object. ``addresses``: those of all ranks;
+        None for a rank that could not listen.
         """
         self._listener = listener
         self._addresses = addresses
@@ -207,7 +208,7 @@ class Peers:
         self._links = {other: Link(address) for other, address in where.items() if address}
 
     def turn(self) -> None:
-        """Twice a second."""
+        """Serves the port and the connections; called twice a second."""
         for each in (self._listener, *self._links.values()):
             each.turn()
 
@@ -216,7 +217,7 @@ class Peers:
         return [rank for rank, link in self._links.items() if link.is_refused]
 
     def unreachable(self) -> dict[int, float]:
-        """Seconds for which the hosts of neighbours that were there have not answered."""
+        """Seconds for which hosts have not answered, of neighbours that have answered before."""
         now = time.monotonic()
         return {
             rank: now - link.unreachable_since
@@ -233,13 +234,13 @@ class Peers:
         return {r for r, where in enumerate(self._addresses) if where and f"[{where.host}]" in text}
 
     def close(self) -> None:
-        """Closes everything."""
+        """Closes the port and all connections."""
         for each in (self._listener, *self._links.values()):
             each.close()
 
 
 def _received(connection: socket.socket) -> bytes | None:
-    """What has come, some bytes at most; b"": the end; None: nothing yet."""
+    """Returns what has come, at most 64 bytes; b"": the connection's end; None: nothing yet."""
     try:
         return connection.recv(64)
     except (BlockingIOError, InterruptedError):
@@ -258,7 +259,7 @@ def _own(connection: socket.socket) -> socket.socket:
 
 
 def _close_in_child() -> None:
-    # A data loader's worker outlives its killed rank by seconds: with the connections open in it
+    # A data loader's worker outlives its killed rank by seconds: if it held the connections open,
     # the other ranks would take the rank for alive.
     for connection in list(_sockets):
         with suppress(OSError):

@@ -9,7 +9,7 @@ from hytrain.comm.peers import Peers
 
 
 class Presence:
-    """Seen from one rank: the kernel tells of its own host, connections of others.
+    """Presence as one rank sees it: the kernel tells of its own host, connections of others.
 
     Attributes:
         gone_since: when each process that is gone was first missed.
@@ -18,9 +18,9 @@ class Presence:
     def __init__(self, rank: int, processes: Sequence[Process], peers: Peers | None) -> None:
         """
         Args:
-            rank: this one.
-            processes: of all ranks; (): they know of each other by the store only.
-            peers: connections to ranks of other hosts, from now on this object's; None: one host.
+            rank: this rank.
+            processes: those of all ranks; (): they know of each other through the store only.
+            peers: connections to ranks of other hosts, closed by this object; None: one host.
         """
         self._processes = processes
         self._here = watched_by(rank, processes)
@@ -29,11 +29,11 @@ class Presence:
 
     @property
     def has_other_hosts(self) -> bool:
-        """Whether there are connections to ranks of others."""
+        """Whether there are connections to ranks of other hosts."""
         return self._peers is not None
 
     def turn(self, now: float) -> None:
-        """Twice a second."""
+        """Finds out which processes are gone; called twice a second."""
         gone = [rank for rank, process in self._here.items() if process.is_gone()]
         if self._peers is not None:
             self._peers.turn()
@@ -42,7 +42,7 @@ class Presence:
             self.gone_since.setdefault(rank, now)
 
     def name(self, rank: int) -> str:
-        """Of a rank's process."""
+        """Returns the words for a rank's process."""
         return str(self._processes[rank]) if self._processes else "its process"
 
     def unreachable(self) -> dict[int, float]:
@@ -50,8 +50,8 @@ class Presence:
         return {} if self._peers is None else self._peers.unreachable()
 
     def suspects(self, text: str) -> tuple[list[int], bool]:
-        """Ranks of other hosts of which a connection has broken off, as torch says in a text, or
-        may have; and whether one of them has never answered."""
+        """Returns ranks of other hosts to which a connection is or may be lost, and whether one of
+        them has never answered. ``text``: torch's error, which may name a host's address."""
         if self._peers is None:
             return [], False
         unheard = self._peers.unheard()
@@ -60,7 +60,7 @@ class Presence:
         return ranks, not unheard.isdisjoint(ranks)
 
     def close(self) -> None:
-        """Gives handles and connections back."""
+        """Closes handles and connections."""
         for each in (self._peers, *self._here.values()):
             if each is not None:
                 each.close()

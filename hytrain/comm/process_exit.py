@@ -1,11 +1,11 @@
-"""Ends a process that cannot go on: with an exception where that is possible, else at once.
+"""Ends a process that cannot go on: with an exception if that is possible, else at once.
 
 A rank whose job is lost may stand where no exception reaches it: in a collective of gloo's that
 waits for another survivor, in a call of the user's own, or in code that has no collective for an
-hour. And on its way out, what was left behind may hold it: destructors wait for threads that wait
-for a collective, and a thread that comes back from one while the interpreter ends aborts it.
+hour. On its way out it may be held up by what it leaves behind: destructors wait for threads that
+wait for a collective, and a thread that comes back from one while the interpreter ends aborts it.
 
-Publishes a fatal exception to the other ranks before the default excepthook runs.
+Also publishes a fatal exception to the other ranks before the default excepthook runs.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from hytrain.comm.failure_messages import is_connection_error
 from hytrain.errors import HyTrainError, OutOfStepError, RankFailedError
 
 RAISE_SECONDS = 1.5
-"""After that a thread that has met no collective by itself gets the exception where it is."""
+"""After this time the exception is raised in a thread that has come to no collective by itself."""
 STUCK_SECONDS = 4.5
-"""After that a process whose thread has not come out of where it stands is ended."""
+"""After this time a process is ended whose thread has not come out of where it stands."""
 EXIT_SECONDS = 5.0
-"""What a lost process may take for handlers of atexit."""
+"""How long a lost process may take for its atexit handlers."""
 CAUGHT_SECONDS = 30.0
-"""The same where the failure was caught, and the interpreter takes itself down."""
+"""The same if the failure was caught, and the interpreter shuts down by itself."""
 
 
 class Ending:
     """The end of this process, once that is certain."""
 
     def __init__(self) -> None:
-        """For the calling thread."""
+        """The thread to end is the calling one."""
         self._thread = threading.get_ident()
         self._failure: HyTrainError | None = None
         self._since: float | None = None
@@ -48,27 +48,27 @@ class Ending:
         self._was_told = False
         self._told = threading.Event()
         # Held from the look at _told to the raise: without it told() could clear the exception in
-        # between, and the thread would get it once more while the first one unwinds it. A signal's
-        # handler may come to told() within told(): not a Lock, which it would wait for forever.
+        # between, and the thread would get it once more while the first one unwinds it. Not a Lock:
+        # a signal's handler may call told() within told(), and would wait for a Lock forever.
         self._raising = threading.RLock()
 
     def told(self) -> None:
-        """The thread is about to raise the failure, or one of its own, by itself."""
+        """Notes that the thread is about to raise the failure, or one of its own, by itself."""
         with self._raising:
             self._told.set()
             if self._failure is not None and threading.get_ident() == self._thread:
                 _raise_in(self._thread, None)  # not once more
 
     def require(self, failure: HyTrainError) -> None:
-        """From now on the process is to end; :meth:`turn` must be called again and again.
+        """Requires the process to end; from now on :meth:`turn` must be called again and again.
 
-        ``failure``: what its thread is to raise.
+        ``failure``: what the thread is to raise.
         """
         self._failure = failure
         _failures.append(failure)
         process = os.getpid()
         with suppress(Exception):  # the interpreter may be ending already
-            # Also where the failure is caught, the end of the process must come.
+            # Even if the failure is caught, the process must end.
             atexit.register(lambda: os.getpid() == process and limit_exit(CAUGHT_SECONDS))
 
     def turn(self) -> None:
@@ -91,7 +91,7 @@ class Ending:
             self._raise()
 
     def _raise(self) -> None:
-        """The failure as a class, which is what can be raised in another thread."""
+        """Raises the failure in the thread, as a class: only that can be raised in another one."""
         failure, told = self._failure, self._told
         kind = type(failure)
 
@@ -126,7 +126,7 @@ def _is_held(stack: list[Call]) -> bool:
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Has a thread raise ``kind`` at its next line; None: not any more."""
+    """Has a thread raise ``kind`` at its next line; None: cancels that."""
     exception = ctypes.py_object(kind) if kind is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
 
@@ -141,18 +141,18 @@ _is_limited = False
 
 
 def limit_exit(seconds: float) -> None:
-    """The process ends within seconds, whatever holds it. The first limit is the one."""
+    """Ends the process within ``seconds``, whatever holds it. Only the first limit counts."""
     global _is_limited
     if _is_limited:
         return
     _is_limited = True
     with suppress(Exception):
-        # A thread of C: it needs no interpreter, which may be gone by then.
+        # By a thread of C, which needs no interpreter: that may be gone by then.
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
 
 
 def exit_with(code: int) -> None:
-    """The interpreter's own end is left out, once handlers of atexit have run.
+    """Has the process end after its atexit handlers, without the interpreter's own shutdown.
 
     Threads that wait in collectives of gloo cannot be ended. One that comes back while the
     interpreter is being taken down is unwound through C++ that does not allow it: SIGABRT.
@@ -176,21 +176,21 @@ class Watch(Protocol):
     """Publishes the end of this process to the other ranks."""
 
     def tell(self, error: BaseException, *, final: bool) -> None:
-        """The error is published to the other ranks."""
+        """Publishes an error to the other ranks."""
         ...
 
     def explain(self, error: Exception) -> object:
-        """A connection was lost: another rank's failure is looked for."""
+        """Looks for another rank's failure behind a connection that was lost."""
         ...
 
     def flush(self) -> None:
-        """Until what was told is there."""
+        """Waits until what was told is there."""
         ...
 
 
 _open_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _failures: list[HyTrainError] = []
-"""What this process has found; the first is the reason of its end."""
+"""The failures that this process has found; the first is the reason for its end."""
 _hooked = False
 
 

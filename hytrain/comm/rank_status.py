@@ -1,7 +1,7 @@
 """What ranks tell each other beside their collectives: notes on the process group's store.
 
 Every rank looks at the store twice a second and finds two counters: of the words that ranks have
-said (failure_messages.py), and of requests to publish. A rank that waits for long asks all to
+said (failure_messages.py), and of requests to publish. A rank that waits long asks all ranks to
 publish which collectives they have issued and where they stand.
 """
 
@@ -22,35 +22,35 @@ from hytrain.testing import faults
 
 _HISTORY = 256
 _UNWRITTEN_SECONDS = 2.0
-"""After that a word that was announced is not waited for: its rank was killed in between."""
+"""How long a word that was announced is waited for: its rank may have been killed in between."""
 _MOST_WORDS = 16
-"""That a rank reads in a look: where all fail, each reads until it knows why, not all that is said.
-Rank 0 reads everything, as it may hold the store and counts who knows of its end."""
+"""Words that a rank reads in a look, at most: if all ranks fail, each reads only until it knows
+why. Rank 0 reads everything, as it may hold the store and counts the ranks that know of its end."""
 _MOST_WARNERS = 8
-"""Ranks that read where all others stand, of those that wait at one collective."""
+"""How many of the ranks that wait at one collective read where all others stand."""
 
 
 class History:
-    """A rank's collectives, in their order; the last ones have their names."""
+    """A rank's collectives: their number, and the last ones in order, with their names."""
 
     def __init__(self) -> None:
         self.issued = 0
         self._recent: deque[tuple[int, str]] = deque(maxlen=_HISTORY)
 
     def add(self, what: str) -> None:
-        """One more; ``what`` is the same on all ranks."""
+        """Adds a collective; ``what`` is the same on all ranks."""
         # Number and name in one append: the watching thread, which takes no lock, must never see a
-        # number with another one's name.
+        # number with another collective's name.
         self._recent.append((self.issued, what))
         self.issued += 1
 
     @property
     def last(self) -> tuple[int, str]:
-        """The last one's number, from 0, and name."""
+        """The last collective's number, counted from 0, and name."""
         return self._recent[-1] if self._recent else (-1, "nothing")
 
     def recent(self) -> list[tuple[int, str]]:
-        """The last ones."""
+        """The last collectives' numbers and names."""
         return list(self._recent)
 
 
@@ -59,12 +59,12 @@ class News:
     """What a look at the store has found.
 
     Attributes:
-        began: when, of time.monotonic(): what was written before is in here.
-        words: those that are new.
-        is_behind: there are more, which the next look finds.
-        know_end: ranks that know that the first one ends, or have ended themselves.
-        histories: of this rank's neighbours, if it has asked.
-        standings: of all ranks, if wanted: collectives issued, and the line that they stand at.
+        began: when the look began (time.monotonic()): what was written before is in here.
+        words: the new words.
+        is_behind: whether there are more, which the next look finds.
+        know_end: number of ranks that know that the first one ends, or have ended themselves.
+        histories: collectives of this rank's neighbours, if it has asked.
+        standings: if wanted, collectives issued by each rank, and the line at which it stands.
     """
 
     began: float
@@ -76,24 +76,24 @@ class News:
 
 
 class StatusStore:
-    """The notes. Its calls cannot be interrupted and may take for ever: of a thread of its own."""
+    """The notes. Calls cannot be interrupted and may block forever: for a thread of their own."""
 
     def __init__(self, rank: int, world_size: int, connect: Callable[[], Any], prefix: str) -> None:
-        """``connect``: makes a connection of the thread's own. ``prefix``: of keys; the same for
-        the ranks of this group, another one for every engine.
+        """``connect``: opens a connection of the thread's own. ``prefix``: prefix of keys; the same
+        on the ranks of this group, another one for every engine.
         """
         self._rank = rank
         self._world_size = world_size
         self._connect = connect
         self._prefix = prefix
-        self._store: Any = None  # torch's, whose type is too general to say what it has
+        self._store: Any = None  # torch's; its declared type lacks some of its methods
         self._heard = 0
         self._missing_since: float | None = None
         self._asked = 0
         self._knows_end = False
 
     def again(self) -> StatusStore:
-        """The same on a connection of its own, where this one's call does not return."""
+        """Returns a copy that opens a new connection, for when this one's call does not return."""
         other = copy.copy(self)
         other._store = None
         return other
@@ -108,15 +108,16 @@ class StatusStore:
         want_standings: bool = False,
         hears: bool = True,
     ) -> News:
-        """Tells and hears everything; to be made again with the same words where it has failed.
+        """Tells and hears everything; if it fails, it must be called again with the same words.
 
         Args:
             say: this rank's new words.
-            history: of this rank.
-            place: says where its thread stands.
-            ask: all ranks to publish; and to read what its neighbours have.
-            want_standings: of all ranks, where few have wanted them at this collective.
-            hears: False: this rank ends, whatever others say.
+            history: this rank's collectives.
+            place: says where this rank's thread stands.
+            ask: whether to ask all ranks to publish, and to read what the neighbours have.
+            want_standings: whether to read all ranks' standings, unless many ranks have wanted them
+                at this collective.
+            hears: whether to read the others' words; False: this rank ends, whatever they say.
         """
         began = time.monotonic()
         try:
@@ -141,11 +142,11 @@ class StatusStore:
         except BaseException:
             self._store = None  # the next look makes a new connection
             raise
-        self._heard = heard  # not before: else a look that fails behind it would lose the words
+        self._heard = heard  # not before: else a look that fails after it would lose the words
         return News(began, words, len(words) == _MOST_WORDS, know_end, histories, standings)
 
     def _new_words(self) -> tuple[list[Word], int]:
-        """And the number of the last one."""
+        """Returns the new words, and the number of the last one."""
         words, heard = list[Word](), self._heard
         said = self._add("said", 0)
         while heard < said and (len(words) < _MOST_WORDS or self._rank == 0):
@@ -161,8 +162,8 @@ class StatusStore:
         return words, heard
 
     def _tell_end(self, words: Sequence[Word]) -> int:
-        # The store ends with the process that holds it, the first rank's mostly: that one stays
-        # until the others know why it goes, or would take it for killed.
+        # The store ends with the process that holds it, mostly the first rank's. It stays until the
+        # others know why it ends; otherwise they would take it for killed.
         if any(word.final and word.rank in (0, self._rank) for word in words):
             know_end = self._add("over", int(not self._knows_end))
             self._knows_end = True  # not before: a rank that is never counted is waited for

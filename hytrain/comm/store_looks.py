@@ -1,4 +1,4 @@
-"""Looks at the ranks' store, one at a time, in a thread that may wait for ever."""
+"""Looks at the ranks' store, one at a time, in a thread that may block forever."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hytrain.comm.rank_status import News, StatusStore
 logger = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 10.0
-"""For which a look at the store waits before another one is made, by a connection of its own: when
-the network is there again, what was sent before may be sent once more only after a minute."""
+"""How long a look may go unanswered before another one is made on a new connection: once the
+network is back, the old connection may send again only after a minute."""
 
 
 class StoreLooks:
-    """The looks of one rank; of its watching thread, which never waits for one."""
+    """One rank's looks at the store; used by its watching thread, which never waits for one."""
 
     def __init__(self, status: StatusStore, *, by_network: bool, ended: Callable[[], None]) -> None:
         """
         Args:
-            status: whose calls may take for ever.
-            by_network: whether one that does not answer may be on another host.
-            ended: called in the thread of a look that has ended.
+            status: the store's notes; its calls may block forever.
+            by_network: whether a store that does not answer may be on another host.
+            ended: called after each look, in the thread that made it.
         """
         self._status = status
         self._by_network = by_network
@@ -33,20 +33,20 @@ class StoreLooks:
         self._looking: tuple[Ended, Callable[[float, News], None]] | None = None
         self._unanswered_since: float | None = None
         self.began = -math.inf
-        """When the last one did."""
+        """When the last look began."""
         self.lost_since: float | None = None
-        """Since when the store cannot be reached."""
+        """Since when the store cannot be reached; None while it can."""
 
     def _new_lane(self) -> DaemonExecutor:
         return DaemonExecutor("hytrain-store", then=self._ended)
 
     def silent(self, now: float) -> float:
-        """Seconds for which another host has not answered."""
+        """Seconds for which the store has not answered; 0 if it cannot be on another host."""
         return now - (self._unanswered_since or now) if self._by_network else 0.0
 
     @property
     def is_looking(self) -> bool:
-        """Whether one is under way."""
+        """Whether a look is under way."""
         return self._looking is not None
 
     def begin(
@@ -55,14 +55,14 @@ class StoreLooks:
         look: Callable[[StatusStore], News],
         take: Callable[[float, News], None],
     ) -> None:
-        """Begins one. ``take``: called with what it has found, and when, by :meth:`end`."""
+        """Begins a look. ``take``: called by :meth:`end` with the time and what was found."""
         status = self._status
         self.began = now
         self._unanswered_since = self._unanswered_since or now
         self._looking = self._lane.submit(lambda: look(status)), take
 
     def end(self, now: float) -> bool:
-        """Takes what a look has found; False where none has ended."""
+        """Takes what a look has found; returns whether one has ended."""
         if self._looking is None:
             return False
         ended, take = self._looking
@@ -88,5 +88,5 @@ class StoreLooks:
         self._lane = self._new_lane()
 
     def close(self, seconds: float) -> None:
-        """Ends the thread; one that does not end within seconds is left alone."""
+        """Ends the thread; if it does not end within ``seconds``, leaves it alone."""
         self._lane.close(seconds if self.lost_since is None else 0.0)

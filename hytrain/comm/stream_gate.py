@@ -1,15 +1,15 @@
 """Ranks of a host wait for each other in a stream, instead of inside a collective's kernel.
 
 NCCL's kernel waits for the other ranks while it holds multiprocessors, and what computes beside it
-is slower for as long (up to half as fast, see experiments/unequal_gpus). A gate in front of every
-collective takes that wait out of the kernel: each rank's stream says in memory that all of them see
-that it has come to collective number n, and goes on when all others have. Such a wait is done by
-what feeds the stream and takes no multiprocessor; the kernels behind it then start together.
+is slower meanwhile (up to half as fast, see experiments/unequal_gpus). A gate in front of every
+collective takes that wait out of the kernel: each rank's stream notes, in memory that all of them
+see, that it has come to collective number n, and goes on when all others have. The hardware that
+feeds the stream does this wait, without a multiprocessor; the kernels behind it start together.
 
-Measured on H200s, steps of unequal GPUs are 2.5 to 6 % shorter for it (experiments/unequal_gpus).
+Measured on H200s, steps of unequal GPUs are 2.5 to 6 % shorter with it (experiments/unequal_gpus).
 Ranks of other hosts have no such memory: for them the kernel waits as before.
 
-A wait in a stream also holds what other streams have queued behind it, where the device has fewer
+A wait in a stream also holds what other streams have queued behind it, if the device has fewer
 hardware queues than the process has streams. That cannot deadlock: all ranks issue their
 collectives in one order, and what a collective waits for, on any stream, was queued before it. So
 nothing that the first unmet collective needs can be behind its gate, or behind a later one.
@@ -38,7 +38,7 @@ _LINE = 128
 """Bytes from one rank's flag to the next: no two share what a device reads at once."""
 _NUMBERS = 1 << 32
 _FOR_GOOD = 1 << 30
-"""Ahead of any number that is waited for: comparisons are cyclic."""
+"""Added to a number, it is ahead of any that is waited for: comparisons are cyclic."""
 _BEHIND = (1 << 31) + 1
 """From here on a number is behind the first that is waited for."""
 _CLOSING_SECONDS = 10.0
@@ -48,9 +48,9 @@ _MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdi
 
 
 class GateStream:
-    """A stream of the gate's own: numbers go through it in order, from whichever stream.
+    """The gate's own stream: numbers go through it in order, whichever stream they come from.
 
-    By the CUDA driver's stream memory operations.
+    It uses the CUDA driver's stream memory operations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class GateStream:
         """Makes host memory known to the device; returns its address for the device.
 
         Raises:
-            RuntimeError: it cannot.
+            RuntimeError: that fails.
         """
         runtime = cast(Any, torch.cuda.cudart())
         portable, mapped = 1, 2
@@ -79,12 +79,12 @@ class GateStream:
             where = ctypes.byref(found), ctypes.c_void_p(address)
             self._call("cuMemHostGetDevicePointer_v2", *where, 0)
         except BaseException:
-            self.unregister(address)  # what is unmapped registered stays taken
+            self.unregister(address)  # memory unmapped while registered stays taken
             raise
         return found.value
 
     def unregister(self, address: int) -> None:
-        """Ends :meth:`register`, with the host's address; nothing may be queued."""
+        """Undoes :meth:`register`; takes the host's address. Nothing may be queued."""
         cast(Any, torch.cuda.cudart()).cudaHostUnregister(address)
 
     def is_idle(self) -> bool:
@@ -92,19 +92,19 @@ class GateStream:
         return self._stream.query()
 
     def follow(self) -> None:
-        """What is queued from now on comes after all that the current stream has queued."""
+        """Makes what is queued here from now on wait for all that the current stream has queued."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def lead(self) -> None:
-        """What the current stream queues from now on comes after all that is queued here."""
+        """Makes what the current stream queues from now on wait for all that is queued here."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def set(self, address: int, value: int) -> None:
-        """Queues the writing of a 32-bit number, after all that came before is done."""
+        """Queues the write of a 32-bit number, done after all that was queued before."""
         self._queue("cuStreamWriteValue32_v2", address, value)
 
     def wait(self, address: int, value: int) -> None:
-        """Queues the wait until the number there is not behind ``value`` (cyclically)."""
+        """Queues a wait until the number at ``address`` is not behind ``value`` (cyclically)."""
         self._queue("cuStreamWaitValue32_v2", address, value)  # flags 0: greater or equal, cyclic
 
     def _queue(self, name: str, address: int, value: int) -> None:
@@ -118,16 +118,16 @@ class GateStream:
 
 
 class SharedFlags:
-    """One number a rank, in a file that lives in memory and that all ranks of a host map."""
+    """One number per rank, in a file that lives in memory and that all ranks of a host map."""
 
     def __init__(self, path: str, num_ranks: int) -> None:
         """
         Args:
-            path: of the file; the first rank that comes makes it.
-            num_ranks: flags.
+            path: the file's path; the first rank that comes makes it.
+            num_ranks: number of flags.
 
         Raises:
-            OSError: it cannot be made or mapped.
+            OSError: the file cannot be made or mapped.
         """
         self.num_bytes = -(-num_ranks * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -151,13 +151,13 @@ class SharedFlags:
         self._flag(rank).value = value
 
     def close(self) -> None:
-        """Unmaps it; no address of it may be used any more."""
+        """Unmaps the file; no address in it may be used any more."""
         del self._bytes
         self._mapping.close()
 
 
 class StreamGate:
-    """Stands in front of collectives; see the module's description."""
+    """A gate in front of collectives; see the module's description."""
 
     def __init__(
         self, flags: SharedFlags, stream: GateStream, base: int, rank: int, others: list[int]
@@ -166,8 +166,9 @@ class StreamGate:
         Args:
             flags: shared by the ranks below.
             stream: the gate's own.
-            base: address of the flags for the stream.
-            others: ranks that it waits for, before the first collective; they wait for this one.
+            base: address of the flags on the device.
+            others: ranks that it waits for, and that wait for this one; may be set later, before
+                the first collective.
         """
         self._flags = flags
         self._stream = stream
@@ -188,7 +189,8 @@ class StreamGate:
         """Has the stream write a number, which the other ranks will look for.
 
         Raises:
-            RuntimeError: a driver may have the calls and refuse them: rather here than in a step.
+            RuntimeError: that fails. A driver may have the calls and refuse them, which must show
+                here, not in a step.
         """
         own = self._base + self._rank * _LINE
         self._stream.set(own, token)
@@ -197,14 +199,14 @@ class StreamGate:
             raise RuntimeError("the host and the device do not see what the device has written")
 
     def written_by(self, rank: int) -> int:
-        """The number of a rank."""
+        """The number that a rank has written."""
         return self._flags.get(rank)
 
     def arrive(self) -> None:
-        """The current stream goes on when the others' have come to as many collectives.
+        """Holds the current stream until the other ranks have come to as many collectives.
 
-        All ranks must call it before the same collectives, from whichever streams: the numbers go
-        through the gate's own, in the order of the calls.
+        All ranks must call it before the same collectives, from any stream: the numbers go through
+        the gate's own stream, in the order of the calls.
         """
         if self._is_open:
             return
@@ -219,7 +221,7 @@ class StreamGate:
         self._stream.lead()
 
     def open_for_good(self) -> None:
-        """No rank waits for another any more: one of them has failed. From any thread."""
+        """Ends all waits for other ranks, as one has failed; may be called in any thread."""
         # Before the flags: what is issued from here on does not wait at all.
         self._is_open = True
         with self._flags_lock:
@@ -228,7 +230,7 @@ class StreamGate:
             self._set_ahead()
             if self._keeper is None:
                 keeper = threading.Thread(target=self._keep_ahead, name="hytrain-gate", daemon=True)
-                # Its caller goes on to abort the collectives, also where no thread can be had.
+                # The caller goes on to abort the collectives, even if no thread can be started.
                 with suppress(RuntimeError):
                     keeper.start()
                     self._keeper = keeper
@@ -240,9 +242,9 @@ class StreamGate:
     def _keep_ahead(self) -> None:
         # Setting them ahead once is not enough. A device that comes later to a number that was
         # queued before (this rank's, another's that has not opened its gate, or that of an arrive()
-        # which had found the gate closed) writes that lower number over the flag, and who is to
-        # wait for a higher one would wait for ever. Whether more such numbers are queued only the
-        # devices know, and they are not asked: the call could block, with the interpreter held.
+        # which had found the gate closed) writes that lower number over the flag, and whoever is to
+        # wait for a higher one would wait forever. Only the devices know whether more such numbers
+        # are queued, and they are not asked: the call could block, with the interpreter held.
         while not self._keeper_ends.wait(_AHEAD_SECONDS):
             self._set_ahead()
 
@@ -254,8 +256,8 @@ class StreamGate:
         if self._is_closed:
             return
         self.open_for_good()
-        # Behind a collective that will never end the stream may still read the flags: unmapped,
-        # that would be a fault of the device. Then the memory stays, and the flags are kept ahead.
+        # Behind a collective that never ends the stream may still read the flags: if they were
+        # unmapped, the device would fault. Then the memory stays, and the flags are kept ahead.
         if not _settled(self._stream):
             return
         with self._flags_lock:
@@ -272,7 +274,7 @@ class StreamGate:
 
 
 def _settled(stream: GateStream) -> bool:
-    """Whether the stream has done all that it was given, after a while at most."""
+    """Waits, 10 s at most, for all that the stream was given; returns whether it is done."""
     until = time.monotonic() + _CLOSING_SECONDS
     while not stream.is_idle():
         if time.monotonic() > until:
@@ -292,17 +294,17 @@ def open_gate(
     """Makes a gate with the ranks of this host; a collective.
 
     Args:
-        group: of all ranks; on several hosts each has a gate of its own.
+        group: the group of all ranks; each host has a gate of its own.
         make_stream: makes the gate's stream.
-        is_wanted: by this rank; the others go without one that does not want to.
+        is_wanted: whether this rank takes part; the others make the gate without it if not.
 
     Returns:
-        The gate; None where this rank shares memory with no other.
+        The gate; None if this rank does not take part, or shares memory with no other.
     """
     names: list[str] = [""] * world_size
     dist.all_gather_object(names, secrets.token_hex(16), group=group)
-    # One name for all; on another host, or where a container has a /dev/shm of its own, it is
-    # another file. Who shares one is seen by what they have written there.
+    # One name for all; on another host, or in a container with a /dev/shm of its own, it is
+    # another file. What ranks have written there shows which of them share one.
     path = os.path.join(_MEMORY_FOLDER, f"hytrain-gate-{names[0]}")
     token = _BEHIND + secrets.randbelow(_NUMBERS - _BEHIND)
     gate = _make(path, world_size, make_stream, rank, token) if is_wanted else None
@@ -329,7 +331,7 @@ def open_gate(
 def _make(
     path: str, num_ranks: int, make_stream: Callable[[], GateStream], rank: int, token: int
 ) -> StreamGate | None:
-    """A gate that waits for nobody yet, whose stream has written ``token``; None: it cannot."""
+    """Makes a gate that waits for no rank yet and has written ``token``; None if that fails."""
     flags: SharedFlags | None = None
     gate: StreamGate | None = None
     try:

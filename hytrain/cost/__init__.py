@@ -1,1 +1,1 @@
-"""What a training step takes, from what its layers take: for training, `explain` and plans."""
+"""Predicts a step's time from its layers' times: for training, `explain` and plans."""

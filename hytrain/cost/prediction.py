@@ -1,4 +1,4 @@
-"""One rank's step with 0, 1, ... L layers on the GPU, counted from the first."""
+"""Predicts one rank's step with 0, 1, ... L layers on the GPU, counted from the first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hytrain.cost.step import StepCosts
 from hytrain.errors import PlacementError
 
 HOST_BOUND_SHARE = 0.02
-"""Compute that stands still for more than this share of the step makes the step host-bound."""
+"""A step is host-bound if compute stands still for more than this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,9 @@ class Candidate:
     """The predicted steady state with the first ``gpu_layers`` layers updated on the GPU.
 
     Attributes:
-        worker_seconds: of it, the CPU worker is busy.
-        exposed_seconds: of it, compute stands still: for weights, or for room for gradients.
-        gpu_update_seconds: of it, the GPU updates its layers.
+        worker_seconds: time per step in which the CPU worker is busy.
+        exposed_seconds: time in which compute stands still for weights or for room for gradients.
+        gpu_update_seconds: time in which the GPU updates its layers.
     """
 
     gpu_layers: int
@@ -32,25 +32,25 @@ class Candidate:
 
     @property
     def bound(self) -> Literal["host", "gpu"]:
-        """What the step waits for: "host" where waits are more than 2 % of it."""
+        """What the step waits for: "host" if waits are more than 2 % of it."""
         return "host" if self.exposed_seconds > HOST_BOUND_SHARE * self.step_seconds else "gpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """All candidates, in the order in which they were asked for."""
+    """All candidates, in the order in which they were requested."""
 
     candidates: tuple[Candidate, ...]
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
-        """The candidates' steps."""
+        """Each candidate's step, in seconds."""
         return tuple(candidate.step_seconds for candidate in self.candidates)
 
 
 Room = Callable[[int], Sequence[int] | None]
-"""With so many GPU layers: elements of gradients on their way to the host that the GPU holds, once
-each layer's has come; None: all of them."""
+"""From the number of GPU layers: how many elements of gradients on their way to the host have room
+on the GPU once each layer's has come; None: all of them."""
 
 
 def predict(
@@ -58,8 +58,8 @@ def predict(
 ) -> Prediction:
     """The predicted steady state for each candidate number of GPU layers.
 
-    ``gpu_layers``: the candidates; None for 0..L. ``room``: see :data:`Room`; None: everything has
-    room.
+    ``gpu_layers``: the candidates; None for 0..L. ``room``: see :data:`Room`; None: all gradients
+    have room.
 
     Raises:
         PlacementError: a candidate is not in 0..L.

@@ -1,23 +1,23 @@
-"""The steps of all ranks, simulated: one model for training, `explain` and plans.
+"""Simulates the steps of all ranks: one model for training, `explain` and plans.
 
 What is simulated is the time from one decision on clipping, at 0, to the next:
 
 - GPU of a rank: the updates of the layers that are placed on it (their kernels take all of the GPU,
   so they are serial), forward of layers 0..L-1, each of which waits for its own weights,
-  ``between``, backward of layers L-1..0, ``tail``. No layer is through before its host has launched
+  ``between``, backward of layers L-1..0, ``tail``. No layer ends before its host has launched
   it (``Launches``): host and GPU meet at the decision; then the host goes on to forward, while
   the GPU still updates.
-- Worker of a rank, one thread: among the layers whose gradient is final it takes the lowest; where
-  none is, it waits for the next one. A job begins when the layer's first chunk is on the host and
-  takes the longest of the kernel, the copy in and the copy out, which run side by side chunk by
+- Worker of a rank, one thread: among the layers whose gradient is final it takes the lowest; if
+  there is none, it waits for the next one. A job begins when the layer's first chunk is on the host
+  and takes the longest of the kernel, the copy in and the copy out, which run side by side chunk by
   chunk. The weights are there when the last chunk has been copied back.
 - The decision falls at the end of ``tail``, late by the part of ``tail`` that is the user's own
   code. In a clipped step, a layer whose job begins before it is only committed (``cpu_commit``) and
   is previewed by a second job (``cpu_preview``) after it; a layer whose job begins later is done in
   one (``cpu_update``). A layer that is updated late (``late_from``) has one job, after the
   decision. All that is left then competes: lowest layer first.
-- A gradient is on the GPU until its layer's job has ended. Where more of them would be there than
-  have room, backward stands still until jobs have ended (:meth:`Rank.hold_back`).
+- A gradient is on the GPU until its layer's job has ended. If there is no room for another one,
+  backward stands still until jobs have ended (:meth:`Rank.hold_back`).
 - Ranks meet twice in a layer. Its gradient is final when the slowest rank's backward has passed it
   and the reduce-scatters of the layers above are through; its new weights are there when the
   slowest rank has updated its shard and the all-gathers of the layers below are through.
@@ -25,12 +25,12 @@ What is simulated is the time from one decision on clipping, at 0, to the next:
 Every layer's forward waits for that layer's weights, so when forward has ended the worker has
 nothing left to do. For one rank whose host is in time a step's length therefore depends on nothing
 that came before: one simulation *is* the steady state, and the steps of a run that clips now and
-then take the mean of a clipped and an unclipped step. Several ranks carry over who was how late;
-they are simulated until that repeats, clipped steps and others each for themselves.
+then take the mean of a clipped and an unclipped step. With several ranks, how late each was carries
+over to the next step; they are simulated until that repeats, clipped and other steps separately.
 
 A step is not monotone in the worker's times: a job that ends a little later may find another
 gradient there, of a layer that forward needs earlier, or fall behind the decision and need no
-second job. On transformers it is a matter of a second pass of one layer at most.
+second job. On transformers the difference is a second pass of one layer at most.
 
 The slow twins, event by event, are in ``tests/support/step_twins.py``.
 """
@@ -50,20 +50,20 @@ _SETTLED = 1e-6
 
 
 class Place(enum.Enum):
-    """Where a layer's optimizer state is, and is updated."""
+    """Where a layer's optimizer state is kept and updated."""
 
     GPU = "gpu"
     CPU = "cpu"
 
 
 def first_on_gpu(number: int, num_layers: int) -> tuple[Place, ...]:
-    """The first ``number`` of the layers on the GPU, the others on the CPU."""
+    """Places the first ``number`` of the layers on the GPU, the others on the CPU."""
     return (Place.GPU,) * number + (Place.CPU,) * (num_layers - number)
 
 
 @dataclass(frozen=True, slots=True)
 class _Jobs:
-    """A layer's times on the CPU worker, copies beside the kernels, in seconds."""
+    """A layer's times on the CPU worker, in seconds, with copies beside the kernels."""
 
     first_chunk: float  # to the host
     update: float
@@ -87,11 +87,11 @@ class _Jobs:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """One rank's updates of a step, seconds from its decision.
+    """One rank's updates of a step, in seconds from its decision.
 
     Attributes:
         ready: when each layer's new weights are there.
-        worker: for which the CPU worker is busy.
+        worker: how long the CPU worker is busy.
     """
 
     ready: list[float]
@@ -100,14 +100,14 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One rank's forward, seconds from the decision before.
+    """One rank's forward, in seconds from the decision before it.
 
     Attributes:
-        device: when the GPU is through.
+        device: when the GPU has ended it.
         host: when the host has launched it.
-        pace: seconds of launching, of one second of compute.
-        exposed: for which the GPU stood still for weights.
-        host_waits: for which the host waited for the worker, and launched nothing.
+        pace: seconds of launching per second of compute.
+        exposed: how long the GPU stood still for weights.
+        host_waits: how long the host waited for the worker and launched nothing.
     """
 
     device: float
@@ -118,7 +118,7 @@ class Forward:
 
 
 class Rank:
-    """What one rank's step is made of; ranks that are equal are simulated once."""
+    """One rank's part of a step; equal ranks are simulated once."""
 
     def __init__(
         self,
@@ -128,13 +128,13 @@ class Rank:
         *,
         has_samples: bool = True,
     ) -> None:
-        """``launches``: of its host; None: it is always in time. ``has_samples``: whether it
-        computes; its forward waits for nothing otherwise.
+        """``launches``: those of its host; None: they are always in time. ``has_samples``: whether
+        it computes samples; if not, its forward waits for nothing.
         """
         self.costs = costs
         self.launches = launches or Launches()
         self.has_samples = has_samples
-        # Layers of a model are mostly equal: each kind is worked out once.
+        # Layers of a model are mostly equal: each kind is computed once.
         kinds = {id(layer): _Jobs.of(layer, costs.chunk_elements) for layer in costs.layers}
         self._jobs = [kinds[id(layer)] for layer in costs.layers]
         self._forward = [layer.forward for layer in costs.layers]
@@ -143,7 +143,7 @@ class Rank:
         self.place(places)
 
     def place(self, places: Sequence[Place]) -> None:
-        """Other places for the layers, one a layer."""
+        """Sets the layers' places, one per layer."""
         layers = self.costs.layers
         self._is_on_cpu = [place is Place.CPU for place in places]
         # Gradients become final from the last layer down.
@@ -158,11 +158,11 @@ class Rank:
 
     @property
     def late_layers(self) -> int:
-        """How many layers the CPU updates after the decision."""
+        """The number of layers that the CPU updates after the decision."""
         return len(self._late)
 
     def final_alone(self) -> list[float]:
-        """When each layer's gradient is final before a decision at 0; this rank alone decides."""
+        """When each layer's gradient is final before a decision at 0, if there is no other rank."""
         found: list[float] = []
         now = -self.costs.tail
         for layer in self.costs.layers:
@@ -171,7 +171,7 @@ class Rank:
         return found
 
     def busy_seconds(self, host_waits: float, *, clipped: bool) -> float:
-        """For which its worker updates while its host has something to launch.
+        """Seconds for which the worker updates while the host has something to launch.
 
         ``host_waits``: seconds for which the host waited for the worker.
         """
@@ -183,10 +183,11 @@ class Rank:
     def hold_back(
         self, final: Sequence[float], room: Sequence[int], *, clipped: bool
     ) -> tuple[list[float], float]:
-        """Where backward stands still for room for gradients, and for how long in all.
+        """When gradients are final if backward waits for room for them, and how long it waits.
 
-        How much is left to fetch depends little on which layer is done first: they are done here
-        as they come. Late updates leave no gradient on the GPU for longer than its copy takes.
+        How much is left to fetch depends little on which layer is updated first: here they are
+        updated in the order in which their gradients come. Late updates leave no gradient on the
+        GPU for longer than its copy takes.
 
         Args:
             final: when each layer's gradient would be final, counted from the decision.
@@ -194,7 +195,7 @@ class Rank:
             clipped: whether the decision is to clip.
 
         Returns:
-            when each CPU-placed layer's is final, and seconds.
+            when each CPU-placed layer's gradient is final, and the seconds of all waits.
         """
         found, held = list(final), 0.0
         fetched = in_flight = 0
@@ -216,8 +217,8 @@ class Rank:
     def updates(self, final: Sequence[float], *, clipped: bool) -> Updates:
         """When each layer's new weights are there.
 
-        ``final``: when each layer's gradient was, counted from the decision, at 0; ``clipped``:
-        whether the decision is to clip.
+        ``final``: when each layer's gradient was final, counted from the decision, at 0;
+        ``clipped``: whether the decision is to clip.
         """
         ready = [0.0] * len(final)
         now = 0.0
@@ -236,7 +237,7 @@ class Rank:
         left, busy = len(order), 0.0
         now = final[order[0]] if order else 0.0
         while left:
-            if not waiting:  # the next gradient; where all are there, the decision
+            if not waiting:  # the next gradient; if all are there, the decision
                 now = max(now, final[order[coming]] if coming < len(order) else 0.0)
             while coming < len(order) and final[order[coming]] <= now:
                 heapq.heappush(waiting, order[coming])
@@ -265,7 +266,7 @@ class Rank:
         return Updates(ready, busy)
 
     def forward(self, weights: Sequence[float], busy: float = 0.0) -> Forward:
-        """From a decision, at 0, through forward.
+        """Simulates a step from a decision, at 0, through forward.
 
         ``weights``: when each layer's new weights are there, on all ranks; ``busy``: seconds of the
         passes for which the worker updates.
@@ -283,7 +284,7 @@ class Rank:
                 if ready > now:
                     exposed += ready - now
                     now = ready
-                if on_cpu and ready > host:  # for the worker the host waits, too
+                if on_cpu and ready > host:  # the host waits for the worker, too
                     host_waits += ready - host
                     host = ready
                 host += pace * seconds
@@ -291,7 +292,7 @@ class Rank:
         return Forward(device, host, pace, exposed, host_waits)
 
     def backward(self, begun: Forward) -> list[float]:
-        """When each layer's gradient is final, with what comes between forward and backward."""
+        """Simulates ``between`` and backward; returns when each layer's gradient is final."""
         device, host, needs = begun.device, begun.host, self.launches.device_share
         final: list[float] = []
         for seconds in (self.costs.between, *self._backward):
@@ -307,8 +308,8 @@ class Collectives:
     """Seconds of each layer's collectives, on their own stream beside compute.
 
     Attributes:
-        gather: of its new weights, before forward.
-        scatter: of its gradient, behind backward.
+        gather: the all-gather of its new weights, before forward.
+        scatter: the reduce-scatter of its gradient, after backward.
     """
 
     gather: Sequence[float]
@@ -317,11 +318,11 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From one decision, at 0, to the next.
+    """A step, from one decision, at 0, to the next.
 
     Attributes:
         seconds: its length.
-        final: when each layer's gradient was final, counted from its end.
+        final: when each layer's gradient was final, counted from the step's end.
         host_waits: for each rank, how long its host waited for its worker.
     """
 
@@ -339,8 +340,8 @@ def simulate(
     """Seconds of the steady state's step.
 
     Args:
-        ranks: all kinds of them.
-        clipped_share: of the steps, in [0, 1].
+        ranks: one of each kind.
+        clipped_share: the share of clipped steps, in [0, 1].
         updating: the ranks whose updates are waited for; None: all.
     """
     waited_for = ranks if updating is None else updating
@@ -354,10 +355,10 @@ def simulate(
 def _steady(
     ranks: Sequence[Rank], collectives: Collectives, updating: Sequence[Rank], *, clipped: bool
 ) -> float:
-    """The step where only some ranks' updates are waited for.
+    """Seconds of the steady state's step if only some ranks' updates are waited for.
 
-    Ranks may take turns: who waited long for weights begins backward late, and its gradients come
-    when the worker has more time. Then it is the mean of two steps.
+    Ranks may take turns: one that waited long for weights begins backward late, and its gradients
+    come when the worker has more time. Then the result is the mean of two steps.
     """
     at_once = [0.0] * len(ranks[0].costs.layers)
     step = simulate_step(ranks, collectives, at_once, [0.0] * len(ranks), clipped=clipped)
@@ -381,11 +382,11 @@ def simulate_step(
     *,
     clipped: bool,
 ) -> Step:
-    """From a decision, at 0, to the next.
+    """Simulates a step, from a decision, at 0, to the next.
 
     Args:
-        updated: when each layer's shards are.
-        host_waits: what each rank's host waits for its worker.
+        updated: when each layer's shards are updated.
+        host_waits: seconds for which each rank's host waits for its worker.
         clipped: whether the decision is to clip.
     """
     weights: list[float] = []
@@ -409,7 +410,7 @@ def simulate_step(
 
 
 def _goes_on_alike(one: Step, other: Step) -> bool:
-    """Whether the same step follows on both, which is as long as the later one."""
+    """Whether two successive steps are alike, so that all later ones take as long as ``other``."""
     allowed = _SETTLED * other.seconds
     before = (*one.final, *one.host_waits)
     after = (*other.final, *other.host_waits)

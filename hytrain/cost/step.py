@@ -1,4 +1,4 @@
-"""Seconds of every layer on one rank: what a step is predicted from. Plain data."""
+"""Every layer's times on one rank, from which a step is predicted. Plain data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PREVIEW_SHARE = 0.8
 
 
 def clipped_passes(update: float) -> tuple[float, float]:
-    """Seconds of the commit and of the preview of a clipped step, where they were not measured.
+    """Estimates the seconds of a clipped step's commit and preview that were not measured.
 
-    The commit as a share of the bytes that both move. A preview moves 16/30 of an update's, but
-    took 0.67 to 0.93 of its time on the host of an H200 (experiments/solve_k: median 0.80 of 14
+    The commit is estimated by its share of an update's bytes. A preview moves 16/30 of them, but
+    took 0.67 to 0.93 of the time on the host of an H200 (experiments/solve_k: median 0.80 of 14
     windows with every step clipped); workers of two H200 were busy 1.7 times as long in clipped
     steps as in others (experiments/unequal_gpus, case half).
 
@@ -32,24 +32,24 @@ def _check_seconds(name: str, value: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """One layer, in seconds of work on this rank, waits not counted.
+    """One layer's times on this rank, in seconds, without waits.
 
     Attributes:
         parameters: elements of this rank's shard of the layer's state.
-        forward: of the step's first micro-batch, without waits for weights or GPU updates.
-        backward: of the step's last micro-batch, including recomputation and the hand-over of
-            gradients.
+        forward: forward of the step's first micro-batch, without waits for weights or GPU updates.
+        backward: backward of the step's last micro-batch, including recomputation and the hand-over
+            of gradients.
         to_host: copying the shard's gradient to the host.
         cpu_update: the CPU worker's one pass over the layer (commit_then_preview, or a direct
-            commit) where no second one follows.
-        cpu_commit: the pass that it makes instead in a step that is clipped, over a layer whose
-            turn comes before the clip coefficient is known (mostly commit without output).
+            commit) if no second one follows.
+        cpu_commit: the pass that it makes instead in a clipped step, over a layer whose turn comes
+            before the clip coefficient is known (mostly a commit without output).
         cpu_preview: the second pass that follows on ``cpu_commit`` once the coefficient is known.
         cpu_late: the only pass over a layer that is updated after the decision.
         to_device: copying the shard's new training copy back.
         gpu_update: the update on the GPU, with the GPU to itself.
-        write_back: copying the new training copy of a layer that the GPU has updated to the host,
-            where weights are kept there.
+        write_back: copying to the host the new training copy of a layer that the GPU has updated,
+            if weights are kept there.
 
     Raises:
         PlacementError: a time is negative or not finite, or ``parameters`` is negative.
@@ -94,18 +94,18 @@ class StepCosts:
     Micro-batches that go through the layers together count as one.
 
     Attributes:
-        between: seconds from the end of the first micro-batch's forward to the begin of the last
+        between: seconds from the end of the first micro-batch's forward to the start of the last
             micro-batch's backward: the loss, and all other micro-batches.
-        tail: seconds from the end of the last backward to the begin of the next forward, without
+        tail: seconds from the end of the last backward to the start of the next forward, without
             updates: the decision on clipping, the user's own code.
         clipped_share: share of the steps whose gradient was clipped, in [0, 1].
         chunk_elements: elements of a chunk, the unit of copies; a layer's update begins when its
             first chunk is on the host, and its last chunk's copy back follows the update.
-        update_threads: threads of the CPU's updates while this was measured; None where it was not
-            (a plan, an estimate) or is not known (records before 26 November 2026).
+        update_threads: threads of the CPU's updates while this was measured; None if it was not
+            (a plan, an estimate) or they are not known (records before 26 November 2026).
         late_from: for 0, 1, ... L layers on the GPU, the first of the layers that the CPU updates
             after the decision on clipping (split master weights); those before it are updated when
-            their gradients come. Empty: all of them are.
+            their gradients come. Empty: all of them are updated then.
 
     Raises:
         PlacementError: there is no layer, or a value is out of its range.
@@ -149,7 +149,7 @@ class StepCosts:
 
     @property
     def compute_seconds(self) -> float:
-        """What a step without any update takes."""
+        """Seconds of a step without any update."""
         return self.forward_seconds + self.between + self.backward_seconds + self.tail
 
     @property
@@ -164,34 +164,34 @@ class StepCosts:
 
     @property
     def alpha(self) -> float:
-        """GPU over CPU update time, of all layers together; 0 where the CPU needs no time."""
+        """GPU over CPU update time, of all layers together; 0 if the CPU needs no time."""
         cpu = self.cpu_seconds
         return sum(layer.gpu_update for layer in self.layers) / cpu if cpu > 0.0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """What a rank's host takes to launch its GPU's work, in seconds; by default nothing.
+    """Seconds that a rank's host takes to launch its GPU's work; none by default.
 
     A GPU that is ahead of its host waits for launches: the step is *launch-bound*. Two things delay
     launching. Threads that update on the CPU take cores and memory bandwidth from the launching
-    thread: beside them it takes ``slowdown`` times as long. And training is the host's work, too:
-    hooks of every layer, gradients that are handed over, updates on the GPU that are launched
-    behind backward, when nothing is queued that could hide them; for layers that the CPU updates
-    forward waits layer by layer.
+    thread: beside them it takes ``slowdown`` times as long. And training adds to the host's work:
+    hooks of every layer, the hand-over of gradients, updates on the GPU that are launched after
+    backward, when nothing is queued that could hide them; for layers that the CPU updates, forward
+    waits layer by layer.
 
-    Where the GPU has more to do than the host, launching hides behind it and adds nothing but the
+    If the GPU has more to do than the host, launching hides behind it and adds nothing but the
     gap at a step's end: the next forward's kernels are launched when the host has seen the
     decision.
 
     Attributes:
-        passes: to launch a step's forward and backward, nothing beside it.
-        slowdown: ratio of the same beside updates on the CPU.
-        on_gpu: to launch the GPU's updates of 0, 1, ... L layers; empty for nothing.
+        passes: launching a step's forward and backward, with nothing beside it.
+        slowdown: factor by which updates on the CPU lengthen that.
+        on_gpu: launching the GPU's updates of 0, 1, ... L layers; empty: 0.
         in_passes: what training adds to the launches of the passes with 0, 1, ... L layers on the
-            GPU: hooks, gradients that are handed over, waits for weights; empty for nothing.
-        device_share: what the device needs of the time that passes take on it, by themselves; the
-            rest of it waits for launches.
+            GPU: hooks, the hand-over of gradients, waits for weights; empty: 0.
+        device_share: share of the passes' time, when alone on the device, that the device needs;
+            for the rest it waits for launches.
         after_decision: from a decision to the first kernel of the next forward.
     """
 
@@ -203,15 +203,15 @@ class Launches:
     after_decision: float = 0.0
 
     def passes_beside(self, busy: float, gpu_layers: int = 0) -> float:
-        """The passes' launches, updates on the CPU going on for so many seconds of them."""
+        """Seconds of the passes' launches, with ``busy`` seconds of CPU updates beside them."""
         passes = self.passes + (self.in_passes[gpu_layers] if self.in_passes else 0.0)
         delayed = passes + (1.0 - 1.0 / self.slowdown) * busy
         return min(self.slowdown * passes, delayed)
 
     def update_seconds(self, gpu_layers: int, idle: float) -> float:
-        """By which the launches of the GPU's updates outlast backward.
+        """Seconds by which the launches of the GPU's updates outlast backward.
 
-        ``idle``: for which the host has nothing to launch in the passes: so far it is ahead.
+        ``idle``: seconds of the passes without anything to launch: the host is ahead by so much.
         """
         launched = self.on_gpu[gpu_layers] if self.on_gpu else 0.0
         return max(0.0, launched - max(0.0, idle))

@@ -35,11 +35,11 @@ class BatchTraining:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that activations have taken."""
+        """Bytes of host memory that activations have taken."""
         return 0 if self._activations is None else self._activations.host_bytes
 
     def train(self, data_iter: Iterator[Any], num_valid: NumValid) -> torch.Tensor:
-        """One step; see :meth:`HyTrainEngine.train_batch`."""
+        """Makes one step; see :meth:`HyTrainEngine.train_batch`."""
         engine, optimizer = self._engine, self._optimizer
         passes = optimizer.passes
         if self.accumulation is None:
@@ -59,7 +59,7 @@ class BatchTraining:
                 batches = [next(data_iter) for _ in range(count)]
                 return self._make_step(self.accumulation, batches, num_valid, most - count)
         finally:
-            # Also where engine.backward() made some before, and where engine.step() raises the
+            # Also if engine.backward() has counted some before, and if engine.step() raises the
             # error of an asynchronous save.
             if engine.global_steps != steps_before:
                 engine.micro_steps = (windows_before + 1) * steps
@@ -71,7 +71,7 @@ class BatchTraining:
         num_valid: NumValid,
         absent: int,
     ) -> torch.Tensor:
-        """Forward, backward and update; the global mean loss, NaN where no token of it is valid."""
+        """Runs the step; returns the global mean loss, NaN if none of its tokens is valid."""
         engine: Any = self._engine
         passes = self._optimizer.passes
         device, sum_over_ranks = passes.pipeline.streams.device, passes.collectives.all_reduce
@@ -85,10 +85,10 @@ class BatchTraining:
             engine.set_gradient_accumulation_boundary(True)
             engine.step()
         except (RankFailedError, OutOfStepError):
-            raise  # nothing can be waited for that another rank takes part in
+            raise  # no collective with the other ranks can be waited for any more
         except BaseException:
-            # Or gradients that have come would be the next step's as well. (What an asynchronous
-            # save raises comes behind a step that was made.)
+            # Otherwise this step's gradients would be added to the next one's. (An asynchronous
+            # save's error is raised after a step that was made.)
             if engine.global_steps == steps_before:
                 passes.abandon_step()
             raise
@@ -108,6 +108,6 @@ class BatchTraining:
         )
 
     def close(self) -> None:
-        """Gives the memory of activations back."""
+        """Frees the memory of activations."""
         if self._activations is not None:
             self._activations.close()

@@ -1,4 +1,4 @@
-"""What an engine's configuration says of the optimizer that is built for it."""
+"""The settings of an optimizer that follow from its engine's configuration."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hytrain.zero3.plan import GatherSettings, gather_settings
 
 @dataclass(frozen=True, slots=True)
 class BuildSettings:
-    """What the engine decides from its configuration.
+    """Settings that follow from the engine's configuration.
 
     Attributes:
-        device: where the training copy is computed with.
+        device: the device that computes with the training copy.
         clip: clipping and overflow check.
         mean: whether gradients are averaged over ranks (else summed).
         host: this rank's part of its host.
-        gathers: DeepSpeed's keys of ZeRO-3; None below it: every rank has all weights.
-        on_host: this rank's shards of the training copy are kept in host memory.
-        gradient_dtype: of gradients; None: each layer's own training copy's.
+        gathers: DeepSpeed's keys of ZeRO-3; None below ZeRO-3: every rank has all weights.
+        on_host: whether this rank's shards of the training copy are kept in host memory.
+        gradient_dtype: dtype of gradients; None: that of each layer's training copy.
         refuse_unused: see :class:`StepSettings`.
-        communication_dtype: what gradients are reduced in; None: in what they are accumulated.
+        communication_dtype: dtype gradients are reduced in; None: the one they accumulate in.
         scaler: moves the loss scale; None: there is none.
     """
 
@@ -46,7 +46,7 @@ class BuildSettings:
 
 
 def engine_view(engine: DeepSpeedEngine) -> EngineView:
-    """What the optimizer asks of the engine while it trains; that may be under construction."""
+    """Returns what the optimizer asks of the engine, which may still be under construction."""
     internals: Any = engine
 
     def begin_window() -> None:
@@ -63,7 +63,7 @@ def engine_view(engine: DeepSpeedEngine) -> EngineView:
 
 
 def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
-    """What the configuration says of the optimizer that is built."""
+    """Returns an engine's settings for its optimizer."""
     internals: Any = engine
     model_dtype, accumulation_dtype = internals.get_data_types()
     asked = internals._config.communication_data_type
@@ -82,10 +82,10 @@ def build_settings(engine: DeepSpeedEngine, host: HostShare) -> BuildSettings:
         gradient_dtype=None if accumulation_dtype == model_dtype else accumulation_dtype,
         clip=ClipSettings(float(internals.gradient_clipping() or 0.0), check_overflow),
         mean=bool(internals.gradient_average),
-        # DeepSpeed's own looks at it in stages 1 and 2 only.
+        # DeepSpeed itself uses this key in stages 1 and 2 only.
         refuse_unused=stage < 3 and not internals.zero_ignore_unused_parameters(),
         host=host,
-        # What the user has asked for, by default the training copy's dtype; where ranks share
+        # The dtype that the user asks for, by default the training copy's; if ranks share
         # sequences DeepSpeed has put "seq_parallel_communication_data_type" there, by default fp32.
         communication_dtype=asked if isinstance(asked, torch.dtype) else None,
         scaler=_scaler(internals),
@@ -96,7 +96,7 @@ def _scaler(internals: Any) -> LossScaler | None:
     if internals.fp16_enabled():
         return create_loss_scaler(internals)
     if internals.torch_autocast_enabled():
-        # DeepSpeed gives torch no dtype where the user gives none; on a GPU that is fp16.
+        # If the user gives no dtype, DeepSpeed gives torch none; on a GPU that means fp16.
         kind = torch.device(internals.device).type
         dtype = internals.torch_autocast_dtype() or torch.get_autocast_dtype(kind)
         return GradScalerRule() if dtype == torch.float16 else None

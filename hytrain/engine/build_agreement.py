@@ -1,7 +1,7 @@
-"""What must be alike on all ranks, compared before an engine is built.
+"""Compares what must be equal on all ranks, before an engine is built.
 
-Ranks whose configurations differ would train silently, each a part of the model in its own way, or
-hang in collectives that do not fit.
+Ranks whose configurations differ would silently train their parts of the model in different ways,
+or hang in collectives that do not match.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _DECIDES_TRAINING = (
     "dataloader_drop_last", "seed", "sequence_parallel_size", "data_parallel_size",
     "seq_parallel_communication_data_type",
 )  # fmt: skip
-"""DeepSpeed's sections and keys that are compared; others print, log or measure, or are no keys."""
+"""DeepSpeed's sections and keys that are compared; others print, log or measure, or are unknown."""
 _OF_A_RANK = (
     f"{SECTION}.gpu_fraction", f"{SECTION}.solver", f"{SECTION}.trace", f"{SECTION}.metrics",
     f"{SECTION}.wait_in_stream",
     f"{SECTION}.offload.chunk_elements", "zero_optimization.offload_optimizer.pin_memory",
     "zero_optimization.offload_param.pin_memory",
 )  # fmt: skip
-"""What each rank may have otherwise."""
+"""Keys whose values may differ between ranks."""
 _GIVEN_OR_NOT = (
     f"{SECTION}.plan", f"{SECTION}.checkpoint.sigterm_dir", f"{SECTION}.offload.cpu_threads"
 )  # fmt: skip
-"""Of these only whether they are given must be alike: values are of a host."""
+"""Keys that all ranks or none must give; their values are a host's."""
 _ENGINE = "the engine"
 _SAMPLED = 4
 """Elements of each parameter that tell whether ranks begin with the same weights."""
@@ -63,11 +63,11 @@ def require_one_job(
     optimizer: Any,
     mpu: Any,
 ) -> None:
-    """Compares this rank's build with that of the others; nothing has been touched before.
+    """Compares this rank's build with that of the others, before anything is touched.
 
     Raises:
-        ConfigError: they differ; with keys, values, ranks and hosts, the same on all ranks.
-        RankFailedError: a rank has not come.
+        ConfigError: they differ; has keys, values, ranks and hosts, and is equal on all ranks.
+        RankFailedError: a rank did not take part.
     """
     if dist.get_world_size() == 1:
         return
@@ -106,7 +106,7 @@ def require_one_optimizer(
 
 
 def tell_of_plain_engine(why: str) -> None:
-    """This rank builds an engine of plain DeepSpeed, which does not compare."""
+    """Tells the others that this rank builds plain DeepSpeed's engine, which does not compare."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         stay_away({_ENGINE: f"DeepSpeed's own ({why})"}, None)
 
@@ -129,14 +129,14 @@ def _of_config(config: Mapping[str, Any], section: HyTrainConfig) -> dict[str, s
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Keys with their paths, and their values as JSON; null is as good as nothing."""
+    """Yields the paths of keys and their values as JSON; null counts as not given."""
     if path in _OF_A_RANK or value is None:
         return
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}" if path else str(key))
         return
-    # 1 and 1.0 are one number.
+    # 1 and 1.0 are equal.
     is_whole = isinstance(value, float) and value.is_integer()
     yield f'"{path}"', json.dumps(int(value) if is_whole else value, default=str)
 
@@ -165,7 +165,7 @@ def _of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def _sample(model: nn.Module) -> str:
-    """A checksum of a few elements of each parameter, where they can be read at once."""
+    """Returns checksums of a few elements of each parameter that can be read directly."""
     pieces: list[torch.Tensor] = []
     for parameter in model.parameters():
         if is_partitioned(parameter) or type(parameter.data) is not torch.Tensor:

@@ -1,4 +1,4 @@
-"""The arguments of ``initialize`` that are no configuration: refused before anything is touched."""
+"""Checks arguments of ``initialize`` other than the configuration, before anything is touched."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hytrain.errors import ConfigError, UnsupportedError, did_you_mean
 
 
 def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
-    """A ConfigError of arguments that ``initialize`` does not have, if there are any."""
+    """Raises a ConfigError if there is an argument that ``initialize`` does not have."""
     for name in unknown:
         meant = did_you_mean(name, known)
         raise ConfigError(f'"{name}" is no argument of initialize: {meant}remove it')
 
 
 def checked_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ``deepspeed.initialize``, by name, where they are of their kinds.
+    """Checks the arguments of ``deepspeed.initialize``, given by name.
 
     Returns:
-        Parameters as a list, and callables that check what they return.
+        The arguments, with parameters as a list, and callables that check what they return.
 
     Raises:
-        ConfigError: one cannot be used.
+        ConfigError: an argument cannot be used.
         UnsupportedError: a parameter is complex, sparse or on the meta device.
     """
     checked = dict(given)
@@ -98,7 +98,7 @@ def _as_list(parameters: Any) -> list[Any] | None:
 
 
 def _as_groups(parameters: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Parameters in groups, as an optimizer takes them."""
+    """Returns parameters in groups, as an optimizer takes them."""
     groups: list[dict[str, Any]] = []
     for item in parameters or ():
         if not isinstance(item, dict):
@@ -141,7 +141,7 @@ def _check_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None
 
 
 def _checked_call(name: str, make: Any, refuse: Callable[[Any], None]) -> Any:
-    """A callable that makes the argument of that name, and checks what it has made."""
+    """Wraps ``make``, which makes the argument ``name``, to check what it returns."""
     if make is None:
         return None
     if not callable(make):

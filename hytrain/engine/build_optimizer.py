@@ -59,15 +59,15 @@ def build_optimizer(
 
     Raises:
         ConfigError: the section does not fit the model or the job.
-        UnsupportedError: the optimizer is not an Adam.
+        UnsupportedError: the optimizer, or one of its options, is not supported.
         HostMemoryError: the host has not enough memory for the state, or for what comes with it.
-        MemoryBudgetError: where k is solved, no placement fits in memory.
+        MemoryBudgetError: k is solved, and no placement fits in memory.
     """
     give_shapes(model)
     hyper = HyperParameters(basic_optimizer, decoupled=check_optimizer(basic_optimizer))
     groups = basic_optimizer.param_groups
     require_one_optimizer(model, basic_optimizer, collectives)
-    hyper.read()  # bad hyper-parameters: before anything is touched
+    hyper.read()  # refuses bad hyper-parameters before anything is touched
     group_of = {
         id(parameter): index
         for index, group in enumerate(groups)
@@ -85,7 +85,7 @@ def build_optimizer(
         _check_bf16(model, group_of)
     gathers = settings.gathers
     if collectives.world_size == 1 and not settings.on_host:
-        gathers = None  # no other rank could keep anything
+        gathers = None  # no other rank could keep shards
     optimizers = device_optimizers(basic_optimizer)
     if any(optimizers):
         refuse_beside_streamed(config, type(basic_optimizer).__name__)
@@ -126,7 +126,7 @@ def _build_on(
     engine: EngineView,
     group_limits: GroupLimits,
 ) -> HyTrainZeroOptimizer:
-    """Places and allocates the state of weights that are in place, and what updates it."""
+    """Places and allocates the state of weights that have been built, and what updates it."""
     states = weights.states
     streams = Streams(settings.device)
     cpu_settings = CpuSettings(
@@ -153,7 +153,7 @@ def _build_on(
         host: Placement = "cpu" if state.form.optimizer is None else "streamed"
         placement: Placement = "gpu" if state.index < first.gpu_layers_target else host
         _allocate_state(state, placement, threads, streams.device)
-    # The worker's threads stay there; the thread that registers pinned memory touches it.
+    # The worker's threads stay on these cores; the thread that registers pinned memory touches it.
     with on_cores(threads.cores):
         cpu = CpuUpdater(states, streams, replace(cpu_settings, num_threads=threads.num_threads))
     try:
@@ -189,7 +189,7 @@ def _build_on(
 def _step_settings(
     weights: BuiltWeights, config: HyTrainConfig, settings: BuildSettings, world_size: int
 ) -> StepSettings:
-    # Reduced in another dtype or not, the sum is kept in the gradients' own.
+    # Even if gradients are reduced in another dtype, the sum is kept in their own.
     dtypes = {state.gradient_dtype for state in weights.states} | {settings.communication_dtype}
     return StepSettings(
         unscale=1.0 / world_size if settings.mean else 1.0,
@@ -223,10 +223,10 @@ def _check_bf16(model: nn.Module, trained: Container[int]) -> None:
 def _allocate_state(
     state: LayerState, placement: Placement, threads: ThreadChoice, device: torch.device
 ) -> None:
-    """Master weights from the training copy, zero moments; on the device or on the host, where
-    what is streamed is pinned, and what the worker updates is pageable.
+    """Allocates a layer's state: master weights from the training copy, and zero moments.
 
-    Host memory is touched by the threads that will use it: the first steps then take what all take.
+    On the host it is pinned if it is streamed, and pageable if the worker updates it. Pageable
+    memory is touched by the threads that will use it, so that the first steps take no longer.
     """
     size = state.bytes_at(placement)
     purpose = f"the optimizer state of layer '{state.name}'"

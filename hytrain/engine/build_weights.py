@@ -1,4 +1,4 @@
-"""Takes the model's weights into the storage of their stage, one layer at a time.
+"""Moves the model's weights to the storage of the ZeRO stage, one layer at a time.
 
 Under ZeRO-3 the model need not fit on a GPU: it stays where it was built (host, or partitioned
 by ``deepspeed.zero.Init``), and no more than one part of a layer is whole on the device at a time.
@@ -33,7 +33,7 @@ from hytrain.zero3.layer_weights import BuiltWeights, LayerWeights, ShardedWeigh
 
 
 def give_shapes(model: nn.Module) -> None:
-    """Parameters that zero.Init has partitioned get their shapes, without memory."""
+    """Gives parameters that ``zero.Init`` has partitioned their shapes, without memory."""
     for parameter in model.parameters():
         if is_partitioned(parameter):
             empty = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
@@ -49,7 +49,7 @@ def build_weights(
     """Moves the weights of a model that was given its shapes; under ZeRO-3 a collective.
 
     Raises:
-        HostMemoryError: host memory for shards cannot be had; no weight has been moved.
+        HostMemoryError: there is not enough host memory for shards; no weight has been moved.
     """
     rank, device, is_zero3 = collectives.rank, settings.device, settings.gathers is not None
     home: Arena | None = None
@@ -128,7 +128,7 @@ def _home_bytes(part: CutPart, rank: int) -> int:
 def _bring(
     parameters: Sequence[nn.Parameter], device: torch.device, collectives: ShardCollectives
 ) -> None:
-    """Whole weights on the device, those of rank 0 on all of them."""
+    """Brings whole weights to the device: rank 0's, on all ranks."""
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     dtypes = [parameter.dtype for parameter in partitioned]
     if partitioned:
@@ -144,6 +144,6 @@ def _bring(
 
 
 def _common_dtype(layout: LayerLayout) -> torch.dtype:
-    """The dtype of a layer's gradient buffer: the parameters', fp32 where they differ."""
+    """Returns the dtype of a layer's gradient buffer: the parameters', or fp32 if they differ."""
     dtypes = {segment.dtype for segment in layout.segments}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine saves and loads, as universal checkpoints."""
+"""Saves and loads an engine, as universal checkpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCheckpoints:
-    """Saves and loads an engine; see :meth:`HyTrainEngine.save_checkpoint` and its counterpart."""
+    """Saves and loads one engine; see :meth:`HyTrainEngine.save_checkpoint` and its counterpart."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class EngineCheckpoints:
         optimizer: HyTrainZeroOptimizer,
         module_tensors: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """``module_tensors`` gives the module's state dict, without waiting for anything."""
+        """``module_tensors`` returns the module's state dict, without waiting for anything."""
         self._engine: Any = engine  # with DeepSpeed's private names
         self._optimizer = optimizer
         self._module_tensors = module_tensors
         self._structure = SavedStructure(engine, module_tensors)
 
     def prepare(self) -> None:
-        """Before an asynchronous save: what takes its first call longer than the others'."""
+        """Does in advance what would make the first asynchronous save's call longer than others."""
         if self._optimizer.collectives.rank == 0:
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 self._structure.module_tensors(self._places, no_frozen=False)
@@ -86,12 +86,12 @@ class EngineCheckpoints:
         no_frozen: bool,
         saver: AsyncSaver | None,
     ) -> None:
-        """See :meth:`HyTrainEngine.save_checkpoint`; ``saver`` writes beside training, if any."""
+        """See :meth:`HyTrainEngine.save_checkpoint`; a ``saver`` writes beside training."""
         optimizer = self._optimizer
-        # A rank may have been given something else than the others, which would wait for it.
+        # A rank may have got other arguments than the others, which would wait for it.
         no_folder = None if folder else "save_dir is empty: pass the folder to save in"
         refusal = no_folder or unusable_tag(tag) or taken_keys(client_state)
-        # Over a group on the host, where there is one: the other waits for the device.
+        # Over the saver's group on the host, if there is one: the other waits for the device.
         collectives = optimizer.collectives if saver is None else saver.collectives
         raise_together(refusal, collectives)
         target = SaveTarget(Path(folder), tag, latest)
@@ -105,7 +105,7 @@ class EngineCheckpoints:
             kept.begin_reading()
         else:
             self._engine._checkpoint_tag_validation(tag)
-            kept.flush()  # which changes no number
+            kept.flush()  # changes no number
         contents = take_contents(kept, self._places, model_states, collectives)
         if saver is not None:
             saver.save(target, contents, frozen)
@@ -125,7 +125,7 @@ class EngineCheckpoints:
             self._restore_rest(stored, request)
         except HyTrainError:
             raise
-        except Exception as error:  # what a file that is not ours makes of it is manifold
+        except Exception as error:  # a file that is not ours may cause any
             raise CheckpointError(
                 f"loading {folder / name} failed half-way ({type(error).__name__}: {error}): the "
                 "engine's state is incomplete; load again before training"
@@ -150,14 +150,14 @@ class EngineCheckpoints:
             if position is not None and isinstance(loader, PositionedDataLoader):
                 loader.go_on_from(position)
         if request.with_optimizer:
-            # Last: what is loaded, and the user's custom_load_fn, may draw numbers.
+            # Last: loading, and the user's custom_load_fn, may draw random numbers.
             randomness = record.get(RANDOMNESS)
             restore_random_states(randomness, optimizer.kept.device, optimizer.collectives)
 
     def _read(
         self, folder: Path, tag: str | None, request: LoadRequest
     ) -> tuple[str, dict[str, Any]] | None:
-        """The tag that was loaded: where the latest is damaged, the newest that is whole."""
+        """Returns tag and model states: of the newest whole checkpoint if the latest is damaged."""
         collectives = self._optimizer.collectives
 
         def find() -> str | None:
@@ -208,8 +208,8 @@ class EngineCheckpoints:
     def _model_states(
         self, *, client: Mapping[str, Any], no_frozen: bool, later: bool
     ) -> ModelStatesLater:
-        # Names, shapes and dtypes are looked at here, and no values: nothing is to be waited for,
-        # and seeing to that for each takes milliseconds of an asynchronous save's call.
+        # Only names, shapes and dtypes are read here, no values: no update need be waited for, and
+        # checking that for each tensor takes milliseconds of an asynchronous save's call.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             common, module = self._common_state(no_frozen=no_frozen)
         decisions = tuple(self._optimizer.placement.decisions)
@@ -248,7 +248,7 @@ _KNOWN = (
     "frozen_param_shapes",
     "frozen_param_fragments",
 )
-"""Keys of what the module's structure says: nobody changes these objects."""
+"""Keys that follow from the module's structure: nobody changes their objects."""
 
 
 def _copied(
@@ -256,7 +256,7 @@ def _copied(
     client: Mapping[str, Any],
     position: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], Mapping[str, Any], Mapping[str, Any] | None]:
-    """All of it as it is now: later changes do not reach it."""
+    """Copies all of it, so that later changes do not reach the save."""
     state = common["module"]
     buffers = {name: v for name, v in state.items() if isinstance(v, torch.Tensor)}
     own = torch.Tensor, LaterTensor

@@ -1,7 +1,7 @@
-"""Values of DeepSpeed's keys that DeepSpeed itself would take for something else, or stumble over.
+"""Checks of DeepSpeed's keys for values that DeepSpeed itself would misread or fail on.
 
-Checked before anything is built: its own error would come out of torch, without the key's name, or
-there would be none, and the training another one.
+They run before anything is built: DeepSpeed's own error would come from torch, without the key's
+name, or there would be no error, and training would not be what was asked for.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _OF_ADAM = (
     "fp32_optimizer_states", "amsgrad", "maximize", "foreach", "fused", "capturable",
     "differentiable",
 )  # fmt: skip
-"""What DeepSpeed and torch take as parameters of an Adam."""
+"""Parameters that DeepSpeed and torch accept for an Adam."""
 _OF_MUON = (
     "lr", "muon_lr", "adam_lr", "momentum", "ns_method", "weight_decay", "betas", "eps",
     "adam_w_mode", "fp32_optimizer_states", "per_head_muon",
 )  # fmt: skip
-"""What DeepSpeed takes as parameters of Muon; it would ignore any other."""
+"""Parameters that DeepSpeed accepts for Muon; it would ignore any other."""
 _CONSTANTS_OF_MUON = {"ns_steps": 5, "nesterov": True}
 _FLAGS_OF_ADAM = ("bias_correction", "adam_w_mode", "torch_adam", "amsgrad")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -54,14 +54,14 @@ _OBJECTS = (
     "data_types", "checkpoint", "tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler",
     "comms_logger", "activation_checkpointing", "aio", "compile",
 )  # fmt: skip
-"""Keys of DeepSpeed's whose value is a section."""
+"""DeepSpeed's keys whose value is a section."""
 _AUTO = (
     '"auto" is filled in by Hugging Face\'s Trainer and accelerate, and nobody else: write a value'
 )
 
 
 def check_config(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
-    """A ConfigError, with the keys, of all values of the wrong type or in the wrong place.
+    """Raises a ConfigError with the keys of all values of the wrong type or in the wrong place.
 
     ``batches_elsewhere``: the "hytrain" section says how large batches are.
     """
@@ -83,7 +83,7 @@ def check_config(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
 
 
 def check_sections(config: Mapping[str, Any]) -> None:
-    """A ConfigError of a section of DeepSpeed's that is no JSON object."""
+    """Raises a ConfigError if a section of DeepSpeed's is not a JSON object."""
     for name in _OBJECTS:
         section = config.get(name)
         if section is not None and not isinstance(section, Mapping):
@@ -93,10 +93,10 @@ def check_sections(config: Mapping[str, Any]) -> None:
 
 
 def misspelt_keys(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Keys that DeepSpeed would silently ignore, each with the one it is nearly called.
+    """Returns keys that DeepSpeed would silently ignore, each with the known key closest to it.
 
-    At the top level, in "optimizer" and in "scheduler"; in other sections DeepSpeed refuses them.
-    They are no errors: a configuration may have sections of its owner's own.
+    Looks at the top level, in "optimizer" and in "scheduler"; in other sections DeepSpeed refuses
+    them. They are not errors: a configuration may have sections of the user's own.
     """
     found: list[tuple[str, str]] = []
     for section, known in keys_that_are_read().items():
@@ -112,7 +112,7 @@ def misspelt_keys(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def make_folder(key: str, folder: str | None) -> None:
-    """Makes a key's folder that is written to much later; a ConfigError if it cannot be."""
+    """Makes a key's folder, which is written to much later; raises a ConfigError if it cannot."""
     if folder is None:
         return
     try:
@@ -128,7 +128,7 @@ def make_folder(key: str, folder: str | None) -> None:
 
 
 def explain_deepspeeds(error: ValidationError, config: Mapping[str, Any]) -> ConfigError:
-    """An error of DeepSpeed's own check of a section, which does not say of which one."""
+    """Returns DeepSpeed's validation error with the section's name, which DeepSpeed leaves out."""
     lines: list[str] = []
     for item in error.errors():
         section = next((name for name in config if _has(config[name], item)), error.title)
@@ -144,7 +144,7 @@ def explain_deepspeeds(error: ValidationError, config: Mapping[str, Any]) -> Con
 
 
 def explain_assertion(error: AssertionError, config: Mapping[str, Any]) -> ConfigError | None:
-    """What DeepSpeed asserts of keys that contradict each other; None: of anything else."""
+    """Returns DeepSpeed's assertion about contradictory keys as a ConfigError; None for others."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
@@ -162,7 +162,7 @@ def explain_assertion(error: AssertionError, config: Mapping[str, Any]) -> Confi
 
 
 def _has(section: Any, item: Any) -> bool:
-    """Whether an error's place and value are those of the section."""
+    """Whether a section has an error's value at the error's location."""
     for part in item["loc"]:
         if not isinstance(section, Mapping) or part not in section:
             return False
@@ -197,12 +197,12 @@ def _refuse_auto(path: str, value: Any) -> None:
 def _check_number(path: str, value: Any, remedy: str) -> None:
     _refuse_auto(path, value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0.0 <= value <= _FLOAT32_MAX:  # false of NaN, too
+    if not is_number or not 0.0 <= value <= _FLOAT32_MAX:  # NaN, too
         _refuse(path, value, f"give a finite number of at least 0; {remedy}")
 
 
 def _check_steps_per_print(value: Any) -> None:
-    # accelerate writes infinity.
+    # accelerate sets it to infinity.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and (not is_number or not value >= 1):
         _refuse("steps_per_print", value, "give a whole number above 0, or remove it")
@@ -216,7 +216,7 @@ def _check_dtype(path: str, value: Any, known: Sequence[str]) -> None:
 def _check_batches(config: Mapping[str, Any], *, batches_elsewhere: bool) -> None:
     given = {key: config[key] for key in BATCH_KEYS if config.get(key) is not None}
     if batches_elsewhere:
-        return  # compared with what the section says
+        return  # they are compared with the section's sizes
     for key, value in given.items():
         _refuse_auto(key, value)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _MOST_SAMPLES:
@@ -235,7 +235,7 @@ def _check_optimizer(section: Any) -> None:
         str(section.get("type", "")).lower()
     )
     if check is None:
-        return  # said elsewhere
+        return  # refused elsewhere
     parameters = section.get("params")
     if parameters is None:
         return
@@ -320,7 +320,7 @@ def _check_scheduler(section: Any) -> None:
 
 
 def _scheduler_class(name: Any) -> type:
-    """DeepSpeed's schedule of that name, or torch's: as DeepSpeed looks it up."""
+    """Returns DeepSpeed's schedule of that name, or else torch's, as DeepSpeed looks it up."""
     for home in (lr_schedules, torch.optim.lr_scheduler):
         found = getattr(home, str(name), None)
         if isinstance(found, type):
@@ -333,7 +333,7 @@ def _scheduler_class(name: Any) -> type:
 
 
 def refuse_misplaced_section(config: Mapping[str, Any]) -> None:
-    """A ConfigError of a "hytrain" section inside of one of DeepSpeed's, not beside them."""
+    """Raises a ConfigError if the "hytrain" section is inside a section of DeepSpeed's."""
     for name, value in config.items():
         if name != SECTION and isinstance(value, Mapping) and SECTION in value:
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""Where ``engine.training_dataloader`` has got to: a resumed run goes on with the next batch.
+"""The position of ``engine.training_dataloader``: a resumed run goes on with the next batch.
 
-DeepSpeed's loader over ``training_data`` begins its pass anew in each process. A checkpoint has how
-many samples all ranks together have drawn of a pass, and the generator as it was when the pass
-began, of which the order of the samples follows. (Curricula have DeepSpeed's own record.)
+DeepSpeed's loader over ``training_data`` begins its pass anew in each process. A checkpoint has the
+number of samples that all ranks together have drawn in a pass, and the generator's state when the
+pass began, which determines the order of the samples. (DeepSpeed itself records curricula.)
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hytrain.engine.deepspeed_internals import DeepSpeedDataLoader
 
 
 class PositionedDataLoader(DeepSpeedDataLoader):
-    """DeepSpeed's loader, which counts what was drawn of a pass and can go on in the middle."""
+    """DeepSpeed's loader, which counts the batches drawn in a pass and can go on in its middle."""
 
     _drawn = 0
     _generator: torch.Tensor | None = None
-    """When the pass began."""
+    """torch's generator state when the pass began."""
     _resumed: Mapping[str, Any] | None = None
     """Where the next pass is to begin."""
 
@@ -48,7 +48,7 @@ class PositionedDataLoader(DeepSpeedDataLoader):
         return batch
 
     def position(self) -> dict[str, Any]:
-        """For a checkpoint; the same on ranks that have drawn as many batches."""
+        """Returns the position, for a checkpoint; ranks that have drawn as many batches agree."""
         if self._resumed is not None:
             return dict(self._resumed)  # nothing has been drawn since it was loaded
         return {
@@ -58,9 +58,9 @@ class PositionedDataLoader(DeepSpeedDataLoader):
         }
 
     def go_on_from(self, position: Mapping[str, Any]) -> None:
-        """What is drawn next comes after what was drawn when the position was taken.
+        """Continues after what had been drawn when the position was taken.
 
-        On another number of ranks: after as many whole batches as all of them had drawn.
+        On another number of ranks this is rounded down to whole batches of all of them.
         """
         self._resumed = position
         self._drawn = 0
@@ -75,8 +75,8 @@ class PositionedDataLoader(DeepSpeedDataLoader):
             sampler.set_epoch(position["epoch"])
         self._drawn = position["samples"] // (self.batch_size * self._replicas())
         self._generator = position["generator"]
-        # Who draws afterwards gets what the uninterrupted run would have: the loader's own draws,
-        # of its workers' seed and then of the order, were made before the checkpoint.
+        # Later draws by others get what they would in the uninterrupted run: the loader's own
+        # draws, of its workers' seed and then of the order, were made before the checkpoint.
         with torch.random.fork_rng(devices=[]):
             if self._generator is not None:
                 torch.set_rng_state(self._generator)
@@ -93,7 +93,7 @@ class PositionedDataLoader(DeepSpeedDataLoader):
 
 
 def count_batches(loader: object) -> object:
-    """DeepSpeed's loader becomes one that knows its position; others stay as they are."""
+    """Makes DeepSpeed's loader one that knows its position; others stay as they are."""
     if type(loader) is DeepSpeedDataLoader and not cast("Any", loader).curriculum_learning_enabled:
         loader.__class__ = PositionedDataLoader
     return loader

@@ -52,25 +52,25 @@ _clone_world_group: Callable[[], torch.distributed.ProcessGroup] = vars(groups)[
 
 
 class ForcedOptimizerError(ConfigError, ZeRORuntimeException):
-    """ "zero_force_ds_cpu_optimizer": true, and an optimizer that is not DeepSpeed's.
+    """The optimizer is not DeepSpeed's, but "zero_force_ds_cpu_optimizer" is true.
 
-    A ZeRORuntimeException as well: DeepSpeed raises one there.
+    Also a ZeRORuntimeException, which DeepSpeed raises in this case.
     """
 
 
 def mark_matrices(model: torch.nn.Module) -> None:
-    """Sets ``use_muon`` of every parameter as DeepSpeed does where the optimizer is Muon."""
+    """Sets ``use_muon`` of every parameter as DeepSpeed does if the optimizer is Muon."""
     config: Any = SimpleNamespace(optimizer_name=MUON_OPTIMIZER)
     deepspeed.set_optimizer_flags(config, model)
 
 
 def deepspeed_version() -> str:
-    """What is installed."""
+    """Returns the installed version of DeepSpeed."""
     return str(deepspeed.__version__)
 
 
 def state_group_of(mpu: Any) -> torch.distributed.ProcessGroup | None:
-    """The ranks that an engine's state is spread over, as DeepSpeed's groups; None: all of them."""
+    """Returns DeepSpeed's group of the ranks that an engine's state is sharded over; None: all."""
     if hasattr(mpu, "get_sequence_data_parallel_group"):
         return mpu.get_sequence_data_parallel_group()
     if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):
@@ -79,16 +79,16 @@ def state_group_of(mpu: Any) -> torch.distributed.ProcessGroup | None:
 
 
 def state_group_of_engine(mpu: Any) -> torch.distributed.ProcessGroup | None:
-    """As :func:`state_group_of`; without an ``mpu`` DeepSpeed's own group of all ranks.
+    """Like :func:`state_group_of`; without an ``mpu``, DeepSpeed's own group of all ranks.
 
-    Not what DeepSpeed's engine calls its sequence-data-parallel group: with a mesh, also one that
-    an earlier engine has left behind, that is the data ranks alone.
+    The engine's sequence-data-parallel group will not do: with a mesh, even one that an earlier
+    engine has left behind, DeepSpeed puts only the data ranks into it.
     """
     return _clone_world_group() if mpu is None else state_group_of(mpu)
 
 
 def load_config(given: Any) -> dict[str, Any]:
-    """A DeepSpeed configuration as a dict: from a dict, a file (JSON or HJSON) or base64 JSON.
+    """Returns a configuration as a dict, from a dict, a file (JSON or HJSON) or base64 JSON.
 
     Raises:
         ConfigError: it is none of these, or empty.
@@ -98,7 +98,7 @@ def load_config(given: Any) -> dict[str, Any]:
         try:
             loaded = load_ds_config(str(given))
         except (OSError, ValueError, AssertionError, RecursionError) as error:
-            if not os.path.exists(str(given)):  # and it is no base64, which DeepSpeed takes, too
+            if not os.path.exists(str(given)):  # nor base64, which DeepSpeed takes, too
                 raise ConfigError(
                     f"there is no file {given}: give a configuration's file, or a dict"
                 ) from None
@@ -110,10 +110,11 @@ def load_config(given: Any) -> dict[str, Any]:
 
 
 def keys_of_section(model: str, path: Sequence[int | str] = ()) -> list[str]:
-    """The keys that DeepSpeed knows in a section, or in the part of it that ``path`` leads to, by
-    the name of the class that checks it."""
+    """Returns the keys that DeepSpeed knows in a section, or in its part that ``path`` leads to.
+
+    ``model``: name of the class that validates the section."""
     kinds: list[type[BaseModel]] = [DeepSpeedConfigModel]
-    for kind in kinds:  # which grows
+    for kind in kinds:  # grows meanwhile
         kinds.extend(kind.__subclasses__())
     found = next((kind for kind in kinds if kind.__name__ == model), None)
     for part in path:
@@ -140,7 +141,7 @@ class _Section(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        return self  # DeepSpeed asks these, too
+        return self  # DeepSpeed looks keys up in these, too
 
     def __copy__(self) -> _Section:
         return self
@@ -148,8 +149,8 @@ class _Section(dict[str, Any]):
 
 @cache
 def keys_that_are_read() -> dict[str, frozenset[str]]:
-    """The keys that DeepSpeed looks for: at the top level (""), in "optimizer" and "scheduler",
-    which it checks by no class."""
+    """Returns the keys that DeepSpeed looks for at the top level (""), and in "optimizer" and
+    "scheduler", which no class of DeepSpeed's validates."""
     inner = {"optimizer": _Section({"type": "AdamW"}), "scheduler": _Section({"type": "WarmupLR"})}
     whole = _Section({"train_micro_batch_size_per_gpu": 1, **inner})
     DeepSpeedConfig(whole)
@@ -158,10 +159,10 @@ def keys_that_are_read() -> dict[str, frozenset[str]]:
 
 @contextmanager
 def engine_class(build: Callable[..., DeepSpeedEngine]) -> Generator[None]:
-    """``deepspeed.initialize`` builds its engine by this while the block runs.
+    """Makes ``deepspeed.initialize`` build its engine with ``build`` while the block runs.
 
-    It looks the class up under the module-global name ``DeepSpeedEngine``; binding that name
-    reuses all of its body, whatever the version adds to it.
+    It looks the class up under the module-global name ``DeepSpeedEngine``; rebinding that name
+    reuses its whole body, whatever a version adds to it.
     """
     original = deepspeed.DeepSpeedEngine
     deepspeed.DeepSpeedEngine = cast(Any, build)
@@ -183,36 +184,36 @@ _CONVERTED = frozenset(
      "is_external_param", "item", "nvme_swapper", "padding_size", "partition",
      "partition_gradients", "partition_numel", "reduce_gradients_at_owner")
 )  # fmt: skip
-"""What ``deepspeed.zero.Init`` adds to a parameter beside names that begin with ``ds_``."""
+"""Attributes that ``deepspeed.zero.Init`` adds to a parameter besides those named ``ds_...``."""
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
     """Whether ``deepspeed.zero.Init`` has partitioned a parameter: it is empty then.
 
-    Not by its ``ds_tensor``, which an engine of this package gives its parameters, too.
+    Its ``ds_tensor`` does not tell: an engine of this package sets that on its parameters, too.
     """
     return "convert_to_zero_parameters" in vars(parameter)
 
 
 def shape_partitioned(parameter: torch.Tensor) -> torch.Size:
-    """The shape of a partitioned parameter."""
+    """Returns the shape of a partitioned parameter."""
     return torch.Size(vars(parameter)["ds_shape"])
 
 
 def assemble_partitioned(parameters: Sequence[torch.Tensor]) -> None:
-    """Brings partitioned parameters together, whole on every rank; a collective."""
+    """Gathers partitioned parameters, whole on every rank; a collective."""
     vars(parameters[0])["all_gather"](param_list=list(parameters))
 
 
 def forget_partition(parameter: torch.Tensor) -> None:
-    """Makes a parameter that was partitioned, and is whole, a plain one."""
+    """Turns a partitioned parameter that has been gathered into a plain one."""
     for name in list(vars(parameter)):
         if name.startswith("ds_") or name in _CONVERTED:
             delattr(parameter, name)
 
 
 def create_loss_scaler(engine: Any) -> Any:
-    """DeepSpeed's own scaler for its "fp16" section: the scale moves exactly as there."""
+    """Returns DeepSpeed's own scaler for its "fp16" section: the scale moves exactly as there."""
     return CreateLossScaler(
         dtype=torch.float16,
         static_loss_scale=engine.loss_scale(),
@@ -225,7 +226,7 @@ _main = cast(FunctionType, vars(ds_to_universal)["main"])
 convert_to_universal: Callable[[argparse.Namespace], None] = FunctionType(
     _main.__code__, _main.__globals__, "main", _main.__defaults__, _main.__closure__
 )
-"""DeepSpeed's ``ds_to_universal``: reads a checkpoint of ZeRO's, writes a universal one."""
+"""DeepSpeed's ``ds_to_universal``: reads a ZeRO checkpoint, writes a universal one."""
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -233,10 +234,10 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def convert_by(function: Callable[[argparse.Namespace], None]) -> None:
-    """``deepspeed.checkpoint.ds_to_universal.main`` calls this from now on.
+    """Makes ``deepspeed.checkpoint.ds_to_universal.main`` call ``function`` from now on.
 
-    The function itself is changed, not what the module's name is bound to: scripts import the
-    function, mostly before there is an engine.
+    The code of ``main`` is replaced, not the module's attribute: scripts import ``main`` itself,
+    mostly before there is an engine.
     """
     setattr(ds_to_universal, "_hytrain_convert", function)  # noqa: B010 (its type is not known)
     _main.__code__ = _convert.__code__
@@ -245,11 +246,11 @@ def convert_by(function: Callable[[argparse.Namespace], None]) -> None:
 fp32_weights_of_deepspeed: Callable[[str, bool], dict[str, torch.Tensor]] = vars(zero_to_fp32)[
     "_get_fp32_state_dict_from_zero_checkpoint"
 ]
-"""(folder of the tag, without frozen weights) -> the fp32 weights of a checkpoint of its own."""
+"""DeepSpeed's (tag's folder, exclude frozen weights) -> fp32 weights of its own checkpoint."""
 
 
 def read_fp32_weights_by(function: Callable[[str, bool], dict[str, torch.Tensor]]) -> None:
-    """All functions of ``deepspeed.utils.zero_to_fp32`` read checkpoints by this from now on."""
+    """Makes ``deepspeed.utils.zero_to_fp32`` read checkpoints with ``function`` from now on."""
     setattr(zero_to_fp32, fp32_weights_of_deepspeed.__name__, function)
 
 
@@ -263,7 +264,7 @@ _WARN_SECONDS = 30.0
 
 
 def _tell_of_waiting() -> None:
-    """Torch says nothing until the process group's timeout, and then not who is missing."""
+    """Warns of missing ranks: torch is silent until its timeout, and then does not say which."""
     told = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     logger.warning(
         "hytrain.initialize has waited for %.0f s for other ranks to join: host %s was told %s. "
@@ -278,12 +279,12 @@ def _tell_of_waiting() -> None:
 def join_ranks(
     args: Any, *, distributed_port: int | None, dist_init_required: bool | None
 ) -> torch.device:
-    """Joins the process group as ``deepspeed.initialize`` is about to, unless that was done.
+    """Joins the process group as ``deepspeed.initialize`` would, unless that has been done.
 
-    Returns this rank's device, made torch's current one.
+    Returns this rank's device, which on GPUs becomes torch's current one.
 
     Raises:
-        ConfigError: the process was started by no launcher.
+        ConfigError: the process was not started by a launcher.
     """
     accelerator: Any = get_accelerator()
     if not torch.distributed.is_initialized():
@@ -310,9 +311,9 @@ def join_ranks(
 
 
 def use_checkpointing(model: torch.nn.Module, *, wanted: bool) -> bool | None:
-    """Turns activation checkpointing on, in transformers' way, where it is wanted and off.
+    """Turns activation checkpointing on, by transformers' switch, if it is wanted and off.
 
-    Returns whether the model computes activations again; None where it has no switch.
+    Returns whether the model recomputes activations; None if it has no switch.
     """
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if not callable(enable):
@@ -331,20 +332,20 @@ def _is_checkpointing(model: torch.nn.Module) -> bool:
 
 
 class HookSnapshot:
-    """The hooks that a model and its modules get while something is built around them.
+    """The hooks that a model and its modules get while an engine is built around them.
 
-    DeepSpeed's engine does not remove its own: a second engine's would come on top of them, and
-    the first one's would still be called.
+    DeepSpeed's engine does not remove its hooks: those of a second engine would be added to them,
+    and the first one's would still be called.
     """
 
     def __init__(self, model: Any) -> None:
-        """Notes which hooks there are; what is no module has none."""
+        """Notes the present hooks; a ``model`` that is no module has none."""
         self._model = model
         self._before = {id(hooks): set(hooks) for hooks in _hooks_of(model)}
         self._added: list[tuple[MutableMapping[Any, Any], Any]] = []
 
     def note(self) -> None:
-        """Notes which have come since; later ones are somebody else's."""
+        """Notes the hooks added since then; later ones are somebody else's."""
         self._added = [
             (hooks, key)
             for hooks in _hooks_of(self._model)
@@ -353,14 +354,14 @@ class HookSnapshot:
         ]
 
     def remove(self) -> None:
-        """Takes off what was noted. May be called twice."""
+        """Removes the noted hooks. May be called twice."""
         for hooks, key in self._added:
             hooks.pop(key, None)
         self._added = []
 
 
 def _hooks_of(model: Any) -> list[MutableMapping[Any, Any]]:
-    """Every table of hooks of every module, with the tables of their options."""
+    """Returns all hook tables of all modules, including those of hook options."""
     if not isinstance(model, nn.Module):
         return []
     return [

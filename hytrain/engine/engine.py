@@ -1,4 +1,4 @@
-"""The engine: DeepSpeed's, with hytrain's optimizer in it. Its parts are beside this file."""
+"""The engine: DeepSpeed's, with hytrain's optimizer. Its parts are the files beside this one."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ logger = logging.getLogger(__name__)
 class HyTrainEngine(DeepSpeedEngine):
     """DeepSpeed's engine with updates that overlap backward and the next forward.
 
-    What DeepSpeed's engine offers works as there. Methods with other or further arguments, and
-    those that it does not have, are described here.
+    What DeepSpeed's engine offers works as it does there. Documented here are methods that are new,
+    or whose arguments differ.
     """
 
     hytrain_config: HyTrainConfig
@@ -88,7 +88,7 @@ class HyTrainEngine(DeepSpeedEngine):
     _coalesces = False
 
     def __init__(self, section: HyTrainConfig, *args: Any, **kwargs: Any) -> None:
-        """``section``: the configuration's "hytrain", with what its plan decides."""
+        """``section``: the configuration's "hytrain" section, with its plan's decisions."""
         make_folder("hytrain.trace.dir", section.trace.dir)
         make_folder("hytrain.checkpoint.sigterm_dir", section.checkpoint.sigterm_dir)
         # nn.Module's __init__ has not run: plain attributes are safe, modules are not.
@@ -100,7 +100,7 @@ class HyTrainEngine(DeepSpeedEngine):
         except BaseException:
             if self._collectives is not None:
                 self._collectives.close()
-            # The model can be given to another engine: nothing of this one is left on it.
+            # Nothing of this engine stays on the model, which may be given to another one.
             optimizer = vars(self).get("optimizer")
             if isinstance(optimizer, HyTrainZeroOptimizer):
                 optimizer.destroy()
@@ -135,7 +135,7 @@ class HyTrainEngine(DeepSpeedEngine):
         close_at_exit(optimizer)
 
     def _offer_zero3(self, optimizer: HyTrainZeroOptimizer) -> None:
-        """What libraries look for on parameters and the optimizer where ZeRO-3 is in use."""
+        """Sets what libraries expect on parameters and on the optimizer under ZeRO-3."""
         attributes = ParameterAttributes(self._model, optimizer.weights, optimizer.kept)
         optimizer.parameter_offload = ParameterOffload(self._model, optimizer.weights)
         optimizer.weights.when_closed(attributes.detach)
@@ -186,10 +186,10 @@ class HyTrainEngine(DeepSpeedEngine):
             optimizer.before_close.append(self._metrics.close)
 
     def _unblock_throughput_timer(self, config: Mapping[str, Any]) -> None:
-        """DeepSpeed's throughput timer waits for the whole device twice a step, by default.
+        """Keeps DeepSpeed's throughput timer from waiting for the device twice a step.
 
-        Updates on the GPU could not run beside the next forward then, and the host would have
-        nothing queued. A configuration that asks for it by name gets it.
+        That is its default. Updates on the GPU could then not run beside the next forward, and the
+        host could not launch ahead. A configuration that sets "synchronized" keeps its value.
         """
         asked = config.get("timers", {}).get("throughput", {})
         if "synchronized" not in asked:
@@ -198,12 +198,12 @@ class HyTrainEngine(DeepSpeedEngine):
     # -- construction, as DeepSpeed's asks for it ------------------------------------------------
 
     def deepspeed_io(self, *arguments: Any, **named: Any) -> Any:
-        """Like DeepSpeed's: a loader over a data set, whose position checkpoints save.
+        """Returns DeepSpeed's loader over a data set; checkpoints save its position.
 
         Ranks that share sequences get the same samples.
         """
         mpu, degree = self.mpu, self._sequence_degree()
-        if degree > 1:  # DeepSpeed asks an mpu, and parallel_state_sp cannot say
+        if degree > 1:  # DeepSpeed asks the mpu, and parallel_state_sp does not know
             rank = int(self.global_rank) // degree
             self.mpu = SimpleNamespace(
                 get_data_parallel_world_size=lambda: self.dp_world_size,
@@ -221,7 +221,7 @@ class HyTrainEngine(DeepSpeedEngine):
         allow_legacy_fallback: bool = False,
         **kwargs: Any,
     ) -> tuple[type[torch.optim.AdamW] | type[torch.optim.Adam], dict[str, Any]]:
-        """torch's Adam or AdamW for the JSON's optimizer: only its parameter groups are used.
+        """Returns torch's Adam or AdamW, of which only the parameter groups are used.
 
         DeepSpeed would compile its own CPU Adam here.
         """
@@ -232,7 +232,7 @@ class HyTrainEngine(DeepSpeedEngine):
         return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam), {}
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
-        """False: a client's torch optimizer is as good as DeepSpeed's, its step is never called."""
+        """False: any torch optimizer will do, since its step is never called."""
         return False
 
     def _scheduler_from_config(self, optimizer: Any) -> Any:
@@ -268,7 +268,7 @@ class HyTrainEngine(DeepSpeedEngine):
             # The model may not fit on the device: its layers go there one by one.
             self.dont_change_device = True
         super()._configure_distributed_model(model)
-        # DeepSpeed leaves them empty with an mpu, and has other ones after an engine with a mesh.
+        # DeepSpeed leaves these unset with an mpu; after an engine with a mesh its values differ.
         degree, ranks = (
             self._sequence_degree(),
             dist.get_world_size(state_group_of_engine(self.mpu)),
@@ -277,16 +277,16 @@ class HyTrainEngine(DeepSpeedEngine):
         self.dp_world_size = ranks // degree
 
     def _sequence_degree(self) -> int:
-        """Ranks that share each sequence."""
+        """The number of ranks that share each sequence."""
         mesh: Any = self.mesh_device
         if self.mpu is None and mesh is not None:
             return int(mesh.size(1))
         return sequence_degree_of(self.mpu)
 
     def _broadcast_model(self) -> None:
-        """Rank 0's parameters on all ranks; under ZeRO-3 each layer's when it is sharded.
+        """Broadcasts rank 0's parameters; under ZeRO-3 each layer is broadcast when it is sharded.
 
-        DeepSpeed's takes no parameters without dimensions, and no transposed ones.
+        DeepSpeed's method supports neither 0-dimensional nor transposed parameters.
         """
         if self.dist_backend is None or int(self.zero_optimization_stage()) == 3:
             return
@@ -296,10 +296,10 @@ class HyTrainEngine(DeepSpeedEngine):
                 collectives.broadcast_from_first(parameter.data)
 
     def open_optimizer(self) -> HyTrainZeroOptimizer:
-        """The optimizer of an engine that is built.
+        """Returns the engine's optimizer.
 
         Raises:
-            EngineClosedError: it is not.
+            EngineClosedError: the engine is not fully built.
         """
         optimizer = self.optimizer
         if not isinstance(optimizer, HyTrainZeroOptimizer):
@@ -307,23 +307,23 @@ class HyTrainEngine(DeepSpeedEngine):
         return optimizer
 
     def _module_tensors(self) -> Mapping[str, Any]:
-        """The module's state dict as it is, with nothing waited for: for names and shapes."""
+        """Returns the module's state dict without waiting for values: for names and shapes."""
         with self._guards.reading_names():
             return self._model.state_dict(keep_vars=True)
 
     @property
     def _model(self) -> nn.Module:
-        return cast(nn.Module, self.module)  # DeepSpeed does not say so
+        return cast(nn.Module, self.module)  # untyped in DeepSpeed
 
     # -- training ------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's forward; each layer's waits for that layer's newest weights only.
+        """Runs the model's forward; each layer waits for its own newest weights only.
 
         Raises:
-            torch.OutOfMemoryError: the device's memory is used up. Where k is solved, state has
-                been moved off the device by then: the forward can be repeated, and a call of
-                :meth:`train_batch` as a whole.
+            torch.OutOfMemoryError: the device's memory is used up. If k is solved, state has been
+                moved off the device by then, if possible: the forward can be repeated, or a whole
+                call of :meth:`train_batch`. The message says so.
         """
         optimizer = self.open_optimizer()
         optimizer.passes.begin_forward(enters_model=False)
@@ -341,16 +341,16 @@ class HyTrainEngine(DeepSpeedEngine):
         Raises:
             RankFailedError: another rank has failed; the message has its error.
             OutOfStepError: the ranks have made different numbers of backward passes.
-            LossGraphError: the loss comes from no trained parameter.
-            torch.OutOfMemoryError: the device's memory is used up. On one rank, where k is solved,
-                state has been moved off the device by then: the step can be repeated from the
-                forward of its first micro-batch.
+            LossGraphError: the loss depends on no trained parameter.
+            torch.OutOfMemoryError: the device's memory is used up. With one rank, and if k is
+                solved, state has been moved off the device by then, if possible: the step can be
+                repeated from the forward of its first micro-batch. The message says so.
         """
         optimizer = self.open_optimizer()
         with optimizer.collectives.reporting_failures():
             check_graph(loss, int(self.global_rank))
             try:
-                # Others are refused: announced, they would count as backwards that did not finish.
+                # Other losses are refused: announced, they would count as unfinished backwards.
                 if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                     optimizer.passes.announce_backward()
                 return super().backward(loss, retain_graph, scale_wrt_gas)
@@ -359,14 +359,13 @@ class HyTrainEngine(DeepSpeedEngine):
                 raise torch.OutOfMemoryError(f"{error}\n{done}") from error
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Like DeepSpeed's: the loss, scaled for a ``backward()`` of its own, also of a forward of
-        :attr:`module`."""
-        # Not announced: it would not be seen to end where forward was called past the engine.
+        """Returns the loss, scaled for ``loss.backward()``; also if :attr:`module` computed it."""
+        # Not announced: its end would not be seen if the forward was called on the module.
         check_graph(loss, int(self.global_rank))
         return super().scale(loss)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """The end of a micro-batch; at the last one of a step the optimizer's.
+        """Ends a micro-batch; at the last one of a step, also makes the optimizer's step.
 
         Raises:
             AbortedBackwardError: the last backward ended with an exception; the next micro-batch is
@@ -384,7 +383,7 @@ class HyTrainEngine(DeepSpeedEngine):
                 "step() within coalesce_grad_reduction() (or no_sync()): call it behind the block"
             )
         optimizer.passes.refuse_aborted()
-        # DeepSpeed clears it where a loss came of its own forward alone.
+        # DeepSpeed clears it only if the loss came from the engine's own forward.
         self._manual_backward_expected = False
         steps, tracing = self.global_steps, self._tracing
         with optimizer.collectives.reporting_failures():
@@ -392,8 +391,8 @@ class HyTrainEngine(DeepSpeedEngine):
                 with tracing.phase(PHASE_OPTIMIZER):
                     super().step(lr_kwargs)
             finally:
-                # Or DeepSpeed would take each later backward for the last of a step that has raised
-                # (accumulation that the script manages).
+                # If step() raises, DeepSpeed would otherwise take each later backward for the last
+                # one of a step (accumulation that the script manages).
                 self._running_engine_step = False
             is_made = self.global_steps != steps
             if is_made:
@@ -424,11 +423,11 @@ class HyTrainEngine(DeepSpeedEngine):
         self.wait_for_checkpoint()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Like DeepSpeed's, between two steps: accumulation follows, and is counted from here.
+        """Like DeepSpeed's, between two steps: adapts accumulation, which is counted from here.
 
         Raises:
-            ConfigError: a step is under way, its micro-batches are dealt by a plan or by
-                ``batch_sizes``, or the size is not a multiple of a micro-batch on each rank.
+            ConfigError: a step is under way, a plan or ``batch_sizes`` deals the samples, or the
+                size is not a multiple of one micro-batch on each rank.
         """
         passes, internals = self.open_optimizer().passes, cast(Any, self)
         steps = int(internals.gradient_accumulation_steps())
@@ -469,15 +468,15 @@ class HyTrainEngine(DeepSpeedEngine):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Generator[None]:
-        """A block whose backward passes make one step, which is taken behind it.
+        """A block whose backward passes belong to one step, which is made after the block.
 
         Like DeepSpeed's: below ZeRO-3 gradients are reduced once, when the block has ended; until
         then a rank keeps the whole unreduced gradient. In ZeRO-3 each backward reduces, since
-        weights are gathered and given up in it anyway. Either way step() applies the sum.
+        weights are gathered and released in it anyway. Either way step() applies the sum.
 
         Raises:
             NestedReductionError: step() in the block, or a block in another or in no_sync().
-            ConfigError: gradient accumulation that the script manages itself.
+            ConfigError: the script manages gradient accumulation itself.
         """
         internals: Any = self
         if not internals.managed_gradient_accumulation():
@@ -506,7 +505,7 @@ class HyTrainEngine(DeepSpeedEngine):
     def train_batch(
         self, data_iter: Iterator[Any], num_valid: NumValid | None = None
     ) -> torch.Tensor:
-        """One step over a global batch, however unequally the ranks share it; a collective.
+        """Makes one step over a global batch, however unequally the ranks share it; a collective.
 
         The gradient is that of the mean over the valid tokens of the *global* batch, as on one GPU
         that computes all of it. Gradients are reduced once, in the last micro-batch's backward, so
@@ -515,33 +514,32 @@ class HyTrainEngine(DeepSpeedEngine):
         backward: a rank with fewer micro-batches than another takes part in the others' gathers
         and reductions with nothing of its own. With ``"hytrain.accumulation": "layer_major"`` all
         micro-batches pass through one layer before the next, and each layer is reduced after *its*
-        last one: no unreduced gradient is kept, but in the first step.
+        last one: no unreduced gradient is kept, except in the first step.
 
         Each micro-batch draws its random numbers from a stream of its own.
 
         Args:
-            data_iter: gives this rank's next micro-batches, on the device: as many as
-                ``"hytrain.batch_sizes"`` and ``"micro_batch_sizes"`` make, or
+            data_iter: yields this rank's next micro-batches, on the device: as many as follow from
+                ``"hytrain.batch_sizes"`` and ``"micro_batch_sizes"``, or
                 ``gradient_accumulation_steps`` without them. A mapping is passed to the model by
                 name, anything else by position.
-            num_valid: terms of a micro-batch's mean loss; default: its labels that are not -100,
-                without the first of each sample, as causal language models count.
+            num_valid: counts the terms of a micro-batch's mean loss; default: the labels other than
+                -100, without the first of each sample, as causal language models count.
 
         Returns:
             The global batch's mean loss before the update, fp32, on the device.
 
         Raises:
-            UnsupportedError: the loss, or over what it is a mean, cannot be told.
-            StopIteration: the iterator has no further step.
-            Exception: the model's, or what step() refuses. The step has left nothing behind:
-                weights and state are those of the last one, and the next call begins a step of its
-                own.
+            UnsupportedError: the loss, or what it is a mean over, cannot be determined.
+            StopIteration: the iterator ends before the step's last micro-batch.
+            Exception: raised by the model or by step(). The step has left nothing behind: weights
+                and state are those of the last one, and the next call begins a new step.
         """
         data = self._tracing.loading(data_iter)
         return self.batch_training.train(data, num_valid or valid_labels)
 
     def _start_timers(self, timer_names: Iterable[str]) -> None:
-        """DeepSpeed's; a timer that runs still is of a pass or a step that has raised."""
+        """Starts timers; stops those still running first, after a pass or step that raised."""
         internals: Any = self
         for name in timer_names:
             if internals.timers(name).started_:
@@ -549,10 +547,10 @@ class HyTrainEngine(DeepSpeedEngine):
         super()._start_timers(timer_names)
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
-        """DeepSpeed's, whose timers know one forward at a time: of several, the first counts."""
+        """Runs DeepSpeed's prologue, whose timers know one forward at a time: the first counts."""
         if self._in_forward and self.open_optimizer().passes.open_step.layer_major:
             internals: Any = self
-            # What DeepSpeed's does to the inputs beside its timers.
+            # What DeepSpeed's prologue does to the inputs, without its timers.
             return (internals._cast_inputs_half(inputs), kwargs) if self.fp16_auto_cast() else None
         self._in_forward = True
         return super()._forward_prologue(inputs, kwargs)
@@ -564,25 +562,25 @@ class HyTrainEngine(DeepSpeedEngine):
 
     @contextmanager
     def watching_reads(self) -> Generator[None]:
-        """Around a forward: where it is the first, what autograd saves of weights is seen."""
+        """Context of a forward; in the first one, weights that autograd saves are recorded."""
         with self._guards.watching():
             yield
 
     def autocasting(self) -> AbstractContextManager[None]:
-        """DeepSpeed's autocast, for a forward of the module that does not come past the engine."""
+        """DeepSpeed's autocast, for a forward of the module that bypasses the engine."""
         return autocast_if_enabled(self)
 
     def give_up_forward(self) -> None:
-        """A forward that has begun will not end."""
+        """Ends a forward that has begun and will not finish."""
         self._forward_epilogue()
 
     def train_batch_size(self) -> int:
-        """Samples of a step, all ranks together."""
+        """The number of samples in a step, over all ranks."""
         shares = self.hytrain_config.batch_shares()
         return int(super().train_batch_size()) if shares is None else shares.global_batch
 
     def step_statistics(self) -> StepStatistics:
-        """What the last step took on this rank.
+        """Returns the last step's statistics on this rank.
 
         Raises:
             HyTrainError: no step has been made.
@@ -590,13 +588,14 @@ class HyTrainEngine(DeepSpeedEngine):
         return self.open_optimizer().statistics.latest()
 
     def recent_steps(self) -> list[StepStatistics]:
-        """What each of the last steps (at most 1,000) took on this rank, oldest first."""
+        """Returns the last steps' statistics (at most 1,000) on this rank, oldest first."""
         return self.open_optimizer().statistics.recent()
 
     def plan_report(self) -> PlanReport:
-        """What ``"hytrain.plan"`` predicted, compared with the last steps; a collective.
+        """Compares the prediction of ``"hytrain.plan"`` with the last steps; a collective.
 
-        Rank 0 logs this table by itself after the first steps in which no layer moved.
+        Rank 0 prints this table by itself after the first steps in which no layer moved, after the
+        engine's 43rd step at the latest.
 
         Raises:
             HyTrainError: there is no plan, or too few steps have been made.
@@ -615,29 +614,29 @@ class HyTrainEngine(DeepSpeedEngine):
         Raises:
             ConfigError: called between backward and step, or the share is out of range or does
                 not fit in memory.
-            MemoryBudgetError: no placement fits the memory that there is now.
+            MemoryBudgetError: no placement fits the memory that is available now.
         """
         self.open_optimizer().set_gpu_fraction(value)
 
     def memory_peaks(self) -> dict[str, PhasePeak]:
-        """This rank's peak memory by phase: "build", "step", "save", "load", "evaluation".
+        """Returns this rank's peak memory by phase: "build", "step", "save", "load", "evaluation".
 
         Bytes of pageable and pinned host memory and of GPU memory, for the current placement and
-        accumulation, on top of what the process had before. As built they were checked against
-        the limits of control groups and process before anything was allocated. Activations are not
-        included; add them, or ``in_flight`` (gradients that wait for the CPU's update) where those
-        are more. Host copies of asynchronous saves are included as far as the host had room; their
-        temporary copies on the GPU are not.
+        accumulation, on top of what the process used before. Those of the first placement were
+        checked against the limits of control groups and process before anything was allocated.
+        Activations are not included: add them, or ``in_flight`` (gradients that wait for the CPU's
+        update) if that is more. Host copies of asynchronous saves are included as far as the host
+        had room; their temporary copies on the GPU are not.
         """
         peaks = self.open_optimizer().placement.memory_peaks()
         copies = 0 if self._saver is None else self._saver.copy_bytes
         return {name: replace(peak, host=peak.host + copies) for name, peak in peaks.items()}
 
     def placement_decisions(self, since: int = 0) -> list[Decision]:
-        """This rank's decisions about k, oldest first, each with its reason.
+        """Returns this rank's decisions about k, oldest first, each with its reason.
 
         Args:
-            since: how many to leave out at the beginning.
+            since: number of decisions to leave out, from the oldest.
         """
         return self.open_optimizer().placement.decisions[since:]
 
@@ -650,28 +649,28 @@ class HyTrainEngine(DeepSpeedEngine):
         """
         self.open_optimizer().synchronize()
 
-    # nn.Module's return the module, DeepSpeed's return nothing.
+    # nn.Module's methods return the module, DeepSpeed's return None.
     def train(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, mode: bool = True
     ) -> HyTrainEngine:
-        """As nn.Module.train; switching to evaluation synchronizes first."""
+        """Like nn.Module.train; switching to evaluation synchronizes first."""
         if not mode and "_guards" in vars(self):
             self.synchronize()
         super().train(mode)
         return self
 
     def eval(self) -> HyTrainEngine:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As nn.Module.eval; synchronizes first. (DeepSpeed's does not go through train().)"""
+        """Like nn.Module.eval; synchronizes first. (DeepSpeed's does not go through train().)"""
         return self.train(False)
 
     # -- weights and state -----------------------------------------------------------------------
 
     @contextmanager
     def gathered_parameters(self) -> Generator[None]:
-        """All weights whole on every rank for the length of the block; a collective.
+        """Makes all weights whole on every rank within the block; a collective.
 
-        Under ZeRO-3 a rank has its shards only; below it this is :meth:`synchronize`. What is
-        written into parameters meanwhile is lost.
+        Outside of it a rank has only its shards under ZeRO-3; below ZeRO-3 this is
+        :meth:`synchronize`. What is written into parameters meanwhile is lost.
         """
         optimizer = self.open_optimizer()
         optimizer.synchronize()
@@ -686,10 +685,10 @@ class HyTrainEngine(DeepSpeedEngine):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's state dict with the newest weights.
+        """Returns the module's state dict with the newest weights.
 
-        Under ZeRO-3 a collective: layer by layer the weights come to the host of rank 0; other
-        ranks get an empty dict.
+        Under ZeRO-3 this is a collective: the weights are gathered on rank 0's host, layer by
+        layer; other ranks get an empty dict.
         """
         optimizer = self.open_optimizer()
         if not optimizer.weights.is_sharded or optimizer.weights.are_readable:
@@ -713,28 +712,28 @@ class HyTrainEngine(DeepSpeedEngine):
         bucket_bytes: int = BUCKET_BYTES,
         exclude_frozen_parameters: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of the module's state dict, without gathering the model.
+        """Iterates over (name, whole tensor) of the state dict, without gathering the whole model.
 
-        For an inference engine between steps; with the newest weights, in any order, tied ones
-        under each of their names. On several ranks a collective under ZeRO-3, and the start of one
-        elsewhere: all ranks take all tensors, whoever needs them. It also works while states are
-        off the device (:meth:`offload_states`).
+        For an inference engine, between steps: the newest weights, in any order, tied ones under
+        each of their names. On several ranks the iteration is a collective under ZeRO-3, elsewhere
+        only its start is: every rank must take all tensors, even if it needs none. It also works
+        while states are off the device (:meth:`offload_states`).
 
-        A tensor is to be read, and valid until the next one is asked for; on a GPU, what is queued
-        on the current stream by then. Below ZeRO-3 it may be the training weights themselves.
+        A tensor is read-only, and valid until the next one is asked for; on a GPU, also for work
+        queued on the current stream by then. Below ZeRO-3 it may be the training weight itself.
 
         Args:
-            dtype: of floating-point tensors, buffers included; None: as they are trained.
-            on_host: copies in pinned host memory, of two buckets, which is kept for the next time
-                until :meth:`destroy`. False: where the weights are computed with.
-            bucket_bytes: as much is gathered and copied at a time, and the next bucket beside it:
-                memory is at most two buckets (and one tensor, where ``dtype`` changes it). A
-                larger parameter is a bucket of its own.
-            exclude_frozen_parameters: leave out what is not trained: adapters alone, say.
+            dtype: dtype of floating-point tensors, buffers included; None: their own.
+            on_host: yield copies in pinned host memory, which holds two buckets and is kept for the
+                next time until :meth:`destroy`. False: tensors on the device that computes.
+            bucket_bytes: bytes gathered and copied at a time, while the next bucket is gathered:
+                memory is at most two buckets (and one tensor, if ``dtype`` changes it). A larger
+                parameter is a bucket of its own.
+            exclude_frozen_parameters: leave out frozen parameters, as for adapters alone.
 
         Raises:
             ConfigError: an update, a load or another such iteration came before the last tensor.
-            OutOfStepError: a rank has left the iteration, and gone on to something else.
+            OutOfStepError: a rank has left the iteration and gone on to something else.
             RankFailedError: a rank has failed, or ended.
             HostMemoryError: the host has no memory for two buckets.
         """
@@ -751,11 +750,11 @@ class HyTrainEngine(DeepSpeedEngine):
         return OrderedDict((name, tensor.cpu()) for name, tensor in state.items())
 
     def _get_param_fragment_func(self, param: nn.Parameter) -> torch.Tensor:
-        """What a checkpoint has of a frozen parameter that is whole on this rank: all of it."""
+        """Returns a checkpoint's part of a frozen parameter that is whole on this rank: all."""
         return param.detach().cpu()
 
     def _get_shared_params(self) -> dict[str, str]:
-        """Tied parameters: name -> the name under which the tensor is stored."""
+        """Returns tied parameters: name -> the name under which the tensor is stored."""
         return shared_parameters(self._model)
 
     def save_16bit_model(
@@ -764,10 +763,10 @@ class HyTrainEngine(DeepSpeedEngine):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Like DeepSpeed's, a collective; under ZeRO-3 rank 0 gathers the weights.
+        """Like DeepSpeed's; a collective: under ZeRO-3 the weights are gathered on rank 0.
 
         Returns:
-            Whether a file was written: False under ZeRO-3 where
+            Whether a file was written: False under ZeRO-3 if
             ``stage3_gather_16bit_weights_on_model_save`` is not set.
         """
         config: Any = self._config
@@ -782,11 +781,11 @@ class HyTrainEngine(DeepSpeedEngine):
         return bool(super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))
 
     def zero_optimization_partition_weights(self) -> bool:
-        """False: what DeepSpeed does to modules and checkpoints under ZeRO-3 is done here."""
+        """False: keeps DeepSpeed's own ZeRO-3 handling away from modules and checkpoints."""
         return False
 
     def fp32_state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Master weights and moments as of the last step; a collective.
+        """Returns master weights and moments as of the last step; a collective.
 
         Returns:
             On rank 0, parameter name (as in ``module.named_parameters()``) -> {"fp32", "exp_avg",
@@ -807,21 +806,21 @@ class HyTrainEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Literal[True]:
-        """Saves a universal checkpoint; a collective. Training after it is the same as without.
+        """Saves a universal checkpoint, without any effect on training; a collective.
 
-        The checkpoint appears under its tag only when all of it is written. Until then an older
-        one of the tag stays whole (the disk must hold both), and is then removed; other files in
-        the tag's folder stay.
+        The checkpoint appears under its tag only when all of it is written. Until then an older one
+        under this tag stays whole (the disk must hold both); then it is removed. Other files in the
+        tag's folder stay.
 
         With ``"hytrain.checkpoint.async"`` it returns at once, and the checkpoint is written during
         the next steps; it first waits for one that is still being written. Errors are then raised
         after a later step, by :meth:`wait_for_checkpoint`, or by the next save.
 
         Args:
-            save_dir: folder of checkpoints, made where missing. If hosts do not share it, each has
-                a part, and ``hytrain checkpoint merge`` makes one of them.
+            save_dir: folder of checkpoints, made if missing. If hosts do not share it, each has a
+                part, and ``hytrain checkpoint merge`` joins the parts.
             tag: name of the checkpoint, the same on all ranks; default ``global_step<n>``.
-            client_state: saved along, returned by :meth:`load_checkpoint`.
+            client_state: saved as well, and returned by :meth:`load_checkpoint`.
             save_latest: whether loading without a tag finds this one.
             exclude_frozen_parameters: leave frozen weights out.
 
@@ -829,8 +828,8 @@ class HyTrainEngine(DeepSpeedEngine):
             True.
 
         Raises:
-            CheckpointError: a rank could not write, or was called with what cannot be saved;
-                raised on all. What is saved under the tag, and ``latest``, are unchanged.
+            CheckpointError: a rank could not write, or was given what cannot be saved; raised on
+                all ranks. The tag's older checkpoint and ``latest`` are unchanged.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self.wait_for_checkpoint()
@@ -848,7 +847,7 @@ class HyTrainEngine(DeepSpeedEngine):
         """Waits until the last asynchronous save has ended; returns at once if there is none.
 
         Raises:
-            CheckpointError: it failed, and that has not been raised yet; on all ranks.
+            CheckpointError: the save failed, and no call has raised that yet; on all ranks.
         """
         if self._saver is not None:
             self._saver.wait()
@@ -865,35 +864,36 @@ class HyTrainEngine(DeepSpeedEngine):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Loads a universal checkpoint, saved with any number of ranks and any layout.
 
-        A collective. Gradients since the last step are forgotten, and the next micro-batch is the
+        A collective. Gradients since the last step are dropped, and the next micro-batch is the
         first of a step. With ``load_module_only`` or without ``load_optimizer_states`` only
-        weights are loaded: master weights are the checkpoint's fp32 ones where it has them,
+        weights are loaded: master weights are the checkpoint's fp32 ones if it has them,
         moments and step counts start at zero, hyper-parameters stay as they are. Otherwise the
         random number generators (Python's, numpy's, torch's and the device's) go on where they
-        were, if there are as many ranks.
+        were, if the number of ranks is the same.
 
         Args:
             load_dir: folder of checkpoints.
-            tag: which; default: the one that ``latest`` names, or ``latest_universal`` where that
-                one is DeepSpeed's own and was converted.
-            load_module_strict: refuse a checkpoint whose names differ from the model's; else what
-                both have is loaded. Parameters that it has nothing of keep weights and moments,
-                and a parameter group without any others its step count and hyper-parameters.
+            tag: name of the checkpoint; default: the one that ``latest`` names, or
+                ``latest_universal`` if that one is DeepSpeed's own and was converted.
+            load_module_strict: refuse a checkpoint whose names differ from the model's; otherwise
+                what both have is loaded. Parameters that it lacks keep weights and moments, and a
+                parameter group of such parameters only keeps its step count and hyper-parameters.
             load_optimizer_states: moments, step counts and the parameter groups' hyper-parameters.
             load_lr_scheduler_states: the LR scheduler's state.
-            load_module_only: weights only, and no counters or schedule either.
+            load_module_only: load weights only, without counters and schedule.
             custom_load_fn: called as ``custom_load_fn(src=module state, dst=module)`` to load the
-                weights. The master weights then are the checkpoint's with
-                ``load_optimizer_states``, and what it left in the module without.
+                weights. Master weights are then the checkpoint's with ``load_optimizer_states``;
+                without, they are what the function left in the module.
 
         Returns:
-            (path of the model states' file, client state); (None, None) with a warning where no
-            tag is given and there is no ``latest``. A client state of other objects than tensors,
+            (path of the model states' file, client state); (None, None) with a warning if no tag is
+            given and there is no ``latest``. A client state with objects other than tensors,
             containers, numbers and text is refused without "hytrain.checkpoint.run_pickled_code".
 
         Raises:
-            CheckpointError: there is no such checkpoint, it is damaged or another model's; raised
-                on all ranks, before anything is touched.
+            CheckpointError: there is no such checkpoint, or it is damaged or another model's:
+                raised on all ranks, before anything is touched. Or loading failed half-way: the
+                engine's state is incomplete.
         """
         self.wait_for_checkpoint()
         self.open_optimizer().passes.refuse_away()
@@ -930,7 +930,7 @@ class HyTrainEngine(DeepSpeedEngine):
 
         Args:
             include: names, or members of DeepSpeed's ``OffloadStateTypeEnum``; default: all of
-                them. "lp_params" is the training copy and what is not trained, "hp_params" and
+                them. "lp_params" is the training copy and frozen parameters, "hp_params" and
                 "optim_states" are master weights and moments of layers that are updated on the
                 device (others are on the host anyway), "lp_grads" gradients of a step that is not
                 final, "contiguous_grad_buffer" buffers for gradients.
@@ -938,13 +938,13 @@ class HyTrainEngine(DeepSpeedEngine):
             pin_memory: copies are as fast as the link; the pinned memory is kept for the next
                 time, until :meth:`destroy`. False: pageable memory, given back by
                 :meth:`reload_states`.
-            non_blocking: return while copies are still in flight; ``torch.cuda.synchronize()``
-                before parameters are read on the host.
+            non_blocking: return while copies are still in flight; call
+                ``torch.cuda.synchronize()`` before parameters are read on the host.
 
         Raises:
-            ConfigError: a name that is none, a backward is running, weights are gathered, or
-                updates are committed directly and have begun.
-            UnsupportedError: another device.
+            ConfigError: a name is unknown, a backward is running, weights are gathered, or updates
+                are committed directly and have begun.
+            UnsupportedError: ``device`` is another one.
             HostMemoryError: the host has not enough memory; nothing has been moved.
         """
         self.wait_for_checkpoint()
@@ -956,8 +956,8 @@ class HyTrainEngine(DeepSpeedEngine):
         """Brings back what :meth:`offload_states` has taken off the device.
 
         Args:
-            non_blocking: return while copies are still in flight; what the device is given to do
-                from here on comes after them.
+            non_blocking: return while copies are still in flight; work that is launched on the
+                device from here on runs after them.
 
         Raises:
             torch.OutOfMemoryError: the device has not enough memory. What has come back stays
@@ -970,9 +970,9 @@ class HyTrainEngine(DeepSpeedEngine):
     def destroy(self) -> None:
         """Stops the update worker and frees pinned memory; the engine cannot be used any more.
 
-        Below ZeRO-3 the model keeps its weights: those of the last step, on every rank. A
-        collective, where that step's updates have not been gathered yet; on the way out of an
-        exception, when other ranks may not come, they are left as they are.
+        Below ZeRO-3 the model keeps its weights: those of the last step, on every rank. This is a
+        collective if that step's updates have not been gathered yet. While an exception is being
+        handled, other ranks may not come: the weights are then left as they are.
         """
         optimizer = vars(self).get("optimizer")
         if isinstance(optimizer, HyTrainZeroOptimizer) and sys.exc_info()[1] is None:

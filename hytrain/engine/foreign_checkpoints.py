@@ -1,12 +1,12 @@
-"""DeepSpeed's own checkpoints here, and hytrain's in DeepSpeed's functions.
+"""Loads DeepSpeed's own checkpoints, and makes DeepSpeed's functions take hytrain's.
 
-A load has DeepSpeed's converter make its ZeRO checkpoints universal. That leaves no
-``mp_rank_00_model_states.pt`` of a ZeRO-3 checkpoint, whose ranks each have a file with nothing in
-the place of the weights: one is made here, of the master weights.
+A load converts ZeRO checkpoints to universal ones with DeepSpeed's converter. It makes no
+``mp_rank_00_model_states.pt`` from a ZeRO-3 checkpoint, in which each rank has a file without
+weights: that file is made here, from the master weights.
 
 Scripts, accelerate and Lightning call ``ds_to_universal`` and ``zero_to_fp32``, which look for
 shards of DeepSpeed's own format. Once an engine of hytrain was asked for, or ``register()`` called,
-a universal checkpoint will do: the one hands it on, the other reads it.
+they take universal checkpoints as well: the first passes them on, the second reads them.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _MODEL_FILES = "zero_pp_rank_*_mp_rank_00_model_states.pt"
 
 
 def universal_tag(load_dir: Path, tag: str, *, with_optimizer: bool, trusted: bool) -> str:
-    """The tag to load in place of one that DeepSpeed's ZeRO has saved; made if need be, on rank 0.
+    """Returns the tag to load for one that DeepSpeed's ZeRO saved, which is converted if needed.
 
-    ``tag`` itself where it is universal, or is nothing that could be made so. Weights alone need no
-    conversion below ZeRO-3.
+    Runs on rank 0. It is ``tag`` itself if that is universal, or has nothing to convert. Weights
+    alone need no conversion below ZeRO-3.
 
     Raises:
-        CheckpointError: it cannot be converted. What was made is removed.
+        CheckpointError: ``tag`` cannot be converted. What was made is removed.
     """
     folder = load_dir / tag
     paths = CheckpointPaths(folder)
@@ -103,7 +103,7 @@ def _make_universal(folder: Path, target: Path, *, trusted: bool) -> None:
         needed = 2 * sum(path.stat().st_size for path in folder.glob("*.pt"))
         check_room(folder.parent, needed, "the conversion takes", "free space, and load again")
         saving, lock = begin_save(target)
-        # It writes `latest_universal` beside its folder, before that is whole: in here.
+        # The converter writes `latest_universal` beside its folder before that is whole: in here.
         made = saving / target.name
         options = argparse.Namespace(
             input_folder=str(folder), output_folder=str(made), strict=True,
@@ -128,11 +128,11 @@ def _make_universal(folder: Path, target: Path, *, trusted: bool) -> None:
 
 
 def _complete(paths: CheckpointPaths, *, trusted: bool) -> None:
-    """Makes the model states' file of what a ZeRO-3 checkpoint was converted to.
+    """Makes the model states' file that a converted ZeRO-3 checkpoint lacks.
 
     Raises:
-        CheckpointError: it cannot be written, has objects that may not be made, or a frozen weight
-            is not whole.
+        CheckpointError: it cannot be written, the checkpoint has objects that may not be made, or a
+            frozen weight is not whole.
     """
     first = paths.folder / MODEL_STATES_OF_ZERO3
     if paths.model_states.is_file() or not first.is_file() or (paths.zero / MANIFEST).is_file():
@@ -143,7 +143,7 @@ def _complete(paths: CheckpointPaths, *, trusted: bool) -> None:
     for problem in check_plain(first, states):
         raise CheckpointError(problem)
     if RECORD in states:
-        return  # ours, whose file is missing: that is said where it is missed
+        return  # ours, whose file is missing: reported when it is read
     module = dict(states["module"])
     module |= _trained(paths, module, states)
     module |= _frozen(paths, [rank.get("frozen_param_fragments") or {} for rank in stored], states)
@@ -165,7 +165,7 @@ def _trained(
     found: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         path = paths.state(name, STATES[0])
-        # The converter pads what did not divide among the ranks.
+        # The converter pads tensors that do not divide evenly among the ranks.
         values = (
             unpack_tensor(torch_files.load(path), path).reshape(-1)[: shape.numel()].reshape(shape)
         )
@@ -190,7 +190,7 @@ def _frozen(
 
 
 def offer_conversions() -> None:
-    """From now on DeepSpeed's functions take universal checkpoints, too; may be called again."""
+    """Makes DeepSpeed's functions take universal checkpoints, too. May be called again."""
     convert_by(convert)
     read_fp32_weights_by(fp32_state_dict)
 
@@ -200,17 +200,18 @@ def _is_universal(folder: Path) -> bool:
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """DeepSpeed's conversion; what is universal is linked to, or copied, instead.
+    """Converts as DeepSpeed does; files of a universal checkpoint are linked or copied instead.
 
     Raises:
-        CheckpointError: the output folder has something already, or cannot be written.
+        CheckpointError: the output folder exists already or cannot be written, or the conversion
+            needs ``--inject_missing_state``.
     """
     source, target = Path(arguments.input_folder), Path(arguments.output_folder)
     if not _is_universal(source):
         try:
             convert_to_universal(arguments)
         except AssertionError as error:
-            # It asks for what no engine of DeepSpeed's ZeRO saves by itself.
+            # It asserts an entry that DeepSpeed's ZeRO engines do not save by themselves.
             if "universal_checkpoint_info" not in str(error) or arguments.inject_missing_state:
                 raise
             raise CheckpointError(
@@ -233,7 +234,7 @@ def convert(arguments: argparse.Namespace) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Files of a checkpoint are never written to again: one file may have two names."""
+    """Links a file, or else copies it: a checkpoint's files are never written to again."""
     try:
         os.link(source, target)
     except OSError:  # another disk, or no links there
@@ -243,7 +244,7 @@ def _link_or_copy(source: str, target: str) -> None:
 def fp32_state_dict(
     ds_checkpoint_dir: str, exclude_frozen_parameters: bool
 ) -> dict[str, torch.Tensor]:
-    """The master weights, frozen weights and buffers of a checkpoint (a tag's folder), on the host.
+    """Returns master weights, frozen weights and buffers of a tag's folder, on the host.
 
     Raises:
         DamagedCheckpointError: a file is missing or damaged.

@@ -1,9 +1,9 @@
 """``deepspeed.zero.GatheredParameters`` under ZeRO-3.
 
-DeepSpeed's context manager asks the parameters themselves: those with a ``ds_id`` have functions
-that bring them together and take them apart, and what its ``modifier_rank`` has written is sent to
-the other ranks. Others it would let be read as they are, and written on one rank alone. So those
-that are whole on every rank have one, too.
+DeepSpeed's context manager uses functions of the parameters: those with a ``ds_id`` have functions
+that gather and partition them, and what its ``modifier_rank`` has written is sent to the other
+ranks. It would leave others as they are, so that a write would reach one rank only. Parameters that
+are whole on every rank therefore have a ``ds_id``, too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hytrain.zero3.weight_passes import WeightPasses
 
 
 class GatheringParameters:
-    """What DeepSpeed's context manager calls: parameters come together and are taken apart.
+    """Gathers and partitions parameters, as DeepSpeed's context manager asks for it.
 
-    Layers that are gathered so stay until the context ends, through forwards and generation, and
-    through contexts within it.
+    Layers that are gathered this way stay so until the context ends, through forwards, generation
+    and nested contexts.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GatheringParameters:
         self._weights = weights
         self._kept = kept
         self._claims: Counter[int] = Counter()
-        """Contexts that have gathered a layer and have not ended."""
+        """Layer index -> contexts that have gathered the layer and have not ended."""
         self._layer_of = {
             id(slot.parameter): layer for layer in weights.layers for slot in layer.slots
         }
@@ -52,13 +52,13 @@ class GatheringParameters:
         *_arguments: Any,
         **_options: Any,
     ) -> None:
-        """Whole layers of some parameters, by default of this one; a collective.
+        """Gathers the whole layers of some parameters, by default of this one; a collective.
 
-        In a forward they are a use of the weights past their modules: they are there from then on,
-        in this pass and all later ones.
+        In a forward this counts as a use of the weights outside of their modules: the layers stay
+        gathered from then on in this pass, and in all of each later one.
 
         Raises:
-            UnsupportedError: a backward is running in which they are not there.
+            UnsupportedError: a backward is running in which they are not gathered.
         """
         layers = self._layers([parameter] if param_list is None else param_list)
         schedule = self._weights.schedule
@@ -76,7 +76,7 @@ class GatheringParameters:
             self._weights.gather_layer(layer)
             self._weights.gatherer.pinned.add(layer.index)
             if not self._claims[layer.index] and layer.resident:
-                # What was written before would be taken for what the master weights are.
+                # Without this, earlier writes would be taken for values of the master weights.
                 self._kept.written.adopt()
                 for state in layer.resident:
                     _remember_copy(state)  # writes go into it; of a shard they go elsewhere
@@ -90,10 +90,10 @@ class GatheringParameters:
         has_been_updated: bool = False,
         **_options: Any,
     ) -> None:
-        """The end of :meth:`gather`; what was written into the weights is kept if it says so.
+        """Ends :meth:`gather`; if ``has_been_updated``, what was written into weights is kept.
 
         Raises:
-            UnsupportedError: they were written in a forward or backward.
+            UnsupportedError: weights were written in a forward or backward.
         """
         del hierarchy
         parameters = [parameter] if param_list is None else param_list
@@ -134,7 +134,7 @@ class GatheringParameters:
                 trained.before_change()
                 if not layer.resident:
                     _remember_copy(trained)
-            # No others: a context around this one may be writing to parameters of the same layer.
+            # Only these: an outer context may be writing to other parameters of the same layer.
             written = {id(parameter) for parameter in parameters}
             if self._weights.gatherer.is_live(layer):
                 for storage in (part.storage for part in layer.sharded):
@@ -167,13 +167,13 @@ class GatheringParameters:
 
 
 def _remember_copy(state: LayerState) -> None:
-    """Which elements are written only tells the copy, where it is half of a split master weight."""
+    """Keeps the copy if it is half of split master weights: only it tells what is written later."""
     if state.form.rounds_away:
         state.before_write = state.read_copy()
 
 
 def _remember_written(state: LayerState, slots: Sequence[ParameterSlot]) -> None:
-    """What was written to some parameters is adopted, and no news any more."""
+    """Updates the kept copy where writes have been adopted, so that they are not taken for new."""
     before, now = state.before_write, state.read_copy()
     assert before is not None
     for slot in slots:

@@ -24,25 +24,25 @@ logger = logging.getLogger(__name__)
 _BEGIN = b'{"rank": '
 """How each line begins."""
 _LONGEST_LINE = 2**24
-"""Bytes; a decision has some hundred for each layer."""
+"""In bytes; a decision takes some hundred for each layer."""
 
 
 class DecisionLog:
-    """An engine's decisions about k: each once it is made, and again once its step is measured."""
+    """An engine's decisions about k: each when it is made, and again when its step is measured."""
 
     def __init__(self, decisions_since: Callable[[int], Sequence[Decision]]) -> None:
-        """``decisions_since``: all but the first so many, oldest first."""
+        """``decisions_since(n)``: all decisions but the first n, oldest first."""
         self._since = decisions_since
         self._num_taken = 0
         self._is_measured = False  # the last one taken
 
     def skip_history(self) -> None:
-        """After a checkpoint's decisions have come before this run's: only its last is new."""
+        """Skips decisions of a loaded checkpoint, put before this run's: only the last is new."""
         self._num_taken = max(0, len(self._since(0)) - 1)
         self._is_measured = True
 
     def take(self) -> list[Record]:
-        """The records that are new since the last call."""
+        """Returns the records that are new since the last call."""
         first = max(0, self._num_taken - 1)
         records: list[Record] = []
         for number, decision in enumerate(self._since(first), start=first + 1):
@@ -56,7 +56,7 @@ class DecisionLog:
 
 
 def step_record(statistics: StepStatistics) -> Record:
-    """What a metrics file has of a step, by key: seconds end in ``_s``."""
+    """Returns what a metrics file has of a step; keys of seconds end in ``_s``."""
     return {
         "grad_norm": statistics.grad_norm,
         "k": statistics.gpu_fraction,
@@ -69,7 +69,7 @@ def step_record(statistics: StepStatistics) -> Record:
 
 
 def memory_record(device: torch.device) -> Record:
-    """Peaks of this process so far, in GiB: of the GPU (None without one) and of the host."""
+    """Returns this process's peak memory so far, in GiB: of the GPU (or None) and of the host."""
     is_gpu = device.type == "cuda"
     return {
         "gpu_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30 if is_gpu else None,
@@ -78,7 +78,7 @@ def memory_record(device: torch.device) -> Record:
 
 
 def json_line(record: Record) -> str:
-    """A line of a metrics file: None is left out, what is not finite is null."""
+    """Returns a line of a metrics file: None is left out, numbers that are not finite are null."""
     kept = {key: _finite(value) for key, value in record.items() if value is not None}
     return json.dumps(kept, allow_nan=False) + "\n"
 
@@ -94,8 +94,8 @@ def _finite(value: Any) -> Any:
 class MetricsFile:
     """One rank's file, to which lines are appended.
 
-    A run that is resumed goes on in the same file; where it repeats steps, its lines count and not
-    the earlier ones (as `hytrain explain` reads them).
+    A resumed run goes on in the same file; if it repeats steps, its lines count, not the earlier
+    ones (as `hytrain explain` reads them).
     """
 
     def __init__(self, name: str, rank: int, decisions: DecisionLog, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class MetricsFile:
         ``name``: the file of rank 0; rank 2 writes "metrics.rank2.jsonl" for "metrics.jsonl".
 
         Raises:
-            ConfigError: it cannot be opened, or is a file of something else.
+            ConfigError: it cannot be opened, or is no metrics file.
         """
         path = Path(name)
         if rank:
@@ -120,7 +120,7 @@ class MetricsFile:
             ) from error
 
     def add_step(self, step: int, statistics: StepStatistics) -> None:
-        """After a step, which may have been skipped; ``step``: how many have been made."""
+        """Writes a step, which may have been skipped; ``step``: how many have been made."""
         record = {"kind": "step", "step": step, "step_s": statistics.step_seconds}
         record |= step_record(statistics)
         self._write([*self.decisions.take(), record | memory_record(self._device)])
@@ -136,17 +136,17 @@ class MetricsFile:
         try:
             self._file.writelines(json_line({"rank": self._rank, **each}) for each in records)
             self._file.flush()  # a killed job loses none
-        except OSError as error:  # a full disk is no reason to end a training
+        except OSError as error:  # a full disk must not end training
             logger.warning("no more metrics are written to %s: %s", self._file.name, error)
             with contextlib.suppress(OSError):  # what it still holds
                 self._file.close()
 
 
 def _cut_half_line(path: Path) -> None:
-    """Removes half a line, of a job that was killed while it wrote; nothing of anything else.
+    """Removes half a line that a killed job has left; leaves other files as they are.
 
     Raises:
-        ConfigError: the file ends in half a line of something else.
+        ConfigError: the file ends in half a line that is not of a metrics file.
     """
     if not path.is_file():
         return

@@ -1,8 +1,8 @@
 """``deepspeed.utils.safe_get_full_fp32_param`` and its siblings, on parameters of hytrain's engine.
 
-DeepSpeed's functions ask the parameters: one that is sharded (ZeRO-3) for its ``_z3_optimizer``,
-any other for methods that DeepSpeed's ZeRO-1/2 gives it. Both lead here. Nothing is read or written
-before this rank's worker is done with it.
+DeepSpeed's functions use what they find on the parameter: ``_z3_optimizer`` if it is sharded
+(ZeRO-3), otherwise methods that DeepSpeed's ZeRO-1/2 sets. Both lead here. Nothing is read or
+written before this rank's worker is done with it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _gone() -> EngineClosedError:
 
 
 class _Unpickled:
-    """What parameters are given of an engine: a reference that keeps none alive.
+    """A reference from a parameter to its engine that does not keep the engine alive.
 
-    Autograd's nodes refer to parameters, unseen by Python, and the engine keeps those nodes. An
-    engine that is reachable from its parameters would be a cycle that is never freed.
+    Autograd's nodes refer to parameters, unseen by Python's garbage collector, and the engine keeps
+    those nodes. An engine reachable from its parameters would form a cycle that is never freed.
 
-    None in every copy and file: parameters are pickled with all of their attributes.
+    It becomes None in every copy and file: parameters are pickled with all of their attributes.
     """
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -54,7 +54,7 @@ class _Unpickled:
 
 
 class WeakPart(_Unpickled):
-    """A part of the engine, with its attributes."""
+    """A weak reference to a part of the engine, with that part's attributes."""
 
     def __init__(self, part: object) -> None:
         self._part = weakref.ref(part)
@@ -71,7 +71,7 @@ class WeakPart(_Unpickled):
 
 
 class WeakCall(_Unpickled):
-    """A method of a part of the engine that is called with a parameter first."""
+    """A weak reference to a method of a part of the engine, with a parameter as first argument."""
 
     def __init__(self, method: Callable[..., Any], parameter: nn.Parameter) -> None:
         self._method = weakref.WeakMethod(method)
@@ -91,13 +91,14 @@ class WeakCall(_Unpickled):
 class StateAccess:
     """Master weights, moments and gradients of single parameters, as DeepSpeed's tools see them.
 
-    Full tensors are collectives, as with DeepSpeed. "Local" ones (of parameters that ZeRO-3 shards)
-    are not: they are what this rank owns of the parameter, 1-D, which may be nothing, since layers
-    are sharded, not parameters. For parameters that are not trained DeepSpeed's answer is None.
+    Methods for full tensors are collectives, as with DeepSpeed. Those for "local" state (of
+    parameters that ZeRO-3 shards) are not: it is what this rank owns of the parameter, 1-D and
+    possibly empty, since layers are sharded, not parameters. For frozen parameters DeepSpeed's
+    functions return None.
 
-    Gradients are there between a backward and step(): averaged over ranks, not clipped, those of
-    all micro-batches so far. Reading or writing anything between backward and step() takes back
-    updates that have begun; they are made in step() then.
+    Gradients exist between a backward and step(): averaged over ranks, not clipped, those of all
+    micro-batches so far. Any read or write between backward and step() takes back updates that have
+    begun; they are then made in step().
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class StateAccess:
         self._places: dict[int, ParameterPlace] = {}
         self._parameters = list(parameters)
         for parameter in self._parameters:
-            # DeepSpeed asks it where a parameter has a ds_id (ZeRO-3).
+            # DeepSpeed uses it if a parameter has a ds_id (ZeRO-3).
             vars(parameter)["_z3_optimizer"] = WeakPart(self)
         for place in list_parameters(kept.layers):
             parameter = place.slot.parameter
@@ -124,7 +125,7 @@ class StateAccess:
             )
 
     def detach(self) -> None:
-        """Makes them plain parameters again. May be called twice."""
+        """Makes the parameters plain ones again. May be called twice."""
         for parameter in self._parameters:
             for name in _NAMES:
                 vars(parameter).pop(name, None)
@@ -135,8 +136,9 @@ class StateAccess:
     def get_full_hp_param(
         self, param: torch.Tensor, optim_state_key: str | None = None
     ) -> torch.Tensor | None:
-        """The whole fp32 master weight, or moment ("exp_avg", "exp_avg_sq"; of a matrix that Muon
-        updates "momentum_buffer"), on the device.
+        """Returns the whole fp32 master weight or, with a key, a moment, on the device.
+
+        Keys are "exp_avg" and "exp_avg_sq", or "momentum_buffer" for a matrix that Muon updates.
 
         Raises:
             ConfigError: there is no such state, or updates are committed directly and have begun.
@@ -154,7 +156,7 @@ class StateAccess:
         """Sets the master weight, and with it the training copy, or a moment; on all ranks.
 
         Raises:
-            ConfigError: as :meth:`get_full_hp_param`; the value has another number of elements.
+            ConfigError: as :meth:`get_full_hp_param`, or ``value`` has the wrong size.
         """
         place = self._places.get(id(param))
         if place is None:
@@ -168,7 +170,7 @@ class StateAccess:
     def get_local_fp32_param(
         self, param: torch.Tensor, optim_state_key: str | None = None
     ) -> torch.Tensor | None:
-        """What this rank owns of it: a copy on the device; see :meth:`get_full_hp_param`."""
+        """Returns a copy of this rank's part, on the device; see :meth:`get_full_hp_param`."""
         place = self._places.get(id(param))
         if place is None:
             return None
@@ -177,13 +179,13 @@ class StateAccess:
     def set_local_hp_param(
         self, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None
     ) -> None:
-        """Sets what this rank owns of it; see :meth:`set_full_hp_param`. No collective.
+        """Sets this rank's part; see :meth:`set_full_hp_param`. Not a collective.
 
-        A training copy that is whole on every rank follows a master weight at the next step, as
-        DeepSpeed's do: before, the other ranks do not know the values.
+        A training copy that is whole on every rank follows its master weight only at the next step,
+        as with DeepSpeed: until then the other ranks do not know the values.
 
         Raises:
-            ConfigError: as there; such a copy is half of split master weights.
+            ConfigError: as there, or such a copy is half of split master weights.
         """
         place = self._places.get(id(param))
         if place is None:
@@ -207,9 +209,9 @@ class StateAccess:
     def _write_state(
         self, place: ParameterPlace, key: str | None, flat: torch.Tensor, weights: Piece | None
     ) -> None:
-        """This rank's piece of all elements; ``weights``: of the training copy, which follows.
+        """Writes this rank's piece of ``flat``, and ``weights``, a piece of the training copy.
 
-        An update that is taken back restores it from there.
+        An update that is taken back restores the training copy from the master weights.
         """
         kind, piece = _kind(place, key), self._piece(place)
         self._kept.settle("writing master weights or moments")
@@ -232,16 +234,17 @@ class StateAccess:
     # -- gradients ---------------------------------------------------------------------------------
 
     def get_fp32_grad_for_param(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The whole gradient, fp32, on the device.
+        """Returns the whole gradient, fp32, on the device.
 
         Raises:
-            ConfigError: there is none: no backward since the last step; or a backward is running.
+            ConfigError: there is none, without a backward since the last step, or a backward is
+                running.
         """
         place = self._places.get(id(param))
         return None if place is None else self._whole(place, self._read_gradient(place))
 
     def get_local_fp32_grad_for_param(self, param: torch.Tensor) -> torch.Tensor | None:
-        """What this rank owns of the gradient; a collective, as ranks reduce it."""
+        """Returns this rank's part of the gradient; a collective, since ranks reduce it first."""
         place = self._places.get(id(param))
         return None if place is None else self._read_gradient(place)
 
@@ -249,7 +252,7 @@ class StateAccess:
         """Sets the gradient that step() will apply; a collective, with one value on all ranks.
 
         Raises:
-            ConfigError: as for reading it; the value has another number of elements.
+            ConfigError: as for reading it, or ``value`` has the wrong size.
         """
         place = self._places.get(id(param))
         if place is not None:
@@ -257,7 +260,7 @@ class StateAccess:
             self._write_gradient(place, value.detach().reshape(-1))
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: torch.Tensor) -> None:
-        """Sets what this rank owns of the gradient; a collective, as ranks reduce it before."""
+        """Sets this rank's part of the gradient; a collective, since ranks reduce it first."""
         place = self._places.get(id(param))
         if place is not None:
             self._write_gradient(place, self._spread(place, value))
@@ -267,7 +270,7 @@ class StateAccess:
         update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         param_list: Iterable[torch.Tensor],
     ) -> None:
-        """Sets each gradient to what the function makes of it."""
+        """Sets each gradient to ``update_func(gradient, parameter)``."""
         for param in param_list:
             gradient = self.get_fp32_grad_for_param(param)
             if gradient is not None:
@@ -286,7 +289,7 @@ class StateAccess:
         self._kept.collectives.meet(what)
 
     def _read_gradient(self, place: ParameterPlace) -> torch.Tensor:
-        """This rank's piece, on the device."""
+        """Returns this rank's piece of the gradient, fp32, on the device."""
         self._take_gradients_back("reading a gradient")
         shard = self._passes.reducer.read_gradient(place.layer)
         piece = self._piece(place)
@@ -297,7 +300,7 @@ class StateAccess:
     def _write_gradient(self, place: ParameterPlace, flat: torch.Tensor) -> None:
         self._take_gradients_back("writing a gradient")
         shard = self._passes.collector.own_gradient(place.layer.index)
-        # Without this wait it could be written to before the reduction does.
+        # Without this wait the reduction could overwrite what is written here.
         self._kept.pipeline.streams.compute_waits_for_communication()
         piece = self._piece(place)
         if piece is not None:
@@ -313,7 +316,7 @@ class StateAccess:
         return place.piece_of(self._kept.collectives.rank)
 
     def _spread(self, place: ParameterPlace, value: torch.Tensor) -> torch.Tensor:
-        """This rank's piece where it is among all elements, of which others are undefined."""
+        """Returns all elements with this rank's piece in its place; the others are undefined."""
         piece = self._piece(place) or Piece(0, 0, 0)
         _check_size(value, piece.end - piece.begin)
         whole = torch.empty(place.numel, device=value.device)

@@ -1,9 +1,10 @@
-"""What DeepSpeed's ZeRO-3 tells of itself, on hytrain's engine: parameters, and hooks of a model.
+"""DeepSpeed's ZeRO-3 interface on hytrain's engine: attributes of parameters, hooks of a model.
 
-TRL, peft and DeepSpeed's own tools ask a parameter whether it is there (``ds_status``), how large
-it is (``ds_numel``, ``ds_shape``) and what this rank keeps of it (``ds_tensor``). Generation with
-all weights gathered (TRL's ``unwrap_model_for_generation``, DeepSpeed's own) takes the optimizer's
-hooks off the model, so that ranks may call it differently often, and puts them back.
+TRL, peft and DeepSpeed's own tools read from a parameter whether it is gathered (``ds_status``),
+how large it is (``ds_numel``, ``ds_shape``) and what this rank keeps of it (``ds_tensor``).
+Generation with all weights gathered (TRL's ``unwrap_model_for_generation``, DeepSpeed's own)
+removes the optimizer's hooks, so that ranks may call the model different numbers of times, and puts
+them back.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _ids = itertools.count(1_000_000_000)  # beyond those that zero.Init gives
 
 
 class ParameterAttributes:
-    """Gives parameters DeepSpeed's attributes of ZeRO-3, and keeps them true.
+    """Sets DeepSpeed's ZeRO-3 attributes on parameters, and keeps them up to date.
 
-    ``ds_status`` is AVAILABLE exactly while the whole weights are there: always, where every rank
-    keeps all of them, which ``ds_persist`` says. ``ds_tensor`` is what this rank owns of the
-    parameter: 1-D, perhaps empty, since layers are cut, not parameters. It is the training copy
-    itself: that of the last step after ``engine.synchronize()``.
+    ``ds_status`` is AVAILABLE exactly while the whole parameter is on this rank: always if every
+    rank keeps all of it, which ``ds_persist`` says. ``ds_tensor`` is what this rank owns of the
+    parameter: 1-D, perhaps empty, since layers are sharded, not parameters. It is the training copy
+    itself, which is that of the last step after ``engine.synchronize()``.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ParameterAttributes:
         weights.when_moved(self._follow)
 
     def detach(self) -> None:
-        """Makes them plain parameters again. May be called twice."""
+        """Makes the parameters plain ones again. May be called twice."""
         self._weights.gatherer.on_change = None
         for parameter, names in self._given:
             for name in names:
@@ -78,7 +79,7 @@ class ParameterAttributes:
     def _owned(
         self, parameters: Iterable[nn.Parameter]
     ) -> Iterator[tuple[nn.Parameter, bool, torch.Tensor]]:
-        """Each with whether it is sharded, and this rank's part of it."""
+        """Yields each parameter, whether it is sharded, and this rank's part of it."""
         found: dict[int, tuple[bool, torch.Tensor]] = {}
         for layer in self._weights.layers:
             found.update(_owned_by_layer(layer))
@@ -87,7 +88,7 @@ class ParameterAttributes:
             yield parameter, is_sharded, shard
 
     def _follow(self) -> None:
-        """Weights are in other memory: a ``ds_tensor`` of the old would keep that."""
+        """Points each ``ds_tensor`` to the weights' new memory; it would keep the old alive."""
         for parameter, _, shard in self._owned(parameter for parameter, _ in self._given):
             vars(parameter)["ds_tensor"].data = shard.data
 
@@ -98,8 +99,8 @@ class ParameterAttributes:
 
     def _give(self, parameter: nn.Parameter, shard: torch.Tensor, *, is_sharded: bool) -> None:
         group = self._collectives.group or dist.group.WORLD
-        # A tensor of its own: nobody else's gets these attributes. No view: a view keeps its base,
-        # and with that the device's memory when weights leave it (offload_states).
+        # A tensor object of its own, as nothing else may get these attributes. Not a view: a view
+        # keeps its base, and so the device's memory when weights leave it (offload_states).
         shard = shard.data
         vars(shard).update(
             ds_numel=shard.numel(), status=PartitionedParamStatus.AVAILABLE, final_location=None
@@ -127,14 +128,14 @@ class ParameterAttributes:
         self._given.append((parameter, set(attributes)))
 
     def _equal_part(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Of a parameter that is whole on every rank and that nobody updates."""
+        """Returns this rank's part of a parameter that is whole on every rank and not updated."""
         length = -(-parameter.numel() // self._collectives.world_size)
         flat = parameter.detach().reshape(-1)
         return flat[self._collectives.rank * length :][:length]
 
 
 def _owned_by_layer(layer: LayerWeights) -> dict[int, tuple[bool, torch.Tensor]]:
-    """id of each of a layer's parameters -> whether it is sharded, and this rank's part."""
+    """Returns the id of each of a layer's parameters -> (whether sharded, this rank's part)."""
     parts: list[LayerState | ShardedWeights] = [*layer.sharded, *layer.resident]
     found: dict[int, tuple[bool, torch.Tensor]] = {}
     for part in parts:
@@ -150,7 +151,7 @@ def _owned_by_layer(layer: LayerWeights) -> dict[int, tuple[bool, torch.Tensor]]
 
 
 def _summary(parameter: nn.Parameter, *_arguments: Any, **_named: Any) -> dict[str, Any]:
-    """As DeepSpeed's: for people."""
+    """Returns the same as DeepSpeed's ``ds_summary``, for display."""
     own = vars(parameter)
     return {
         "id": own["ds_id"],
@@ -168,34 +169,34 @@ def _summary(parameter: nn.Parameter, *_arguments: Any, **_named: Any) -> dict[s
 
 
 class _Handle:
-    """A hook as its owner sees it: something to be removed."""
+    """A hook's handle: something that can be removed."""
 
     def __init__(self, weights: WeightPasses) -> None:
         self._weights = weights
 
     def remove(self) -> None:
-        """Modules' hooks gather nothing any more, all of them: they work together."""
+        """Stops the hooks of all modules from gathering: they work together."""
         self._weights.suspend()
 
 
 def _external_parameters(module: nn.Module) -> ItemsView[Any, Any]:
-    """A module's ``ds_external_parameters``: those that ``register_external_parameter`` gave it.
+    """Returns a module's external parameters, from ``register_external_parameter``.
 
-    There is nothing to do for them here: a read of a weight outside of its module is noticed.
+    Nothing is done for them here: a read of a weight outside of its module is detected anyway.
     """
     return vars(module).get("_external_params", {}).items()
 
 
 class ParameterOffload:
-    """An optimizer's ``parameter_offload`` in ZeRO-3."""
+    """The optimizer's ``parameter_offload`` under ZeRO-3."""
 
     def __init__(self, module: nn.Module, weights: WeightPasses) -> None:
         self.module = module
         """The model."""
         self.forward_hooks: list[_Handle] = []
-        """Not empty while hooks gather layers for their uses."""
+        """Not empty while hooks gather layers for use."""
         self.backward_hooks: list[_Handle] = []
-        """As :attr:`forward_hooks`."""
+        """Like :attr:`forward_hooks`."""
         self._weights = weights
         self._marked: list[nn.Module] = []
         for each in module.modules():
@@ -205,14 +206,14 @@ class ParameterOffload:
         self._register_deepspeed_module(module)
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """Hooks that were removed are there again."""
+        """Puts back hooks that were removed."""
         del module, count
         self._weights.resume()
         self.forward_hooks = [_Handle(self._weights)]
         self.backward_hooks = [_Handle(self._weights)]
 
     def detach(self) -> None:
-        """Takes off what was put on the modules. May be called twice."""
+        """Removes what was set on the modules. May be called twice."""
         for module in self._marked:
             vars(module).pop("ds_external_parameters", None)
         self._marked.clear()

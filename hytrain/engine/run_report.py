@@ -1,6 +1,6 @@
-"""What rank 0 prints of a run: a line at its start, one whenever k has settled, one at its end.
+"""What rank 0 logs of a run: a line at its start, one whenever k has settled, one at its end.
 
-And what a step took, where DeepSpeed's users look for it: its monitors and its line of times.
+Also reports what a step took where DeepSpeed's users look for it: its monitors and line of times.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hytrain.placement.records import Decision
 from hytrain.version import __version__
 
 _WARMUP_STEPS = 3
-"""At a run's start, not in its summary: allocators, calibration and threads begin in them."""
+"""First steps that a summary leaves out: allocators, calibration and threads start in them."""
 _QUIET_STEPS = 8
-"""Without a decision, until k counts as settled: the first one is often followed by another."""
+"""Steps without a decision until k is settled: the first one is often followed by another."""
 
 logger = logging.getLogger("hytrain.run")
 
 
 class RunReport:
-    """One engine's lines, by the logger "hytrain.run"."""
+    """Logs one engine's lines with the logger "hytrain.run"."""
 
     def __init__(self, engine: Any, optimizer: HyTrainZeroOptimizer) -> None:
         self._optimizer = optimizer
@@ -37,7 +37,7 @@ class RunReport:
         logger.info("%s", start_line(engine, optimizer))
 
     def after_step(self, step: int) -> None:
-        """Prints k and why, where the solver has settled anew; ``step``: how many were made."""
+        """Logs k and its reason if the solver has settled anew; ``step``: number of steps made."""
         placement = self._optimizer.placement
         controller, last = placement.controller, placement.decisions[-1]
         if (
@@ -54,9 +54,9 @@ class RunReport:
             logger.info("hytrain: k = %s after step %d: %s", k, last.step, _because(last))
 
     def close(self) -> None:
-        """Prints the summary, where steps were made."""
+        """Logs the summary if steps were made."""
         recent = self._optimizer.statistics.recent()
-        # What others took has another k's updates in it.
+        # The times of other steps include another k's updates.
         steps = [step for step in recent if step.gpu_fraction == recent[-1].gpu_fraction]
         steps = steps[_WARMUP_STEPS:] or steps
         if steps:
@@ -65,7 +65,7 @@ class RunReport:
 
 
 class _Named(logging.Formatter):
-    """Every line says that it is hytrain's: it stands among those of other libraries."""
+    """Begins every line with "hytrain": it stands among those of other libraries."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
@@ -74,9 +74,9 @@ class _Named(logging.Formatter):
 
 
 def show_lines() -> None:
-    """Shows a run's lines and all warnings: in the script's handlers where it has some.
+    """Shows a run's lines and all warnings, with the script's handlers if it has any.
 
-    logging shows no information by default. Lines appear unless the script set a level for
+    logging hides INFO lines by default. They appear unless the script set a level for
     "hytrain" or "hytrain.run".
     """
     package = logging.getLogger("hytrain")
@@ -91,7 +91,7 @@ def show_lines() -> None:
 
 
 def start_line(engine: Any, optimizer: HyTrainZeroOptimizer) -> str:
-    """What rank 0 prints when an engine is built."""
+    """Returns the lines that rank 0 logs when an engine is built."""
     first = optimizer.placement.decisions[0]
     parameters = sum(slot.numel for state in optimizer.layer_states for slot in state.layout.slots)
     ranks = int(engine.world_size)
@@ -151,7 +151,7 @@ def _share(layers: int, num_layers: int) -> str:
 
 
 def _because(decision: Decision) -> str:
-    # How many layers it is and what is predicted follows the reason's first clause.
+    # The number of layers and the prediction follow after the reason's first clause.
     return decision.reason.split("; ")[0]
 
 
@@ -166,14 +166,14 @@ PREFIX = "Train/hytrain/"
 
 
 def report_step(engine: Any, optimizer: HyTrainZeroOptimizer) -> None:
-    """Writes what is asked for ("tensorboard", "csv_monitor", ..., "wall_clock_breakdown").
+    """Writes what is configured ("tensorboard", "csv_monitor", ..., "wall_clock_breakdown").
 
-    After a step, which may have been skipped.
+    Called after a step, which may have been skipped.
     """
     is_first = int(engine.global_rank) == 0
     if is_first and engine.monitor.enabled:
         found = monitored(optimizer)
-        # As DeepSpeed's own events: over the samples that the job has seen.
+        # Like DeepSpeed's own events, over the samples that the job has seen.
         engine.monitor.write_events(
             [(PREFIX + name, value, engine.global_samples) for name, value in found.items()]
         )
@@ -182,7 +182,7 @@ def report_step(engine: Any, optimizer: HyTrainZeroOptimizer) -> None:
 
 
 def monitored(optimizer: HyTrainZeroOptimizer) -> dict[str, float]:
-    """Figures of the last step on this rank, by name; what was not measured is left out."""
+    """Returns this rank's figures of the last step, by name; unmeasured ones are left out."""
     latest = optimizer.statistics.latest()
     predicted = [
         decision.predicted_seconds
@@ -210,7 +210,7 @@ def _gigabytes(rate: float | None) -> float | None:
 
 
 def _times(latest: StepStatistics) -> str:
-    """DeepSpeed's line of its optimizer's times, with what takes their place here."""
+    """Returns DeepSpeed's line of optimizer times, with the times that correspond to them here."""
     times = {
         "optimizer_allgather": latest.exposed_seconds,
         "optimizer_gradients": latest.gradient_wait_seconds,

@@ -1,7 +1,7 @@
 """What checkpoints say of a module that no step changes: names, shapes, which tensors are tied.
 
-DeepSpeed walks through the module several times for it, and an asynchronous save's call would take
-a good part of a step. So it is kept until the module is another one: other modules, parameters,
+DeepSpeed walks through the module several times for it, which would make an asynchronous save's
+call take much of a step's time. So it is kept until the module changes: its modules, parameters,
 names of buffers, or hooks.
 """
 
@@ -20,7 +20,7 @@ from hytrain.checkpoint.gather import ParameterPlace
 from hytrain.checkpoint.save_contents import ModuleTensors
 
 _NAMES = ("_get_buffer_names", "_get_zero_param_shapes", "_get_shared_params")
-"""What DeepSpeed's engine asks itself for a checkpoint."""
+"""Methods by which DeepSpeed's engine describes the module for a checkpoint."""
 _DEFAULTS = {
     name: getattr(nn.Module, name)
     for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
@@ -28,10 +28,10 @@ _DEFAULTS = {
 
 
 class SavedStructure:
-    """Of one engine's module; made anew where it does not hold any more."""
+    """The structure of one engine's module; read again when the module has changed."""
 
     def __init__(self, engine: Any, read: Callable[[], Mapping[str, Any]]) -> None:
-        """``read`` gives the module's state dict, without waiting for anything."""
+        """``read`` returns the module's state dict, without waiting for anything."""
         self._engine = engine
         self._read = read
         self._seen: _Seen | None = None
@@ -39,7 +39,7 @@ class SavedStructure:
         self._made: dict[bool, tuple[ModuleTensors, _Buffers]] = {}
 
     def module_tensors(self, places: list[ParameterPlace], *, no_frozen: bool) -> ModuleTensors:
-        """The module's tensors, buffers as they are now; ``no_frozen``: the trained ones only."""
+        """Returns the module's tensors, buffers as of now; ``no_frozen``: no frozen parameters."""
         if self._seen is None or not self._seen.is_same():
             self._made.clear()
             self._answers.clear()
@@ -66,7 +66,7 @@ class SavedStructure:
 
     @contextmanager
     def answering(self) -> Generator[None]:
-        """While it lasts, DeepSpeed's engine does not walk through the module for what is known."""
+        """Context in which DeepSpeed's engine uses known answers instead of walking the module."""
         engine = self._engine
         own = vars(engine)
         for name in _NAMES:
@@ -85,7 +85,7 @@ _Buffers = dict[str, tuple[dict[str, torch.Tensor], str]]
 
 
 def _find_buffers(module: nn.Module, tensors: Mapping[str, Any]) -> _Buffers | None:
-    """None where an entry is neither a parameter nor a buffer under its own name."""
+    """Returns the buffers; None if an entry is not a parameter or buffer under its own name."""
     buffers: _Buffers = {}
     modules = dict(module.named_modules(remove_duplicate=False))
     for name, value in tensors.items():
@@ -101,11 +101,12 @@ def _find_buffers(module: nn.Module, tensors: Mapping[str, Any]) -> _Buffers | N
 
 
 class _Seen:
-    """What the modules were; whether they still are is asked in each asynchronous save's call.
+    """What the modules were; each asynchronous save's call checks whether they still are that.
 
-    Of hundreds of modules, whose objects are in no core's cache after a step: so the extension
-    compares addresses (csrc/bindings/same_modules.cpp). What is compared is kept here, since an
-    address names an object only while that lives, and where Python's garbage collector sees it.
+    There are hundreds of modules, whose objects are in no core's cache after a step: so the
+    extension compares addresses (csrc/bindings/same_modules.cpp). The compared objects are kept
+    here, since an address identifies an object only while that lives, and where Python's garbage
+    collector sees them.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -134,7 +135,7 @@ class _Seen:
         self._is_trained = tuple(parameter.requires_grad for parameter in self._parameters)
 
     def is_same(self) -> bool:
-        """Whether there is nothing new."""
+        """Whether the modules are unchanged."""
         return (
             _C.same_entries(self._dicts, self._sizes, self._entries)
             and _C.same_types(self._modules, self._types, self._own, "state_dict")
@@ -144,7 +145,7 @@ class _Seen:
 
 
 def _see(module: nn.Module) -> _Seen | None:
-    """All modules; None where one makes its state dict in a way of its own."""
+    """Returns what all modules are; None if one makes its state dict in a way of its own."""
     modules = list(module.modules())
     for here in modules:
         kind: Any = type(here)

@@ -1,4 +1,4 @@
-"""Ranks that share sequences: how many share each one, and what that makes of the batch.
+"""Ranks that share sequences: how many share each one, and what follows for the batch.
 
 State is sharded over all ranks; batches belong to groups of ranks, each of which has one sequence.
 """
@@ -14,23 +14,23 @@ from hytrain.errors import ConfigError, UnsupportedError
 KEY = "sequence_parallel_size"
 _DATA_KEY = "data_parallel_size"
 SHARED_DTYPE = "seq_parallel_communication_data_type"
-"""DeepSpeed's key of what gradients are reduced in where ranks share sequences."""
+"""DeepSpeed's key for the dtype that gradients are reduced in if ranks share sequences."""
 
 
 def sequence_degree_of(mpu: Any) -> int:
-    """How many ranks share each sequence by an ``mpu``; 1: none do."""
+    """Returns how many ranks share each sequence by an ``mpu``; 1: none do."""
     size: Callable[[], int] | None = getattr(mpu, "get_sequence_parallel_world_size", None)
     return 1 if size is None else int(size())
 
 
 def mesh_of(config: Mapping[str, Any], mpu: Any, mesh: Any, ranks: int) -> Any:
-    """The numbers of (data, sequence) ranks of the mesh that DeepSpeed is to make; None for none.
+    """Returns the (data, sequence) ranks of the mesh that DeepSpeed is to make; None: no mesh.
 
     Args:
         config: may have the keys "sequence_parallel_size" and "data_parallel_size".
-        mpu: of ``initialize``; its groups come before a mesh.
-        mesh: ``mesh_param`` of ``initialize``, which comes before the keys.
-        ranks: of the job.
+        mpu: that of ``initialize``; its groups take precedence over a mesh.
+        mesh: ``mesh_param`` of ``initialize``, which takes precedence over the keys.
+        ranks: the number of ranks of the job.
 
     Raises:
         ConfigError: the numbers contradict each other or the job.
@@ -66,7 +66,7 @@ def mesh_of(config: Mapping[str, Any], mpu: Any, mesh: Any, ranks: int) -> Any:
 
 
 def refuse_dealt_batches(section: HyTrainConfig, degree: int) -> None:
-    """An UnsupportedError of samples that are dealt to single ranks, where ranks share them."""
+    """Raises an UnsupportedError if samples are dealt to single ranks while ranks share them."""
     for key, value in (("plan", section.plan), ("batch_sizes", section.batch_sizes)):
         if value is not None and degree > 1:
             raise UnsupportedError(
@@ -77,7 +77,7 @@ def refuse_dealt_batches(section: HyTrainConfig, degree: int) -> None:
 
 
 def _refuse_tensor_ranks(mpu: Any) -> None:
-    """An UnsupportedError of an ``mpu`` whose ranks share tensors."""
+    """Raises an UnsupportedError if an ``mpu``'s ranks share tensors."""
     size: Callable[[], int] | None = getattr(mpu, "get_tensor_model_parallel_world_size", None)
     if size is not None and size() > 1:
         raise UnsupportedError(

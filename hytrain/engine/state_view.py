@@ -1,7 +1,7 @@
 """``optimizer.state``: step and moments of each parameter, as torch's optimizers show them.
 
-A view: what is read is the state of the last step, and what is written into a moment stays. Moments
-that are kept in fewer bytes than fp32 are copies of their values, which refuse to be written.
+It is a view: reads return the state of the last step, and writes into a moment change the state.
+Moments kept in fewer bytes than fp32 are shown as copies of their values, which refuse writes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ReadOnlyValues(torch.Tensor):
         for one in written if isinstance(written, (list, tuple)) else (written,):
             if isinstance(one, ReadOnlyValues):
                 raise ConfigError(one.refusal)
-        # A view is of the moment, too; what is computed is the caller's own.
+        # A view shows the moment, too; what is computed from it is the caller's own.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **named)
             is_same = isinstance(result, torch.Tensor) and (result._is_view() or func == _DATA)
@@ -55,7 +55,7 @@ class ReadOnlyValues(torch.Tensor):
 
 
 class MomentValues(ReadOnlyValues):
-    """A moment's, which is kept in another form."""
+    """Values of a moment that is kept in another form."""
 
     refusal = (
         "a moment that is kept in bf16 or 8 bits cannot be written through optimizer.state, which "
@@ -65,7 +65,7 @@ class MomentValues(ReadOnlyValues):
 
 
 class StepValue(ReadOnlyValues):
-    """A parameter's step, which is its group's."""
+    """A parameter's step count, which is that of its group."""
 
     refusal = (
         "optimizer.state[...]['step'] cannot be written: load a checkpoint or a state_dict with "
@@ -74,12 +74,12 @@ class StepValue(ReadOnlyValues):
 
 
 class ParameterState(MutableMapping[str, torch.Tensor]):
-    """Of one parameter: ``step``, ``exp_avg`` and ``exp_avg_sq``, or what another optimizer than
-    Adam has, all fp32.
+    """One parameter's state: ``step``, ``exp_avg`` and ``exp_avg_sq``, or the state of another
+    optimizer than Adam, all fp32.
 
-    A moment has the parameter's shape where this rank owns all of it; otherwise it is what the rank
+    A moment has the parameter's shape if this rank owns all of it; otherwise it is what the rank
     owns, 1-D, perhaps empty: ``deepspeed.utils.safe_get_full_optimizer_state`` gathers the rest. It
-    is on the host or the device, wherever the layer is updated, and to be read before the next
+    is on the host or the device, wherever the layer is updated, and must be read before the next
     step: a layer may move then.
     """
 
@@ -105,14 +105,14 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         return moment.view(place.shape) if is_whole else moment
 
     def __setitem__(self, key: str, value: torch.Tensor) -> None:
-        """Write a moment's values; it stays where it is.
+        """Writes a moment's values in place.
 
-        What has the same values is left alone: Lightning puts each tensor back as it gives the
+        Equal values are accepted and not written: Lightning assigns each tensor when it moves the
         optimizer's state to the host at its end.
 
         Raises:
-            KeyError: another key.
-            ConfigError: another shape, another step, or values for a rounded moment.
+            KeyError: there is no such key.
+            ConfigError: the shape or the step differs, or the moment is rounded.
         """
         own = self[key]
         if own.shape == value.shape and torch.equal(value.to(own), own):
@@ -140,7 +140,7 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
 
 
 class OptimizerState(Mapping[nn.Parameter, Mapping[str, torch.Tensor]]):
-    """Parameter -> its :class:`ParameterState`; an empty mapping for one that is not trained."""
+    """Parameter -> its :class:`ParameterState`; an empty mapping for a frozen one."""
 
     def __init__(self, kept: KeptState) -> None:
         self._states = {

@@ -2,7 +2,7 @@
 
 The signal's handler only sets a flag. At the end of its step a rank whose flag is set writes into
 the process group's store which step will be the last: the next one. Every other rank has yet to
-make that step, which it cannot finish without this one, so it finds that when it has.
+make that step and cannot finish it without this rank, so it finds the entry when it has made it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hytrain.engine.zero_optimizer import HyTrainZeroOptimizer
 logger = logging.getLogger(__name__)
 
 EXIT_STATUS = 128 + signal.SIGTERM
-"""What a shell reports of a process that SIGTERM has ended, and launchers expect."""
+"""The status that shells report for a process ended by SIGTERM, and that launchers expect."""
 
 _KEY = "hytrain/last_step"
 
@@ -38,7 +38,7 @@ class Termination:
     """Listens for SIGTERM from its construction to :meth:`close`."""
 
     def __init__(self, collectives: ShardCollectives, *, is_ordered: bool) -> None:
-        """A collective. ``is_ordered``: the host of a rank ends no step before all have computed
+        """A collective. ``is_ordered``: no rank's host ends a step before all ranks have computed
         its gradients; otherwise the ranks ask each other after every step.
         """
         self._collectives = collectives
@@ -51,7 +51,7 @@ class Termination:
         if collectives.world_size > 1 and is_ordered:
             shared: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
             self._store = shared
-            # Of this engine: a process may build several.
+            # A key of this engine: a process may build several.
             self._key = f"{_KEY}/{collectives.object_from_first(os.urandom(8).hex(), 'a key')}"
         self._before: Any = signal.SIG_DFL
         self._installed = threading.current_thread() is threading.main_thread()
@@ -66,15 +66,15 @@ class Termination:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         if os.getpid() != self._process:
-            # A data loader's worker. Launchers signal whole groups of processes, and the training
-            # would fail for want of data before it has saved. A second one ends it: that is the
-            # data loader's own.
+            # A data loader's worker. Launchers signal whole process groups, and training would fail
+            # for want of data before it has saved. A second signal ends the worker: that one is
+            # sent by the data loader.
             signal.signal(number, signal.SIG_DFL)
             return
         self._asked.set()
 
     def is_due(self, step: int) -> bool:
-        """Whether training ends after this step; a collective, after each of them."""
+        """Whether training ends after this step; a collective, to be called after each step."""
         if self._collectives.world_size == 1:
             return self._asked.is_set()
         if not self._is_ordered:
@@ -89,7 +89,7 @@ class Termination:
         """Saves and ends the process.
 
         Raises:
-            SystemExit: with :data:`EXIT_STATUS`; also where nothing could be saved.
+            SystemExit: with :data:`EXIT_STATUS`, even if nothing could be saved.
         """
         try:
             save()
@@ -98,7 +98,7 @@ class Termination:
         raise SystemExit(EXIT_STATUS)
 
     def close(self) -> None:
-        """SIGTERM does what it did before. May be called twice."""
+        """Restores the former handler of SIGTERM. May be called twice."""
         if self._installed and threading.current_thread() is threading.main_thread():
             self._installed = False
             if signal.getsignal(signal.SIGTERM) == self._note:
@@ -106,14 +106,14 @@ class Termination:
 
 
 _built: weakref.WeakValueDictionary[int, HyTrainZeroOptimizer] = weakref.WeakValueDictionary()
-"""In the order of their engines."""
+"""Optimizers in the order in which they were built."""
 _number = itertools.count()
 
 
 def close_at_exit(optimizer: HyTrainZeroOptimizer) -> None:
-    """Stops the worker when the interpreter ends without destroy(): it would abort otherwise.
+    """Stops the worker if the interpreter ends without destroy(): it would abort otherwise.
 
-    One function for all engines: a process keeps what it calls at its end, and builds many.
+    One exit handler serves all engines: it is never freed, and a process may build many engines.
     """
     number = next(_number)
     if number == 0:
@@ -127,10 +127,11 @@ _waits = False
 
 
 def finish_save_at_exit(saver: AsyncSaver) -> None:
-    """A save that the script's end finds at work is finished, as long as the process can.
+    """Makes the script's end wait for a running save, while the process can still finish it.
 
-    Handlers of atexit would be too late: before them the interpreter ends all pools of threads, and
-    the save could neither copy nor write any more. What ends those is called last of its kind.
+    Handlers of atexit would be too late: before them the interpreter ends all thread pools, and the
+    save could neither copy nor write any more. Of the handlers of the kind registered here, the one
+    that ends the pools runs last.
     """
     global _waits
     if not _waits:
@@ -145,12 +146,12 @@ def _finish_saves() -> None:
 
 
 def is_failing() -> bool:
-    """Whether an exception is on its way out, or has ended the script."""
+    """Whether an exception is propagating, or has ended the script."""
     return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
 
 
 def _close_all() -> None:
-    # The last one first; one that cannot be closed does not keep the others from it.
+    # The last one first; one that cannot be closed does not keep the others open.
     with ExitStack() as stack:
         for optimizer in list(_built.values()):
             stack.callback(optimizer.destroy)

@@ -1,4 +1,4 @@
-"""One recording of an engine: what is put on it when it begins, and taken off when it ends."""
+"""One recording of an engine: adds hooks when it begins, and removes them when it ends."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from hytrain.trace.user_code import watch_user_code
 from hytrain.trace.writer import Recording
 
 RING_SPANS = 1 << 16
-"""Of the update worker, between two steps: 4 MiB."""
+"""Spans that the update worker can record between two steps: 4 MiB."""
 MOST_SPANS = 1_000_000
-"""That are kept of a recording, as many as VizTracer keeps of its own."""
+"""Spans that are kept of a recording: as many as VizTracer keeps of its own."""
 _SWEPT_BYTES = 4 << 30
-"""Of the state that is read and written to measure memory: more than any cache."""
+"""Bytes of state that are read and written to measure memory: more than any cache has."""
 _COPIED_BYTES = 64 << 20
 
 
 class TraceSession:
-    """One recording, from its first step until all of it is in plain numbers.
+    """One recording, from its first step until all of it is plain numbers.
 
-    It has its steps' spans and, until :meth:`finish`, what the update worker still does for the
-    last of them.
+    It has the spans of its steps, including what the update worker does for the last one before
+    :meth:`finish`.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class TraceSession:
         threads: bool,
         kernels: bool,
     ) -> None:
-        """Between two steps. ``layer_of``: modules whose forward is a layer's; ``threads``: the
-        update's threads have lanes of their own; ``kernels``: the GPU's are recorded.
+        """Starts recording, between two steps. ``layer_of``: modules whose forward is a layer's;
+        ``threads``: each thread of the update gets its own lane; ``kernels``: record GPU kernels.
         """
         self._optimizer = optimizer
         self._pipeline = pipeline = optimizer.pipeline
@@ -69,7 +69,7 @@ class TraceSession:
         self._samples: list[Sample] = []
         self._recording: Recording | None = None
         self.seconds: list[float] = []
-        """Of the recorded steps."""
+        """Durations of the recorded steps."""
         self.is_recording = True
         self.is_finished = False
         self._first_step = self._last_step = 0
@@ -84,7 +84,7 @@ class TraceSession:
         self._energy = self._meter.read()
         self._sampler = CounterSampler(_readers(optimizer, self._meter), MOST_SPANS)
         self._undo = ExitStack()
-        """Takes off what is put on the engine here."""
+        """Removes what is added to the engine here."""
         self._undo.callback(watch_user_code(self.recorder, device, waits=device.type != "cpu"))
         for number, (module, layer) in enumerate(layer_of.items()):
             for handle in _follow_layer(module, layer, number, self.recorder):
@@ -95,7 +95,7 @@ class TraceSession:
             self._undo.callback(setattr, part, "trace", None)
 
     def begin_step(self, step: int) -> None:
-        """A step begins that is recorded."""
+        """Begins recording a step."""
         self._first_step = self._first_step or step
         self.recorder.step = step
         now, layers = time.monotonic_ns(), len(self._pipeline.layers)
@@ -103,7 +103,7 @@ class TraceSession:
         self._samples.append(Sample(names.COUNTER_GPU_FRACTION, now, share))
 
     def end_step(self, begin_ns: int, end_ns: int) -> None:
-        """It has been made."""
+        """Ends the step; times are CLOCK_MONOTONIC's."""
         self._last_step = self.recorder.step
         seconds = (end_ns - begin_ns) / 1e9
         self.seconds.append(seconds)
@@ -127,20 +127,20 @@ class TraceSession:
         self._worker_spans.extend(spans)
 
     def end_steps(self) -> None:
-        """No further step is recorded; the update worker may still be at the last one."""
+        """Stops recording steps; the update worker may still be working on the last one."""
         self.is_recording = False
         self._undo.close()
         self._sampler.stop()
         if self._profile is not None:
-            # What the last step has queued is to be seen, and nothing of the next one.
+            # The profile is to have all that the last step has queued, and nothing of the next.
             self._pipeline.streams.synchronize()
             self._profile.stop()
 
     def finish(self, clock_offset_ns: float, *, measures_peaks: bool) -> Recording | None:
-        """What is recorded, None where no step was made; nothing more is recorded from here on.
+        """Ends the recording and returns it; None if no step was made.
 
-        The first call waits for the update worker and the device, and may measure what memory and
-        copies reach. ``clock_offset_ns``: of this rank to rank 0.
+        The first call waits for the update worker and the device, and may measure the peak rates of
+        memory and copies. ``clock_offset_ns``: what to add to this rank's clock for rank 0's.
         """
         if self.is_finished:
             return self._recording
@@ -149,9 +149,9 @@ class TraceSession:
             self.end_steps()
         if not self._optimizer.passes.open_step.has_gradients:
             # step() returns before the worker has made its updates: without this wait a trace that
-            # is written at once would lack them. Where a further step has begun, its forward has
+            # is written at once would lack them. If a further step has begun, its forward has
             # waited for them, and what it has sent since may wait for a rank that has failed.
-            with suppress(RuntimeError):  # of a worker that has failed, the training is told
+            with suppress(RuntimeError):  # a failed worker is reported in training
                 self._worker.wait_traced()
         self._worker.stop_trace()
         self._drain()
@@ -210,8 +210,8 @@ class TraceSession:
         begin_ns, end_ns = steps[0].begin_ns, steps[-1].end_ns
 
         def is_recorded(span: Span) -> bool:
-            # The ring has copies and passes from before, while the recording was prepared, and jobs
-            # of the step that came after. What is of no step is a kernel's or a call's.
+            # The ring also has copies and passes from while the recording was being prepared, and
+            # jobs of the step after it. Spans without a step are those of kernels and calls.
             step = span.args.get(names.ARG_STEP)
             is_late = span.begin_ns >= end_ns if step is None else step > self._last_step
             return span.end_ns >= begin_ns and not is_late
@@ -220,7 +220,7 @@ class TraceSession:
 
 
 def _follow_layer(module: nn.Module, layer: int, number: int, recorder: Recorder) -> list[Any]:
-    """Has a module tell a recorder of its forward and backward; the hooks' handles."""
+    """Makes a module report its forward and backward to a recorder; returns the hooks' handles."""
 
     def enter(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
         recorder.enter_layer(layer, number)
@@ -232,8 +232,8 @@ def _follow_layer(module: nn.Module, layer: int, number: int, recorder: Recorder
                     before_backward(tensor, lambda _gradient: recorder.enter_backward(layer))
         recorder.leave_layer(layer)
 
-    # The second one also where forward ends with an exception: torch's checkpointing leaves a
-    # recomputed forward that way, as soon as it has what backward needs.
+    # The second one also runs if forward raises: torch's checkpointing ends a recomputed forward
+    # with an exception, as soon as it has what backward needs.
     return [
         module.register_forward_pre_hook(enter),
         module.register_forward_hook(leave, always_call=True),
@@ -257,14 +257,14 @@ def _readers(
 
 
 def measure_peaks(pipeline: UpdatePipeline, known: Peaks, num_threads: int) -> Peaks:
-    """What memory and copies reach on their own, between two steps; some tenths of a second.
+    """Measures the peak rates of memory and copies, between two steps, in some tenths of a second.
 
-    Where the rank has more cores than ``num_threads`` of the CPU update, all of them sweep memory:
-    what the update's own threads reach is no peak, and hides what more would win.
+    If the rank has more cores than the CPU update's ``num_threads``, all of them sweep memory: what
+    the update's own threads reach is not the peak, and would hide what more threads could gain.
     """
     num_threads = max(num_threads, known.cores or 1)
     found: dict[str, float | None] = {}
-    # A worker that has failed, or no memory to copy: the trace is written all the same.
+    # If the worker has failed, or there is no memory to copy, the trace is written all the same.
     with suppress(HyTrainError):
         pipeline.cpu.wait_all()
         found["dram_bytes_per_s"] = _memory_rate(pipeline, num_threads)
@@ -278,7 +278,7 @@ def measure_peaks(pipeline: UpdatePipeline, known: Peaks, num_threads: int) -> P
 
 
 def _memory_rate(pipeline: UpdatePipeline, num_threads: int) -> float | None:
-    """Bytes a second of reading and writing the layers' state, all there is up to a limit."""
+    """Measures reading and writing the layers' state, up to a limit, in bytes per second."""
     swept = 0
     begin = time.perf_counter()
     for layer in pipeline.cpu.layers:

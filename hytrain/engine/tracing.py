@@ -1,6 +1,6 @@
 """Records chosen steps of an engine, or all of them under a VizTracer.
 
-The steps before and after a recording are timed only, to tell what recording costs.
+The steps before and after a recording are only timed, to tell what recording costs.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ logger = logging.getLogger(__name__)
 _run_logger = logging.getLogger("hytrain.run")
 
 _PLAIN_BEFORE = 8
-"""Steps before the recorded ones that are timed, at most."""
+"""The most steps that are timed before the recorded ones."""
 _PLAIN_AFTER = 4
-"""Steps that are waited for before a trace is written, if training goes on."""
+"""Steps that are timed after the recorded ones before the trace is written, if training goes on."""
 
 _Item = TypeVar("_Item")
 
 
 class Tracing:
-    """Decides when an engine is recorded, and where that goes to."""
+    """Decides when an engine is recorded, and where the recording goes."""
 
     def __init__(
         self, optimizer: HyTrainZeroOptimizer, model: nn.Module, config: TraceConfig, steps: int
     ) -> None:
-        """A collective where anything is to be recorded; ``steps`` have been made."""
+        """A collective. ``steps``: how many have been made."""
         is_wanted = config.dir is not None or running_tracer() is not None
         self._clock_offset_ns = clock_offset_ns(optimizer.collectives, is_wanted=is_wanted)
         modules = modules_of_layers(model, optimizer.weights.layers)
@@ -59,11 +59,11 @@ class Tracing:
         self._optimizer = optimizer
         self._config = config
         self._session: TraceSession | None = None
-        """The last one, until its file is written."""
+        """The last recording, until its file is written."""
         self._before: deque[float] = deque(maxlen=_PLAIN_BEFORE)
         """Seconds of the last steps before a recording."""
         self._after: list[float] = []
-        """And of the steps after it."""
+        """Seconds of the first steps after a recording."""
         self._tracer: Any = None
         self._is_done = config.dir is None
         self._steps_seen: tuple[int, int] | None = None
@@ -72,22 +72,22 @@ class Tracing:
 
     @property
     def recorder(self) -> Recorder | None:
-        """While a step is recorded."""
+        """The recorder while a step is recorded; otherwise None."""
         session = self._session
         return session.recorder if session is not None and session.is_recording else None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """A phase of the step, if it is recorded."""
+        """A context for a phase of the step, which is recorded if the step is."""
         return nullcontext() if self.recorder is None else self.recorder.phase(name)
 
     def loading(self, items: Iterator[_Item]) -> Iterator[_Item]:
-        """The user's data, whose times are taken if the step is recorded."""
+        """Returns the user's data, whose loading is timed if the step is recorded."""
         return items if self.recorder is None else timed_loading(items, self.recorder)
 
     # -- between steps ---------------------------------------------------------------------------
 
     def begin(self, steps_made: int) -> None:
-        """The next step is about to begin, after that many: of a new engine, or a loaded one."""
+        """Prepares for the next step, after ``steps_made`` of a new or a loaded engine."""
         self._optimizer.pipeline.cpu.worker.set_trace_step(steps_made + 1)
         if self.recorder is None and self._wants(steps_made + 1):
             self._finish()
@@ -99,11 +99,11 @@ class Tracing:
             )
         if self._session is not None and self._session.is_recording:
             self._session.begin_step(steps_made + 1)
-        # What has been done here is no part of a step.
+        # The work done here is not part of a step.
         self._made_ns = time.monotonic_ns()
 
     def step_made(self, steps_made: int) -> None:
-        """A step is over, and the next one may be recorded."""
+        """Ends a step, and prepares for the next one, which may be recorded."""
         now, session = time.monotonic_ns(), self._session
         first = steps_made if self._steps_seen is None else self._steps_seen[0]
         self._steps_seen = first, steps_made
@@ -139,10 +139,10 @@ class Tracing:
             logger.info("a VizTracer is running: the trace goes to its file, not to trace.dir")
             self._is_done = True
 
-    # -- where it goes to ------------------------------------------------------------------------
+    # -- output ----------------------------------------------------------------------------------
 
     def _finish(self, *, measures_peaks: bool = False) -> Recording | None:
-        """What the session has recorded, with what that has cost so far."""
+        """Returns what the session has recorded, with what recording has cost so far."""
         session = self._session
         if session is None:
             return None
@@ -158,7 +158,7 @@ class Tracing:
     def _write(self) -> None:
         if self._is_done or self._session is None or self._config.dir is None:
             return
-        # Of several ranks some may have failed: nothing is waited for that need not be.
+        # Another rank may have failed: only wait for what is needed.
         alone = self._optimizer.collectives.world_size == 1
         recording = self._finish(measures_peaks=alone)
         self._is_done, self._session = True, None
@@ -168,13 +168,13 @@ class Tracing:
         try:
             recording.write(path)
         except OSError as error:
-            # A training does not end for want of its trace.
+            # Training does not end because its trace cannot be written.
             logger.error("the trace could not be written: %s", error)
             return
         _report(recording, path)
 
     def close(self) -> None:
-        """The engine ends: what has been recorded so far is written. May be called twice."""
+        """Writes what has been recorded so far, when the engine ends. May be called twice."""
         if self._session is not None:
             if self._is_done:  # for a VizTracer, which saves later
                 self._finish()
@@ -209,19 +209,19 @@ def _report(recording: Recording, path: Path) -> None:
 
 
 def running_tracer() -> Any:
-    """The VizTracer that is recording in this process; None without one."""
+    """Returns the VizTracer that is recording in this process; None without one."""
     module = sys.modules.get("viztracer")  # whoever uses it has imported it
     tracer = None if module is None else module.get_tracer()
     return tracer if tracer is not None and tracer.enable else None
 
 
 def join_file(tracer: Any, recording: Callable[[], Recording | None]) -> None:
-    """Has a tracer's file be a trace of the format: when it is saved the recording is asked for."""
-    # Imported here: only who uses it pays for it.
+    """Makes a tracer's file a trace of hytrain's format: calls ``recording`` when it is saved."""
+    # Imported here, so that only its users pay for it.
     from viztracer.vizplugin import VizPluginBase
 
     class Plugin(VizPluginBase):
-        """Told by VizTracer when it saves."""
+        """Notified by VizTracer when it saves."""
 
         def support_version(self) -> str:
             return "1.0.0"
@@ -236,8 +236,8 @@ def join_file(tracer: Any, recording: Callable[[], Recording | None]) -> None:
         if found is not None and names.HEADER_KEY not in data:
             _add(data, tracer, found)
 
-    # It takes plugins when it is made only, which was before this engine. add_raw() is no way: it
-    # puts every span on the thread that calls it.
+    # It takes plugins only when it is made, which was before this engine. add_raw() cannot be used:
+    # it puts every span on the thread that calls it.
     tracer._plugin_manager._plugins.append(Plugin())
 
 
@@ -254,7 +254,7 @@ def _add(data: dict[str, Any], tracer: Any, recording: Recording) -> None:
             event["pid"] = rank
         if event.get("ph") == "M" and event.get("name") == "thread_name":
             event["args"]["name"] = f"{names.PYTHON}: {event['args']['name']}"
-    # Last: of several names of a process or thread the last one counts.
+    # Last: if a process or thread has several names, the last one counts.
     events += recording.events()
     header = recording.header
     if data.get("viztracer_metadata", {}).get("overflow"):
@@ -263,10 +263,10 @@ def _add(data: dict[str, Any], tracer: Any, recording: Recording) -> None:
 
 
 def _take_profile(tracer: Any) -> list[dict[str, Any]]:
-    """Its torch profile's events, with times of its own clock, which is ours.
+    """Takes the events of a tracer's torch profile, with times of its clock, which is ours.
 
-    VizTracer would put them into the file itself and leave out whatever it does not know of ours,
-    the header: so it finds none any more.
+    VizTracer would otherwise put them into the file itself, and leave out the keys that it does not
+    know, which include our header.
     """
     from viztracer.report_builder import get_json
 
@@ -276,6 +276,6 @@ def _take_profile(tracer: Any) -> list[dict[str, Any]]:
         profile.export_chrome_trace(str(path))
         arguments = {"type": "torch", "base_offset": tracer.get_base_time()}
         found: list[dict[str, Any]] = get_json((str(path), arguments))["traceEvents"]
-    # VizTracer names the threads that both know.
+    # VizTracer itself names the threads that both know.
     named = ("thread_name", "thread_sort_index", "process_name", "process_labels")
     return [e for e in found if not (e["ph"] == "M" and e["name"] in named)]

@@ -1,8 +1,8 @@
-"""One Trainer of transformers whose model is prepared more than once.
+"""Lets one Trainer of transformers prepare its model more than once.
 
 A Trainer prepares its model in the first evaluate() or train() and keeps that engine: a train()
-behind an evaluate() would have an engine without an optimizer, a second train() one that has been
-destroyed. transformers' ``deepspeed_init`` is called before either; here it lets go of the engine.
+after an evaluate() would have an engine without an optimizer, a second train() one that has been
+destroyed. transformers' ``deepspeed_init`` is called before either; here it releases the engine.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from hytrain.engine.engine import HyTrainEngine
 
 _MODULE = "transformers.trainer"
 _TAKEN = ("optimizer", "scheduler")
-"""Sections that transformers takes out of the configuration for an evaluation, for good."""
+"""Sections that transformers removes from the configuration for an evaluation, for good."""
 
 
 class TrainerReuse:
-    """Stands in the place of ``deepspeed_init`` in transformers' Trainer."""
+    """Replaces ``deepspeed_init`` in transformers' Trainer."""
 
     def __init__(self, evaluates: Callable[[torch.nn.Module], None]) -> None:
-        """``evaluates`` is told of a model that is to be prepared for an evaluation alone."""
+        """``evaluates`` is called with a model that is to be prepared for an evaluation alone."""
         self._evaluates = evaluates
         self._original: Any = None
         self._sections: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-        """By Trainer: what its configuration has had."""
+        """Trainer -> sections that were removed from its configuration."""
 
     def install(self) -> None:
-        """Where transformers' Trainer has been imported; else nothing. May be called again."""
+        """Replaces the function if transformers' Trainer is imported. May be called again."""
         module = sys.modules.get(_MODULE)
         if module is not None and self._original is None and hasattr(module, "deepspeed_init"):
             self._original = vars(module)["deepspeed_init"]
             vars(module)["deepspeed_init"] = self._prepare
 
     def undo(self) -> None:
-        """Puts back what was there before."""
+        """Puts back the original function."""
         module = sys.modules.get(_MODULE)
-        # What another one has put there since then stays.
+        # What others have put there since then stays.
         if module is not None and vars(module).get("deepspeed_init") == self._prepare:
             vars(module)["deepspeed_init"] = self._original
         self._original = None
@@ -52,7 +52,7 @@ class TrainerReuse:
     def _prepare(
         self, trainer: Any, num_training_steps: int, inference: bool = False, **more: Any
     ) -> Any:
-        """As transformers': its optimizer and scheduler, both None for an evaluation."""
+        """Returns what transformers' does: optimizer and scheduler, both None for an evaluation."""
         held = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
         # Wrong values are refused in hytrain's words, before accelerate sees an "auto" among them.
         if HyTrainConfig.from_deepspeed(held.config) is None:
@@ -66,14 +66,14 @@ class TrainerReuse:
         self._evaluates(trainer.model)
         if held.is_zero3():
             return self._original(trainer, num_training_steps, inference, **more)
-        # transformers refuses an evaluation without ZeRO-3; the weights are whole, it needs none.
+        # transformers refuses an evaluation without ZeRO-3; weights are whole here: none needed.
         held.trainer_config_finalize(trainer.args, trainer.model, num_training_steps)
         for key in _TAKEN:
             held.config.pop(key, None)
         return None, None
 
     def _let_go(self, trainer: Any) -> None:
-        """Of an engine that is not to train: the Trainer then prepares its model itself."""
+        """Releases an engine that is not to train: the Trainer then prepares its model itself."""
         engine = trainer.model_wrapped
         if not isinstance(engine, DeepSpeedEngine):
             return

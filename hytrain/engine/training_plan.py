@@ -1,6 +1,6 @@
-"""Training by a plan: is it for this job, and what it says in the words of the configuration.
+"""Training by a plan: checks that it is for this job, and turns it into configuration.
 
-All ranks tell each other what they found before anything is touched, and come to one verdict: a
+All ranks exchange what they found before anything is touched, and come to one verdict: a
 plan for other devices, another model or another batch is refused on all of them, with the
 difference.
 """
@@ -39,16 +39,16 @@ from hytrain.placement.allocator_watch import advise_on_gaps
 logger = logging.getLogger(__name__)
 
 _DECIDED = ("batch_sizes", "micro_batch_sizes", "shard_fractions", "accumulation", "activations")
-# Of the state; a configuration knows no rank without any.
+# Share of the state: a configuration does not allow ranks without any.
 _LEAST_SHARD = 1e-6
 
 
 _Found = tuple[str, Actual]
-"""A rank's: the plan's digest, and itself with its model and what it was asked to train."""
+"""What a rank found: the plan's digest, and its device, its model and its configuration."""
 
 
 def find_plan(name: str, config_file: Path | None) -> Path:
-    """The file that a configuration names, also beside its own file; else a ConfigError."""
+    """Finds the plan that a configuration names, also beside its own file; else a ConfigError."""
     path = Path(name)
     places = [Path.cwd() / path]
     if config_file is not None and not path.is_absolute():
@@ -70,14 +70,14 @@ def adopt_plan(
     device: torch.device,
     config_file: Path | None,
 ) -> HyTrainConfig:
-    """The section with what its plan decides for this rank; a collective.
+    """Returns the section with its plan's decisions for this rank; a collective.
 
-    A plan that counts on activations that are computed again turns checkpointing on in a model
-    that has a switch for it; nothing else of the model is touched.
+    If the plan counts on recomputed activations, checkpointing is turned on in a model that has a
+    switch for it; nothing else of the model is touched.
 
     Raises:
-        PlanError: the plan cannot be read, or is for another job: on all ranks alike.
-        ConfigError: a key says what the plan decides.
+        PlanError: the plan cannot be read, or is for another job; raised on all ranks.
+        ConfigError: a key sets what the plan decides.
     """
     check_keys(config, section)
     collectives = ShardCollectives(None)
@@ -121,7 +121,7 @@ def adopt_plan(
 
 
 def refuse_other_job(plan: PlanFile, actual: Actual, path: Path) -> None:
-    """A PlanError where the plan is not for this job."""
+    """Raises a PlanError if the plan is not for this job."""
     if words := difference(plan, actual):
         raise PlanError(
             f"the plan {path} is for another job: {'; '.join(words)}. Nothing was touched: "
@@ -130,7 +130,7 @@ def refuse_other_job(plan: PlanFile, actual: Actual, path: Path) -> None:
 
 
 def asked(config: Mapping[str, Any], section: HyTrainConfig) -> dict[str, Any]:
-    """What a configuration says of an :class:`Actual`; ``global_batch`` 0 where it does not."""
+    """Returns a configuration's part of :class:`Actual`; ``global_batch`` is 0 if not set."""
     return {
         "stage": int(config.get("zero_optimization", {}).get("stage", 0)),
         "global_batch": config.get("train_batch_size") or 0,
@@ -141,11 +141,11 @@ def asked(config: Mapping[str, Any], section: HyTrainConfig) -> dict[str, Any]:
 
 
 def check_keys(config: Mapping[str, Any], section: HyTrainConfig) -> None:
-    """Keys that do not go with a plan.
+    """Refuses keys that do not go with a plan.
 
     Raises:
         PlanError: master weights are split.
-        ConfigError: a key says what the plan decides.
+        ConfigError: a key sets what the plan decides.
     """
     if section.master != FP32:
         raise PlanError(
@@ -163,7 +163,7 @@ def check_keys(config: Mapping[str, Any], section: HyTrainConfig) -> None:
 
 
 def _tell_all(find: Callable[[], _Found], collectives: ShardCollectives) -> list[_Found]:
-    """What every rank found; a failure of one is everybody's."""
+    """Returns what every rank found; a failure on one rank is raised on all."""
     answer: _Found | str
     try:
         answer = find()
@@ -186,7 +186,7 @@ def _tell_all(find: Callable[[], _Found], collectives: ShardCollectives) -> list
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    """Of all ranks together, where ``deepspeed.zero.Init`` has partitioned it."""
+    """Returns the elements of the whole parameter, also if ``zero.Init`` has partitioned it."""
     is_part = is_partitioned(parameter)
     return shape_partitioned(parameter).numel() if is_part else parameter.numel()
 
@@ -209,9 +209,9 @@ def _offload_param(config: Mapping[str, Any]) -> str | None:
 
 
 def _use_activations(model: nn.Module, own: PlannedRank, rank: int) -> None:
-    """Recomputation as planned, where the model has a switch."""
+    """Turns recomputation on if it is planned and the model has a switch."""
     if own.activations in LAYER_MAJOR or own.batch_size == 0:
-        return  # train_batch computes again by itself
+        return  # train_batch recomputes by itself
     is_planned = own.activations == "recompute"
     found = use_checkpointing(model, wanted=is_planned)
     if found is None and is_planned:
@@ -235,7 +235,7 @@ def planned_section(
     own: PlannedRank,
     path: Path,
 ) -> HyTrainConfig:
-    """The "hytrain" section with the plan's decisions."""
+    """Returns the "hytrain" section with the plan's decisions."""
     fractions = [max(rank.shard_fraction, _LEAST_SHARD) for rank in plan.ranks]
     decided: dict[str, Any] = {
         "plan": str(path),

@@ -1,4 +1,4 @@
-"""Warnings while training: of a fused loss that is multiplied, of what steps show of the model."""
+"""Warnings in training: of a fused loss that is multiplied, and of a model set up wrongly."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_factors() -> None:
-    """Says once in this process that a ``TiledFusedLogitsLoss`` was multiplied, and by what.
+    """Warns once in this process if a ``TiledFusedLogitsLoss`` was multiplied, and by what.
 
-    It makes the gradients of its weights in forward, of the loss as it returns it. What the loss is
-    multiplied by behind it (a division by tokens, accumulation, a loss scale) reaches the
-    activations' gradient and not those of the weights.
+    It computes the gradients of its weights in forward, for the loss as it returns it. A later
+    factor (a division by tokens, accumulation, a loss scale) reaches the activations' gradient but
+    not those of the weights.
     """
     plain = TiledFusedLogitsLoss.backward
 
@@ -48,13 +48,13 @@ class StepWarnings:
     """Warns of frozen parameters that get gradients, and of checkpointing that does nothing."""
 
     def __init__(self, model: nn.Module) -> None:
-        """When the engine is built."""
+        """Notes the parameters that are frozen when the engine is built."""
         self._model = model
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._has_looked = False
 
     def after_step(self) -> None:
-        """Each warning once."""
+        """Checks after a step, and gives each warning once."""
         self._warn_of_thawed()
         if not self._model.training and not self._has_looked:
             self._has_looked = True  # through all modules: once

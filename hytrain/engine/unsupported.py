@@ -1,4 +1,4 @@
-"""What of DeepSpeed hytrain does not do: keys and models that are refused before a build."""
+"""What hytrain does not support of DeepSpeed: keys and models that are refused before a build."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hytrain.formats.moment_kinds import SPLIT
 
 
 def refuse_unsupported_model(model: torch.nn.Module, stage: int) -> None:
-    """An UnsupportedError of a model that needs another engine or another ZeRO stage."""
+    """Raises an UnsupportedError if a model needs another engine or another ZeRO stage."""
     if isinstance(model, PipelineModule):
         raise UnsupportedError(
             "the model is a PipelineModule, which hytrain does not support: pass a plain "
@@ -46,9 +46,9 @@ def refuse_unsupported_model(model: torch.nn.Module, stage: int) -> None:
 
 
 def refuse_miscounted_ranks(ranks: int) -> None:
-    """A ConfigError where accelerate, which deals the samples, counts other ranks than the job's.
+    """Raises a ConfigError if accelerate, which deals the samples, counts ranks differently.
 
-    Without a GPU it counts one, unless it is told to use the CPU: all would train on all samples.
+    Without a GPU it counts one, unless told to use the CPU: each rank would train on all samples.
     """
     module: Any = sys.modules.get("accelerate.state")
     if module is None or not module.is_initialized():
@@ -64,7 +64,7 @@ def refuse_miscounted_ranks(ranks: int) -> None:
 
 
 def _is_gathered_by_deepspeed(model: torch.nn.Module) -> bool:
-    """Whether a ZeRO-3 engine has its hooks on the model; ``zero.Init`` puts none there."""
+    """Whether a ZeRO-3 engine of DeepSpeed's has hooks on the model; ``zero.Init`` adds none."""
     hooks: Mapping[int, Any] = vars(model)["_forward_pre_hooks"]
     origins = {getattr(hook, "__module__", "") for hook in hooks.values()}
     # They are all wrapped by the function that marks them for profilers.
@@ -81,7 +81,7 @@ def _get(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _seen(config: Mapping[str, Any], path: str) -> str:
-    """A key with its value; where it is missing, with one that it may have been meant by."""
+    """Returns a key with its value; if it is missing, with a similar key that may be meant."""
     section: Any = config
     for part in path.split("."):
         inner = section.get(part) if isinstance(section, Mapping) else None
@@ -140,13 +140,13 @@ _SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         "gradients are scaled in fp32 by the update itself; remove it",
     ),
 )  # fmt: skip
-"""Keys with the values that do what they say."""
+"""Keys, the values that are supported, and the remedy for any other."""
 _TRIVIAL: tuple[Any, ...] = (None, False, 0, 1, -1, {}, [])
 
 
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """An UnsupportedError, with key, value and remedy, of all that is asked for and hytrain has
-    not."""
+    """Raises an UnsupportedError with key, value and remedy of everything unsupported that is
+    asked for."""
     if found := [*_unsupported(config)]:
         raise UnsupportedError(";\n".join(found))
 
@@ -176,7 +176,7 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refuse_beside_streamed(config: HyTrainConfig, name: str) -> None:
-    """An UnsupportedError of what does not go with updates that stream their state."""
+    """Raises an UnsupportedError for keys that do not go with updates that stream their state."""
     refused = (
         (config.master == SPLIT, f'"hytrain.master" is "{SPLIT}"', 'set it to "fp32"'),
         (config.plan is not None, '"hytrain.plan" is given', "plans know Adam only: remove it"),

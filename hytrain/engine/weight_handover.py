@@ -1,8 +1,8 @@
-"""Weights for another program, such as an inference engine: by name, some at a time.
+"""Weights for another program, such as an inference engine: by name, a bucket at a time.
 
-What ZeRO-3 shards is gathered in buckets, and the next one is on its way while the caller uses one.
-It never is more than two: the next but one is asked for when the caller has taken the first tensor
-of the next, and so has let go of the one before.
+Weights that ZeRO-3 shards are gathered in buckets, the next one while the caller uses the current
+one. There are never more than two: a bucket is asked for when the caller has taken the first tensor
+of the bucket before it, and so has let go of the one before that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WeightHandover:
     """Walks a module's weights; see :meth:`HyTrainEngine.iterate_weights`."""
 
     def __init__(self, kept: KeptState, module_tensors: Callable[[], Mapping[str, Any]]) -> None:
-        """``module_tensors`` gives the module's state dict, without waiting for anything."""
+        """``module_tensors`` returns the module's state dict, without waiting for anything."""
         self._kept = kept
         self._streams = kept.pipeline.streams
         self._module_tensors = module_tensors
@@ -42,13 +42,13 @@ class WeightHandover:
     def iterate(
         self, dtype: torch.dtype | None, limit: int, *, on_host: bool, with_frozen: bool
     ) -> Iterator[Named]:
-        """The module's tensors by name. ``limit``: bytes of a bucket."""
+        """Returns an iterator over the module's tensors by name. ``limit``: bytes of a bucket."""
         self._kept.come_to_rest()
         self._walks += 1
         find = cache(partial(self._find, with_frozen=with_frozen))
         buckets = self._buckets(find, limit, with_frozen=with_frozen)
         if on_host:
-            # By a function, which keeps nothing: a bucket would be there beside the next two.
+            # By map(), which keeps no bucket: otherwise one would stay beside the next two.
             copy = partial(self._copy_to_host, dtype)
             buckets = map(copy, cycle((0, 1)), _one_ahead(buckets))
         return self._items(buckets, find, dtype, on_host=on_host)
@@ -89,7 +89,7 @@ class WeightHandover:
         return Bucket(copies, self._streams.record_current())
 
     def _block(self, number: int, num_bytes: int) -> HostBlock:
-        """One of two, whose copies the caller is done with; they are kept for the next time."""
+        """Returns one of two blocks, kept for reuse; the caller is done with the copies in it."""
         if number < len(self._blocks) and self._blocks[number].num_bytes >= num_bytes:
             return self._blocks[number]
         if number < len(self._blocks):
@@ -123,7 +123,7 @@ class WeightHandover:
                 if not on_host:
                     self._streams.compute_waits(bucket.arrived)
                 elif bucket.arrived is not None:
-                    bucket.arrived.synchronize()  # else the host would read what is on its way
+                    bucket.arrived.synchronize()  # else the host could read it half copied
                 items = items_of(bucket)
                 yield from islice(items, 1)
                 self._refuse_change(version)
@@ -142,14 +142,14 @@ class WeightHandover:
             )
 
     def close(self) -> None:
-        """Gives host memory back."""
+        """Frees host memory."""
         for block in self._blocks:
             block.close()
         self._blocks.clear()
 
 
 def _one_ahead(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-    """Each when the one behind it is on its way: gathers run beside copies to the host."""
+    """Yields each bucket once the next is on its way: gathers run beside copies to the host."""
     held = next(buckets, None)
     for following in buckets:
         assert held is not None

@@ -1,8 +1,8 @@
-"""The optimizer that DeepSpeed's engine talks to: the order of a step, and names that others read.
+"""The optimizer that DeepSpeed's engine calls: a step's order, and attributes that others read.
 
-It holds no algorithm of its own. :class:`PassTracker` follows the passes, its
+It has no algorithm of its own. :class:`PassTracker` follows the passes, its
 :class:`GradientCollector` takes gradients over, and updates run in the pipeline; :class:`KeptState`
-is for what outlives a step.
+has what outlives a step.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from hytrain.zero3.weight_passes import WeightPasses
 class HyTrainZeroOptimizer(ZeROOptimizer):
     """ZeRO-1/2/3 with overlapped, exact CPU and GPU updates."""
 
-    # What DeepSpeed's engine reads of a ZeRO optimizer.
+    # Attributes that DeepSpeed's engine reads from a ZeRO optimizer.
     torch_autocast_gradscaler = None
     overflow = False
     """Whether the last step was skipped."""
     _global_grad_norm: float | torch.Tensor | None = None
     parameter_offload: ParameterOffload
-    """In ZeRO-3 only: libraries take it for the sign of that."""
+    """Set under ZeRO-3 only: libraries recognize ZeRO-3 by it."""
 
     def __init__(
         self,
@@ -74,29 +74,29 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.kept = KeptState(self.passes, hyper)
         self._state = OptimizerState(self.kept)
         self.before_close: list[Callable[[], None]] = []
-        """Called when the state is about to go, while everything is still there; last one first."""
+        """Called by :meth:`destroy` before anything is closed; last one first."""
         self._hyper = hyper
         self.offloaded = OffloadedStates(self.kept, self.passes, parameters)
         self.before_close.append(self.offloaded.close)
 
-    # -- the passes, as DeepSpeed's engine tells of them -----------------------------------------
+    # -- the passes, as DeepSpeed's engine reports them ------------------------------------------
 
     def backward_prologue(self) -> None:
-        """The engine's forward output receives its gradient: a backward has begun."""
+        """Notes that a backward has begun: the output of the engine's forward gets its gradient."""
         self.passes.backward_prologue()
 
     def enter_backward(self) -> None:
-        """DeepSpeed's mark that a backward runs: one, however many forwards' outputs announce it.
+        """Sets DeepSpeed's mark that a backward runs: once, even if several outputs announce it.
 
-        Of two forwards and one loss DeepSpeed would count two, and leave one; of two forwards and
-        then two backwards it would queue one end.
+        For two forwards with one loss DeepSpeed would count two backwards and end only one; for two
+        forwards and then two backwards it would queue only one end.
         """
         if self._backward_active_depth == 0:
             self._backward_hook_state.post_backward_callback_queued = False
             super().enter_backward()
 
     def scale_if_loss(self, value: Any) -> Any:
-        """The loss, times the loss scale where there is one."""
+        """Returns the loss, times the loss scale if there is one."""
         return self.scaling.apply(value)
 
     def needs_scaler(self) -> bool:
@@ -110,40 +110,41 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     @property
     def is_backward_marked(self) -> bool:
-        """Whether DeepSpeed takes a backward for running."""
-        # Every use of weights asks for it, and DeepSpeed's own name for it is a property.
+        """Whether DeepSpeed considers a backward to be running."""
+        # Read at every use of weights: DeepSpeed's own name for it is a property, too.
         return self._backward_hook_state.backward_active_depth > 0
 
     def clear_backward_marks(self) -> None:
-        """DeepSpeed would take an aborted backward's depth and callback for the next one's."""
+        """Resets DeepSpeed's depth and callback: an aborted backward's would be the next one's."""
         self._backward_active_depth = 0
         self.clear_backward_seen_flag()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Nothing: layers are reduced as they become final, the rest in step()."""
+        """Does nothing: layers are reduced as they become final, the rest in step()."""
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Nothing: see above."""
+        """Does nothing, for the same reason."""
         del pipeline_parallel
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Nothing: step() completes whatever the backward passes left."""
+        """Does nothing: step() completes whatever the backward passes left."""
 
     # -- step ------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Makes the update of all gradients since the last step final, or skips it.
 
-        Sets ``overflow`` where it was skipped, also since :meth:`zero_grad` left nothing. Returns
+        Sets ``overflow`` if it was skipped, also because :meth:`zero_grad` left nothing. Returns
         while updates are still running; each layer's next forward waits for that layer.
 
         Raises:
             AbortedBackwardError: the last backward ended with an exception.
             AbortedStepError: the last step failed midway.
             UnsupportedError: a closure is given, or parameter groups are not those that the engine
-                was built with, or ask for what the kernels do not have; nothing was changed.
+                was built with, or ask for what the kernels do not support; nothing was changed.
             WorkerError: the update worker failed.
-            UnusedParametersError: one got no gradient and ``ignore_unused_parameters`` is false.
+            UnusedParametersError: a parameter got no gradient and ``ignore_unused_parameters`` is
+                false.
             LossScaleError: gradients overflow at the smallest loss scale; the step was skipped.
         """
         if closure is not None:
@@ -170,12 +171,12 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             passes.begin_update()
         step = passes.open_step
         if not step.is_open and collector.has_left:
-            passes.begin_backward()  # it went past the engine
+            passes.begin_backward()  # it bypassed the engine
             passes.end_backward()
         if not step.is_open and not step.backward.reduces:
-            # No backward on this rank, or the last one has reduced nothing: it takes part in the
-            # others' collectives with what it has, or zeros. The wait is
-            # PassTracker.begin_backward's, in the same place among the collectives.
+            # No backward on this rank, or the last one has reduced nothing: the rank takes part in
+            # the others' collectives with the gradients it has, or zeros. The wait is that of
+            # PassTracker.begin_backward, in the same place among the collectives.
             self.pipeline.wait_all()
             passes.meet_in_backward()
             step.begin_backward(reduces=False)
@@ -185,8 +186,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.collectives.meet("the end of a step", self._hyper.words)
         self.pipeline.launch_outcome()
         self.placement.end_backward(collector.num_firings)
-        # Before updates on the device: giving a layer up makes compute, and with it the update
-        # stream, wait for its gather. Otherwise a gather could send a shard half overwritten.
+        # Before updates on the device: releasing a layer makes compute, and with it the update
+        # stream, wait for its gather. Otherwise a gather could send a half overwritten shard.
         self.weights.forget()
         outcome = self.pipeline.finish_step(self._hyper.read())
         passes.open_step.end()
@@ -198,17 +199,18 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
             self._run_hooks("post")
 
     def _run_hooks(self, when: Literal["pre", "post"]) -> None:
-        """Those that users have registered on the client's optimizer, whose step nobody calls.
+        """Runs the step hooks that users registered on the client's optimizer.
 
-        Before the step they run where it may turn out to be skipped, too: that is decided on the
-        device. Gradients are not there: they left ``parameter.grad`` in backward.
+        Nothing calls that optimizer's step. "pre" hooks also run before a step that turns out to be
+        skipped, which is decided on the device. Hooks see no gradients: these left
+        ``parameter.grad`` in backward.
         """
         hooks = getattr(self.optimizer, f"_optimizer_step_{when}_hooks")
         for hook in list(hooks.values()):
             hook(self.optimizer, (), {})
 
     def _refuse_unused(self) -> None:
-        """The configuration asks for an error where a parameter got no gradient."""
+        """Raises an UnusedParametersError if a parameter got no gradient, as configured."""
         unused = self.collector.unused()
         if unused:
             raise UnusedParametersError(
@@ -219,13 +221,13 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     def _record(self, outcome: Outcome | None) -> None:
         self.overflow = outcome is not None and outcome.skip
-        # torch's schedulers look for it: the basic optimizer's own step is never called.
+        # torch's schedulers check this flag: the basic optimizer's own step is never called.
         vars(self.optimizer)["_opt_called"] = True
         if not self.overflow:
             self._hyper.count_step()
         if outcome is None:
             self._global_grad_norm = self.pipeline.norm.norm_tensor()
-        else:  # infinite as DeepSpeed's, not NaN
+        else:  # inf like DeepSpeed's, not NaN
             self._global_grad_norm = outcome.norm if math.isfinite(outcome.norm) else math.inf
         worker = self.statistics.record(
             self.pipeline,
@@ -240,11 +242,11 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         del set_to_none
         self.passes.drop_gradients()
 
-    # -- the loss scale, as DeepSpeed names it ---------------------------------------------------
+    # -- the loss scale, under DeepSpeed's names -------------------------------------------------
 
     @property
     def loss_scaler(self) -> LossScaler | None:
-        """Says how the scale moves; None where there is none."""
+        """The rule by which the scale moves; None if there is no scale."""
         return self.scaling.scaler
 
     @property
@@ -254,7 +256,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """The factor for the next loss."""
         return self.scaling.scale
 
     @loss_scale.setter
@@ -275,11 +277,11 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     @property
     def external_loss_scale(self) -> float | None:
-        """The user's scale."""
+        """The user's scale; None if the user set none."""
         return self.scaling.external
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """From the next step on losses are multiplied by this, in whichever precision."""
+        """Sets the scale of losses from the next step on, in any precision."""
         self.scaling.external = float(loss_scale)
 
     # -- placement -------------------------------------------------------------------------------
@@ -292,9 +294,9 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self.placement.set_gpu_fraction(value)
 
     def free_gpu_memory(self) -> str:
-        """The user's forward ran out of device memory: state moves to the host, if it may.
+        """Moves state to the host, if possible, after a forward ran out of device memory.
 
-        Returns what was done and what can be done, for people.
+        Returns what was done and what can be done, as text for users.
         """
         return self.placement.free_gpu_memory(
             may_move=not self.passes.open_step.begun,
@@ -303,9 +305,10 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         )
 
     def free_gpu_memory_after_backward(self) -> str:
-        """As :meth:`free_gpu_memory`, of a backward that has ended with it; its step is dropped.
+        """Like :meth:`free_gpu_memory`, after a backward that ran out of memory; drops its step.
 
-        Other ranks wait in that step, and what is committed cannot be taken back: nothing moves.
+        On several ranks, which wait in that step, or after a commit, which cannot be taken back,
+        nothing is dropped or moved.
         """
         if self.collectives.world_size == 1 and not self.pipeline.is_partly_committed:
             self.passes.clean_up_aborted()
@@ -319,15 +322,15 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     @property
     def steps(self) -> list[int]:
-        """Steps that each parameter group has made; skipped ones do not count."""
+        """The number of steps that each parameter group has made, without skipped ones."""
         return self._hyper.steps
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The basic optimizer's own list: schedulers write there.
+        """The basic optimizer's own list, which schedulers write to.
 
         Raises:
-            UnsupportedError: the list is replaced by groups of other parameters.
+            UnsupportedError: the list was replaced by groups of other parameters.
         """
         return self._hyper.groups
 
@@ -336,7 +339,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._hyper.groups = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """An UnsupportedError: the state is laid out and shared among ranks when it is built."""
+        """Raises an UnsupportedError: the state is laid out and sharded when it is built."""
         del param_group
         raise UnsupportedError(
             "add_param_group was called, but the optimizer's state is laid out when the engine is "
@@ -346,12 +349,12 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     @property
     def state(self) -> OptimizerState:
-        """Step and moments by parameter, as this rank has them: see :class:`OptimizerState`."""
+        """This rank's step and moments by parameter: see :class:`OptimizerState`."""
         return self._state
 
     @property
     def bit16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The trained parameters of each group; DeepSpeed's checkpoints list shapes by it."""
+        """The trained parameters of each group, whose shapes DeepSpeed's checkpoints list."""
         trained = {id(slot.parameter) for layer in self.layer_states for slot in layer.layout.slots}
         return [[p for p in group["params"] if id(p) in trained] for group in self.param_groups]
 
@@ -393,10 +396,10 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     @property
     def offloaded_states(self) -> set[str]:
-        """Names of what :meth:`offload_states` has taken off the device."""
+        """Names of the states that :meth:`offload_states` has taken off the device."""
         return {kind.value for kind in self.offloaded.kinds}
 
-    # -- what it is made of ----------------------------------------------------------------------
+    # -- parts -----------------------------------------------------------------------------------
 
     @property
     def layer_states(self) -> list[LayerState]:
@@ -405,7 +408,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
 
     @property
     def collector(self) -> GradientCollector:
-        """Takes gradients over from autograd."""
+        """The part that takes gradients over from autograd."""
         return self.passes.collector
 
     @property
@@ -414,16 +417,16 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         return self.collectives.group
 
     def rank_state(self, activation_bytes: int) -> RankMeasured:
-        """This rank after its last step; activations have taken so much of the host's memory."""
+        """Returns this rank's last step in figures; ``activation_bytes``: of host memory."""
         controller = self.placement.controller
         latest = self.statistics.latest()
-        # None where updates are committed directly: nothing is clipped then.
+        # None if updates are committed directly: nothing is clipped then.
         coefficient = latest.clip_coefficient
         is_clipped = coefficient is not None and coefficient < 1.0 and not latest.skipped
         return RankMeasured(
             step_seconds=latest.step_seconds,
             clipped_share=float(is_clipped),
-            gpu_bytes=None,  # measured for a report: it takes time
+            gpu_bytes=None,  # measured only for a report, as it takes time
             host_bytes=self.placement.host_bytes + self.weights.host_bytes + activation_bytes,
             gpu_layers=controller.num_gpu_layers,
             num_layers=len(self.pipeline.layers),

@@ -7,7 +7,7 @@ from typing import Literal
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 TORCH_NAMES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Attributes of ``torch``."""
+"""The dtypes' names in ``torch``."""
 
 ITEMSIZE: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of a number."""
+"""Bytes per element."""

@@ -1,4 +1,4 @@
-"""Which of the files around a training one is, told by its first bytes: traces have gigabytes."""
+"""Tells the kind of a training's file by its first bytes: traces may have gigabytes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _KINDS = {
         "--model of `hytrain explain`",
     ),
 }
-"""A pattern of each one's first bytes, and who reads it."""
+"""Kind -> a pattern of the file's first bytes, and what reads it."""
 
 
 def kind_of(path: Path) -> str:
-    """One of :data:`_KINDS`; empty for others, and for what cannot be read."""
+    """One of :data:`_KINDS`; empty for other files and those that cannot be read."""
     try:
         with path.open("rb") as file:
             is_packed = file.read(2) == b"\x1f\x8b"
@@ -40,6 +40,6 @@ def kind_of(path: Path) -> str:
 
 
 def other_kind(path: Path, *wanted: str) -> str:
-    """In words, that a file is of a kind which is not wanted, and who reads it; else empty."""
+    """Says that a file is of a known kind that is not wanted, and what reads it; else empty."""
     kind = kind_of(path)
     return f"{path} is a {kind}, for {_KINDS[kind][1]}" if kind and kind not in wanted else ""

@@ -1,5 +1,5 @@
-"""How moments ("hytrain.moments") and master weights ("hytrain.master") may be kept, and what that
-takes. Plain numbers, no torch.
+"""How moments ("hytrain.moments") and master weights ("hytrain.master") may be kept, and their
+size. Plain numbers, no torch.
 
 docs/internals.md, "Moments in fewer bytes", has the formats.
 """
@@ -16,12 +16,12 @@ MOMENTS: Final[tuple[MomentsName, ...]] = ("fp32", "bf16", "8bit")
 
 SPLIT: Final = "split"
 MASTER_BYTES: Final = 4
-"""Of an fp32 master weight."""
+"""Bytes of an fp32 master weight."""
 SPLIT_BYTES: Final = 2
-"""Of what is kept of one beside its training copy, where it is split."""
+"""Bytes of a split master weight that are kept beside its training copy."""
 _BYTES: Final[dict[str, int]] = {"fp32": 4, "bf16": 2, "8bit": 1}
 _CODE_BLOCK = 64
-"""Elements that share an exponent, of one byte, where moments are 8-bit codes."""
+"""Elements that share an exponent of one byte if moments are 8-bit codes."""
 
 
 def smaller_states(
@@ -37,7 +37,7 @@ def smaller_states(
 
 
 def moment_bytes(moments: str, parameters: int) -> int:
-    """Bytes of both moments of so many parameters."""
+    """Bytes of both moments of this number of parameters."""
     exponents = -(-parameters // _CODE_BLOCK) if moments == "8bit" else 0
     return 2 * (_BYTES[moments] * parameters + exponents)
 
@@ -50,9 +50,9 @@ def master_bytes(master: str) -> int:
 def state_bytes(
     moments: str, parameters: int, master: str = FP32, states: int | None = None
 ) -> int:
-    """Bytes of master weights and both moments, on whichever side.
+    """Bytes of master weights and both moments, on the CPU or the GPU.
 
-    ``states``: how many tensors another optimizer than Adam has in the moments' places.
+    ``states``: how many tensors an optimizer other than Adam has in place of the moments.
     """
     size = moment_bytes(moments, parameters)
     size = size if states is None else size // 2 * states
@@ -60,6 +60,6 @@ def state_bytes(
 
 
 def state_bytes_each(moments: str, master: str = FP32) -> float:
-    """Bytes of state a parameter: 12, 8, or 6 and 1/32; 2 fewer where master weights are split."""
+    """Bytes of state per parameter: 12, 8, or 6 and 1/32; 2 fewer if master weights are split."""
     whole, part = divmod(state_bytes(moments, _CODE_BLOCK, master), _CODE_BLOCK)
     return whole + part / _CODE_BLOCK if part else whole

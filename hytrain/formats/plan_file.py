@@ -8,10 +8,10 @@
                 "microbatch_size", "activations", "shard_fraction", "gpu_layers", "step_seconds",
                 "gpu_bytes", "host_bytes", "limit"}, ...]}
 
-Ranks are in the order of the job's. A step takes ``unclipped_seconds`` or ``clipped_seconds``;
+Ranks are in the job's order. A step takes ``unclipped_seconds`` or ``clipped_seconds``;
 ``step_seconds`` is their mean at the share of clipped steps that was planned for. ``lower_bound``
-is of unclipped steps, and ``gap`` by what share ``step_seconds`` is above it. Training compares the
-file with what it finds (:func:`difference`) and refuses a plan for something else.
+is for unclipped steps, and ``gap`` the share by which ``step_seconds`` exceeds it. Training
+compares the file with the job (:func:`difference`) and refuses a plan for another one.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _GIB = 1024**3
 class PlannedModel(Record):
     """The model that a plan is for.
 
-    ``num_updates`` are the layers that training updates: ``num_layers``, and one for the parameters
-    before and one for those behind them. Files of before do not have it, and count ``num_layers``.
+    ``num_updates`` is the number of layers that training updates: ``num_layers``, one for the
+    parameters before and one for those after them. Older files lack it: ``num_layers`` counts then.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Predicted(Record):
     gap: float | None = Field(ge=0.0)
 
     def at(self, clipped_share: float) -> float:
-        """Seconds of a mean step with this share of clipped ones."""
+        """Mean seconds of a step with this share of clipped steps."""
         longer = self.clipped_seconds - self.unclipped_seconds
         return self.unclipped_seconds + clipped_share * longer
 
@@ -128,7 +128,7 @@ class PlanFile(Record):
 
     @property
     def layers(self) -> int:
-        """Of which ``gpu_layers`` are some: those that training updates."""
+        """The number of layers that training updates; ``gpu_layers`` of them on the GPU."""
         return self.model.num_updates or self.model.num_layers
 
 
@@ -151,10 +151,10 @@ def read_plan(path: Path) -> PlanFile:
 
 
 def parse_plan(text: str, path: Path) -> PlanFile:
-    """:func:`read_plan` of what the file has.
+    """Parses the text of a plan.json.
 
     Raises:
-        PlanError: as there.
+        PlanError: as for :func:`read_plan`.
     """
     return parse_record(PlanFile, VERSION, text, path, what="plan", remedy="make it anew")
 
@@ -167,8 +167,8 @@ class ActualRank:
     """A rank as training finds it.
 
     Attributes:
-        memory_bytes: of the device, or of its part that the process may use.
-        multiprocessors: that the process may use; 0 where not known.
+        memory_bytes: memory of the device, or the part of it that the process may use.
+        multiprocessors: those that the process may use; 0 if unknown.
     """
 
     host: str
@@ -184,11 +184,11 @@ class Actual:
     Attributes:
         ranks: in rank order.
         num_layers: transformer layers of the model.
-        parameters: of the model, trained ones.
+        parameters: trained parameters of the model.
         global_batch: samples of a step.
-        dtype: of the training copy; None where not known.
-        offload_param: "cpu" where that is kept in host memory.
-        frozen: parameters of the model that are not trained.
+        dtype: that of the training copy; None if unknown.
+        offload_param: "cpu" if weights are kept in host memory.
+        frozen: frozen parameters of the model.
         moments: how Adam's moments are kept.
     """
 
@@ -207,10 +207,10 @@ _OFFLOAD = '"zero_optimization.offload_param"'
 
 
 def difference(plan: PlanFile, actual: Actual) -> list[str]:
-    """In words, where the job is not the one that was planned for; empty where it is.
+    """Says how the job differs from the one that was planned for; empty if it does not.
 
-    Hosts are compared as groups of ranks: a name may change (a new allocation), who shares a host
-    may not.
+    Hosts are compared as groups of ranks: a name may change (a new allocation), but not which ranks
+    share a host.
     """
     words: list[str] = []
     pairs = (

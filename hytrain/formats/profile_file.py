@@ -2,11 +2,11 @@
 
     {"version": 1, "model": {...}, "devices": [{...}], "hosts": [{...}], "collectives": [{...}]}
 
-A device is known by its host and its label; a label is a name with what makes the device differ
-from others of that name (see :func:`device_label`). A file may hold any number of hosts: files of
-several hosts, or of several days, merge (:func:`merge_profiles`), the newest measurement wins.
+A device is identified by its host and its label: its name with what distinguishes it from others of
+that name (see :func:`device_label`). A file may hold any number of hosts. Files of several hosts or
+days can be merged (:func:`merge_profiles`); the newest measurement wins.
 
-Times are milliseconds of one micro-batch, sizes bytes, rates a second.
+Times are in milliseconds, for one micro-batch; sizes in bytes; rates per second.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ VERSION = 1
 
 _GIB = 1024**3
 MOST_SAMPLES = 2**16
-"""Of a batch that is planned: tables have a value for each number of samples below.
+"""Most samples of a batch that is planned: tables have a value for each number of samples up to it.
 
-65,536 of a model of 7 B took less than 10 s on 8 ranks, in stage 3, too (one core), and 42 and 90 s
-on 4 ranks whose host had hardly enough memory. More were not tried."""
+To plan 65,536 samples of a 7 B model took less than 10 s for 8 ranks, in stage 3, too (one core),
+and 42 and 90 s for 4 ranks whose host had hardly enough memory. More were not tried."""
 MOST_LAYERS = 10_000
 LAUNCH_BOUND_SHARE = 0.9
-"""Share of the device's time from which on it counts as waiting for launches."""
+"""A device waits for launches if they take more than this share of its passes."""
 
 
 def _check_ascending(what: str, column: str, values: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ def _check_ascending(what: str, column: str, values: Sequence[int]) -> None:
 
 
 class ProfiledModel(Record):
-    """The model that was measured, as equal layers and what is outside of them."""
+    """The model that was measured, as equal blocks and what is outside of them."""
 
     name: str
     num_layers: int = Field(ge=1, le=MOST_LAYERS)
@@ -54,40 +54,40 @@ class ProfiledModel(Record):
     """Trained parameters before the first block (embeddings), and after the last one (head)."""
 
     frozen_layer_parameters: int = Field(default=0, ge=0)
-    """Parameters of one block that are not trained."""
+    """Frozen parameters of one block."""
 
     frozen_outside_parameters: tuple[int, int] = (0, 0)
-    """Those that are not trained before the first trained block, and after the last one."""
+    """Frozen parameters before the first trained block, and after the last one."""
 
     frozen_block_parameters: int = Field(default=0, ge=0)
-    """Those of all blocks in which nothing is trained, which are not among ``num_layers``."""
+    """Parameters of all wholly frozen blocks, which are not among ``num_layers``."""
 
     seq_len: int = Field(ge=1)
-    """Tokens of a sample."""
+    """Tokens per sample."""
 
     dtype: Dtype
-    """Of the training copy."""
+    """Dtype of the training copy."""
 
     boundary_bytes: int = Field(ge=0)
-    """Activations between two blocks, a sample."""
+    """Size of the activations between two blocks, per sample."""
 
     moments: MomentsName = FP32
-    """How updates kept Adam's moments ("hytrain.moments"); their rates are of that kind."""
+    """How Adam's moments were kept ("hytrain.moments") when rates of updates were measured."""
 
     @property
     def parameters(self) -> int:
-        """All that is trained."""
+        """The number of trained parameters."""
         return self.num_layers * self.layer_parameters + sum(self.outside_parameters)
 
     @property
     def frozen(self) -> int:
-        """All that is not."""
+        """The number of frozen parameters."""
         blocks = self.num_layers * self.frozen_layer_parameters + self.frozen_block_parameters
         return blocks + sum(self.frozen_outside_parameters)
 
 
 class LayerSample(Record):
-    """One block with a micro-batch of so many samples."""
+    """One block with a micro-batch of ``samples`` samples."""
 
     samples: int = Field(ge=1, le=MOST_SAMPLES)
     forward_ms: float = Field(gt=0.0)
@@ -102,25 +102,25 @@ class LayerSample(Record):
     output, the next block's input, included."""
 
     peak_bytes: int = Field(ge=0)
-    """Most that was allocated in forward and backward above what was there before (weights, the
+    """Most that was allocated in forward and backward beyond what was there before (weights, the
     block's input): activations, temporaries, the gradients of its weights."""
 
     recompute_peak_bytes: int = Field(ge=0)
     """The same with recomputation."""
 
     launch_ms: float | None = Field(ge=0.0, default=None)
-    """Of the host, to launch forward and backward, without recomputation, while nothing is queued
-    and nothing updates beside it; None where it was not measured. Where it is as long as both
-    passes, the device waits for the host: a launch-bound size."""
+    """Host time to launch forward and backward without recomputation, with nothing queued and no
+    updates beside it; None if not measured. If it is as long as both passes, the device waits for
+    the host: a launch-bound size."""
 
     device_ms: float | None = Field(ge=0.0, default=None)
-    """What the device needs for both passes, without recomputation, where all of them is launched
-    before; measured of sizes for which it waits for the host, or nearly. What is left of both
-    passes is room for updates. None where it was not measured."""
+    """Device time of both passes without recomputation if all of it is launched before; measured
+    for sizes at which the device waits for the host, or nearly. The rest of both passes is room for
+    updates. None if not measured."""
 
     @property
     def is_launch_bound(self) -> bool:
-        """Whether the device waits for the host; so far as that was measured."""
+        """Whether the device waits for the host; False if not measured."""
         passes = self.forward_ms + self.backward_ms
         return self.launch_ms is not None and self.launch_ms > LAUNCH_BOUND_SHARE * passes
 
@@ -132,17 +132,17 @@ class OutsideSample(Record):
     forward_ms: float = Field(ge=0.0)
     backward_ms: float = Field(ge=0.0)
     peak_bytes: int = Field(ge=0)
-    """Most that was allocated above what was there before, gradients of weights included."""
+    """Most that was allocated beyond what was there before, gradients of weights included."""
 
     launch_ms: float | None = Field(ge=0.0, default=None)
-    """Of the host, to launch both passes; see :class:`LayerSample`."""
+    """Host time to launch both passes; see :class:`LayerSample`."""
 
     device_ms: float | None = Field(ge=0.0, default=None)
-    """Of the device, likewise."""
+    """Device time of both passes; see :class:`LayerSample`."""
 
 
 class CopyRates(Record):
-    """Bytes a second between a GPU and pinned host memory; one way alone, then each of both."""
+    """Bytes per second between a GPU and pinned host memory: each way alone, then both at once."""
 
     to_host: float = Field(gt=0.0)
     from_host: float = Field(gt=0.0)
@@ -151,51 +151,51 @@ class CopyRates(Record):
 
 
 class UpdateLaunches(Record):
-    """Of the host, in milliseconds: what training adds to the model's own launches, on one rank,
-    nothing beside it.
+    """Host time that training adds to the model's own launches, in ms, on one rank with nothing
+    beside it.
 
-    Where the device has more to do than the host these hide; in a launch-bound step they add up.
+    If the device has more to do than the host, it is hidden; in a launch-bound step it adds up.
     """
 
     gpu_step_ms: float = Field(ge=0.0)
-    """Once, in a step in which any layer is updated on the GPU."""
+    """Once per step in which any layer is updated on the GPU."""
 
     launch_ms: float = Field(ge=0.0)
-    """Each launch there; small neighbours share one."""
+    """Per launch of updates on the GPU; small neighbouring layers share one."""
 
     gpu_layer_ms: float = Field(ge=0.0)
-    """Each layer that is updated there, to launch that."""
+    """Per layer that is updated on the GPU, to launch its update."""
 
     cpu_layer_ms: float = Field(ge=0.0)
-    """Each layer that is updated on the CPU: its hooks, the hand-over of its gradient, the next
-    forward's wait for its weights so far as they are there."""
+    """Per layer that is updated on the CPU: its hooks, the hand-over of its gradient, the next
+    forward's wait for its weights if they are there already."""
 
     passes_ms: float = Field(ge=0.0)
-    """Each step, in its passes, whatever is updated where."""
+    """Per step, in its passes, wherever layers are updated."""
 
     gpu_layer_passes_ms: float = Field(ge=0.0)
-    """Each layer that is updated on the GPU, in the passes: its hooks, the hand-over of its
+    """Per layer that is updated on the GPU, in the passes: its hooks, the hand-over of its
     gradient."""
 
 
 class DeviceProfile(Record):
-    """A distinct GPU of a host. Ranks of equal label share one."""
+    """Measurements of one kind of GPU of a host, shared by its ranks of equal label."""
 
     host: str
     label: str
-    """See :func:`device_label`; a rank's is compared with it before a plan is trained by."""
+    """See :func:`device_label`; the ranks of :class:`HostProfile` refer to it."""
 
     device: str
     """Its name, as the driver gives it."""
 
     multiprocessors: int = Field(ge=1)
-    """That the process may use."""
+    """Multiprocessors that the process may use."""
 
     limit_bytes: int = Field(ge=1)
     """Memory of the device, or the part of it that the process was allowed (its fraction)."""
 
     memory_bytes: int = Field(ge=1)
-    """Of it, what training can use: not what other processes and the driver's context hold."""
+    """What training can use of it: not what other processes and the driver's context hold."""
 
     idle_bytes: int = Field(ge=0, default=0)
     """What the allocator holds before there is a model (workspaces)."""
@@ -204,31 +204,31 @@ class DeviceProfile(Record):
     """By ascending samples."""
 
     outside: tuple[OutsideSample, ...] = ()
-    """By ascending samples; empty where the model has nothing outside."""
+    """By ascending samples; empty if the model has nothing outside."""
 
     update_rate: float = Field(gt=0.0)
-    """Parameters a second that the GPU updates."""
+    """Parameters per second that the GPU updates."""
 
     copies: CopyRates
     accumulation_ms: float | None = Field(ge=0.0, default=None)
-    """By how much longer adding a layer's gradient to that of earlier micro-batches takes than
-    copying it, which its measured backward has; None where it was not measured."""
+    """Extra time to add a layer's gradient to that of earlier micro-batches instead of copying it,
+    which the measured backward includes; None if not measured."""
 
     launch_slowdown: float | None = Field(ge=1.0, default=None)
-    """Ratio of launching beside updates on the CPU, with all but one of the rank's cores, to
-    launching alone; None where it was not measured."""
+    """Ratio of the time to launch beside updates on the CPU, with all but one of the rank's cores,
+    to that of launching alone; None if not measured."""
 
     launch_spread: float | None = Field(ge=0.0, default=None)
-    """By which launching took longer in some seconds of the profile than in others, nothing beside
-    it, as a share; launch-bound steps may do so, too. None where no size waits for launches."""
+    """Share by which launching took longer in some seconds of the profile than in others, with
+    nothing beside it; launch-bound steps may, too. None if no size waits for launches."""
 
     update_launches: UpdateLaunches | None = None
-    """Of the host, to launch a step's updates; None where it was not measured (no GPU, data
-    sheets): plans then count no launches."""
+    """Host time to launch a step's updates; None if not measured (no GPU, data sheets): plans then
+    count no launches."""
 
     measured: AwareDatetime
     settings: str = ""
-    """What made the device differ from its kind, in words; empty for nothing."""
+    """What made the device differ from others of its kind, in words; may be empty."""
 
     @model_validator(mode="after")
     def _ascending(self) -> DeviceProfile:
@@ -240,34 +240,34 @@ class DeviceProfile(Record):
 
 
 class UpdateRate(Record):
-    """Parameters a second of one rank's CPU update, all ranks of the host updating at once."""
+    """Parameters per second of one rank's CPU update while all ranks of the host update."""
 
     threads: int = Field(ge=1)
-    """Of each rank."""
+    """Threads of each rank."""
 
     rate: float = Field(gt=0.0)
-    """With nothing beside it."""
+    """The rate with nothing beside it."""
 
     in_training: float | None = Field(gt=0.0, default=None)
-    """With a training's copies and launching thread beside it; None where it was not measured (data
+    """The rate with a training's copies and launching thread beside it; None if not measured (data
     sheets)."""
 
 
 class HostProfile(Record):
-    """A machine."""
+    """Measurements of one machine."""
 
     host: str
     ranks: tuple[str, ...] = Field(min_length=1)
     """Labels of its devices, in the order of its ranks."""
 
     cores: int = Field(ge=1)
-    """That all its ranks may use together."""
+    """Cores that all its ranks may use together."""
 
     memory_bytes: int = Field(ge=1)
-    """That all its ranks may use together, what is in use already taken off."""
+    """Memory that all its ranks may use together, without what is in use already."""
 
     bandwidth: float = Field(gt=0.0)
-    """Bytes a second of its memory, read and written, all ranks together."""
+    """Bytes per second that its memory reads and writes, for all ranks together."""
 
     updates: tuple[UpdateRate, ...] = Field(min_length=1)
     """By ascending threads."""
@@ -282,7 +282,7 @@ class HostProfile(Record):
 
 
 class CollectiveSample(Record):
-    """Collectives over a layer of so many bytes, all shards together, in milliseconds."""
+    """Times of collectives over a layer of ``num_bytes`` (all shards together), in milliseconds."""
 
     num_bytes: int = Field(ge=1)
     all_gather_ms: float = Field(ge=0.0)
@@ -322,7 +322,7 @@ class ProfileFile(Record):
 
     collectives: tuple[CollectiveProfile, ...] = ()
     versions: dict[str, str] = Field(default_factory=dict[str, str])
-    """Of hytrain, torch, deepspeed, CUDA and the driver, where the newest part was measured."""
+    """Versions of hytrain, torch, deepspeed, CUDA and driver where the newest part was measured."""
 
     @model_validator(mode="after")
     def _complete(self) -> ProfileFile:
@@ -354,7 +354,7 @@ def _refuse_twice(what: str, names: Sequence[str]) -> None:
 
 
 def device_label(name: str, multiprocessors: int, limit_bytes: int) -> str:
-    """What a device is told apart by: its name, its multiprocessors and its memory.
+    """The label that identifies a device: its name, its multiprocessors and its memory.
 
     >>> device_label("NVIDIA L4", 58, 23 * 2**30)
     'NVIDIA L4, 58 SMs, 23.0 GiB'
@@ -393,12 +393,13 @@ _Measured = TypeVar("_Measured", DeviceProfile, HostProfile, CollectiveProfile)
 
 
 def merge_profiles(profiles: Sequence[ProfileFile]) -> ProfileFile:
-    """One profile of all hosts: of what was measured twice, the newest.
+    """Merges profiles into one of all hosts; of repeated measurements the newest is kept.
 
     Hosts come in the order in which they first appear, which is that of the ranks.
 
     Raises:
-        PlanError: the profiles are of different models, sequence lengths or dtypes.
+        PlanError: there is no profile, or they are of different models, sequence lengths, dtypes or
+            kinds of moments.
     """
     if not profiles:
         raise PlanError("no profile was given")
@@ -428,7 +429,7 @@ def merge_profiles(profiles: Sequence[ProfileFile]) -> ProfileFile:
 
 
 def _latest(parts: Sequence[_Measured], keys: Sequence[object]) -> tuple[_Measured, ...]:
-    """Of parts with one key the newest, of equally old ones the last; in the order of the keys."""
+    """The newest part of each key, of equally old ones the last; in the order of the keys."""
     newest: dict[object, _Measured] = {}
     for key, part in zip(keys, parts, strict=True):
         if key not in newest or part.measured >= newest[key].measured:

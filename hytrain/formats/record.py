@@ -1,4 +1,4 @@
-"""What files of checked records have in common: JSON of one version, read and written."""
+"""Reads and writes files of checked records: JSON of one version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hytrain.formats.file_kind import other_kind
 
 
 class Record(BaseModel):
-    """Values that were checked and do not change."""
+    """Checked values that do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -25,7 +25,7 @@ _File = TypeVar("_File", bound=Record)
 
 
 _MOST_DIGITS = 20
-"""Of a whole number: those of 64 bits. Longer ones are no count, time or address."""
+"""Most digits of a whole number: those of 64 bits. No count, time or address has more."""
 
 
 def parse_json(
@@ -35,17 +35,17 @@ def parse_json(
     *,
     strict: bool = True,
 ) -> Any:
-    """What JSON from outside holds; all of hytrain's files are read by this.
+    """Parses JSON from outside; all of hytrain's files are read by this.
 
     Args:
-        text: the file's, or a part of it.
-        what: it is, for errors: "the plan PATH".
+        text: the file's text, or a part of it.
+        what: what it is, for errors: "the plan PATH".
         error: class of the error.
-        strict: False: raw control characters may be in strings.
+        strict: False allows raw control characters in strings.
 
     Raises:
-        HyTrainError: of the class ``error``: it is no JSON, is nested as deeply as no file of ours,
-            or has a whole number of more than 64 bits.
+        HyTrainError: of the class ``error``: it is not JSON, is nested more deeply than any file of
+            ours, or has a whole number of more than 64 bits.
     """
     try:
         return json.loads(text, strict=strict, parse_int=_whole)
@@ -72,16 +72,16 @@ def _cut(text: str | bytes) -> str:
 def checked(
     kind: Any, values: object, what: str, error: Callable[[str], HyTrainError] = PlanError
 ) -> Any:
-    """Values that JSON had, as the type that they should have.
+    """Converts values from JSON to the type that they should have.
 
     Args:
         kind: a pydantic model, a dataclass, or any other type that pydantic knows.
-        values: of :func:`parse_json`.
-        what: they are, for errors.
+        values: from :func:`parse_json`.
+        what: what they are, for errors.
         error: class of the error.
 
     Raises:
-        HyTrainError: of the class ``error``: they are something else; it says which.
+        HyTrainError: of the class ``error``: a value does not fit; the message says which.
     """
     try:
         return TypeAdapter(kind).validate_python(values)
@@ -92,7 +92,7 @@ def checked(
 
 
 def read_text(path: Path, what: str) -> str:
-    """A file's text; ``what`` it is, for errors: "profile" or "plan".
+    """A file's text. ``what``: the file's kind, for errors: "profile" or "plan".
 
     Raises:
         PlanError: it cannot be read, or is not text.
@@ -108,12 +108,12 @@ def read_text(path: Path, what: str) -> str:
 def parse_record(
     kind: type[_File], version: int, text: str, path: Path, *, what: str, remedy: str
 ) -> _File:
-    """A file's text as the record that it holds.
+    """Parses a file's text as the record that it holds.
 
-    ``version``: that it must have; ``remedy``: for people, where it has another, or other keys.
+    ``version``: the one that it must have; ``remedy``: what to do if its version or keys differ.
 
     Raises:
-        PlanError: no JSON, another file or version, or values that the record refuses.
+        PlanError: no JSON, another kind of file or version, or values that the record refuses.
     """
     if other := other_kind(path, what):
         raise PlanError(f"{other}: give a {what}")
@@ -132,9 +132,9 @@ def parse_record(
 
 @contextmanager
 def replacing(path: Path) -> Generator[TextIO]:
-    """A file to write that takes the place of ``path`` at the end, or leaves nothing behind.
+    """A file to write that takes the place of ``path`` at the end, or leaves nothing on an error.
 
-    A reader sees the old one or the new one, never half of it.
+    A reader sees the old file or the new one, never half of it.
 
     Raises:
         OSError: it cannot be written.
@@ -150,7 +150,7 @@ def replacing(path: Path) -> Generator[TextIO]:
 
 
 def write_record(path: Path, record: Record, *, what: str) -> None:
-    """Writes a record as JSON: all of the file or nothing. ``what`` it is, is for errors.
+    """Writes a record as JSON: all of the file or nothing. ``what``: the file's kind, for errors.
 
     Raises:
         PlanError: it cannot be written.

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 100
-"""Columns of whatever a command prints."""
+"""Width of a command's output, in characters."""
 
 _GAP = "  "
 # Columns of words are not made narrower than this.
@@ -18,14 +18,14 @@ def align(
 ) -> list[str]:
     """A table whose first row is its heading.
 
-    Where it is too wide, the heading's words come to stand below each other; then the cells of the
-    columns in ``left`` are folded, those of the widest column first. Numbers stay whole, whatever
-    they take.
+    If it is too wide, the heading's words are put below each other; then the cells of the columns
+    in ``left`` are folded, those of the widest column first. Numbers are never folded, even if the
+    table stays too wide.
 
     Args:
-        rows: of equally many cells.
+        rows: each with the same number of cells.
         left: the columns that hold words, from 0; the others are aligned to the right.
-        width: that the table may have.
+        width: the most that the table may take, in characters.
 
     Returns:
         A text for each row; one that was folded has line breaks.
@@ -60,7 +60,7 @@ def _row(
     for line in range(height):
         parts: list[str] = []
         for column, (texts, width) in enumerate(zip(columns, widths, strict=True)):
-            # Headings stand on the line above the numbers, other cells on their row's first.
+            # Headings are aligned to the bottom of their row, other cells to its first line.
             index = line - (height - len(texts) if is_heading else 0)
             text = texts[index] if 0 <= index < len(texts) else ""
             parts.append(text.ljust(width) if column in left else text.rjust(width))
@@ -69,9 +69,9 @@ def _row(
 
 
 def fold(text: str, width: int = WIDTH) -> str:
-    """The text with lines that are too long folded at spaces, what follows two columns further in.
+    """Folds lines that are too long at spaces; continuations are indented by two more columns.
 
-    Words (paths, say) stay whole, whatever they take.
+    Words (such as paths) are never split, even if a line stays too long.
     """
     lines: list[str] = []
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""Locks that torch's extension cache has: a start that compiles waits for them, in silence."""
+"""Locks in torch's extension cache, for which a start that compiles waits without a message."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STALE_SECONDS = 300.0
-"""Longer than DeepSpeed's extensions take to compile: whoever held the lock was killed."""
+"""Longer than DeepSpeed's extensions take to compile: the process with such a lock was killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileLock:
-    """A file ``lock``, and how long ago it was made."""
+    """A file ``lock``, and how many seconds ago it was made."""
 
     path: Path
     seconds: float
@@ -38,6 +38,6 @@ def find_locks(cache: Path | None = None) -> list[CompileLock]:
         for path in cache.glob(pattern):
             try:
                 found.append(CompileLock(path, time.time() - path.stat().st_mtime))
-            except OSError:  # given up meanwhile
+            except OSError:  # removed meanwhile
                 continue
     return sorted(found, key=lambda lock: -lock.seconds)

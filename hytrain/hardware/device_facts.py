@@ -15,7 +15,7 @@ from hytrain.hardware.machine import cpu_model, usable_cores
 from hytrain.kernels.host_limits import available_host_bytes
 
 MULTIPROCESSORS_VARIABLE = "HYTRAIN_MULTIPROCESSORS"
-"""Environment variable that says how many multiprocessors a rank may use of its GPU's."""
+"""Environment variable that says how many of its GPU's multiprocessors a rank may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class DeviceFacts:
     """A rank's device.
 
     Attributes:
-        multiprocessors: that the process may use.
+        multiprocessors: multiprocessors (of a CPU: cores) that the process may use.
         limit_bytes: memory that the process is allowed, which does not change from day to day.
-        memory_bytes: of it, what the process can have now.
+        memory_bytes: what of it the process can have now.
     """
 
     name: str
@@ -35,21 +35,21 @@ class DeviceFacts:
 
     @property
     def label(self) -> str:
-        """What it is told apart by."""
+        """The text that tells the device apart."""
         return device_label(self.name, self.multiprocessors, self.limit_bytes)
 
 
 def device_facts(
     device: torch.device, *, multiprocessors: int | None = None, ranks_on_host: int = 1
 ) -> DeviceFacts:
-    """Facts of a device; a CPU counts as one for trying.
+    """Returns a device's facts; a CPU counts as a device, for trying things out.
 
     Args:
         device: a GPU or the CPU.
-        multiprocessors: that work on the current stream may use, where these are not all of them
-            (green contexts), which torch cannot tell. None: what ``HYTRAIN_MULTIPROCESSORS`` says,
-            else all of them.
-        ranks_on_host: that share a CPU's memory.
+        multiprocessors: those that work on the current stream may use, if these are not all (green
+            contexts), which torch cannot tell. None: what ``HYTRAIN_MULTIPROCESSORS`` says, else
+            all of them.
+        ranks_on_host: ranks that share a CPU's memory.
     """
     multiprocessors = multiprocessors or _told_multiprocessors()
     if device.type != "cuda":

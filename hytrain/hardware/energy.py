@@ -1,7 +1,7 @@
-"""What a GPU and the host's processors draw and have used: NVML, and the kernel's RAPL counters.
+"""Power and energy of a GPU and of the host's processors, by NVML and the kernel's RAPL counters.
 
-Both are optional. Where one is missing or not permitted, :attr:`EnergyMeter.missing` says why, and
-its numbers are None.
+Both are optional. If one is missing or not permitted, :attr:`EnergyMeter.missing` says why, and its
+numbers are None.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 logger = logging.getLogger(__name__)
 
 RAPL = Path("/sys/class/powercap")
-"""A folder a zone: ``intel-rapl:0`` is a processor's package, ``intel-rapl:0:0`` a part of it."""
+"""One folder per zone: ``intel-rapl:0`` is a processor's package, ``intel-rapl:0:0`` a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnergyReading:
-    """What has been used since some point in the past, in joules; None where it cannot be told."""
+    """Energy used since some point in the past, in joules; None if it cannot be told."""
 
     gpu_joules: float | None
     cpu_joules: float | None
 
     def since(self, earlier: EnergyReading) -> EnergyReading:
-        """What was used since an earlier reading of the same meter."""
+        """Energy used since an earlier reading of the same meter."""
         return EnergyReading(
             _difference(self.gpu_joules, earlier.gpu_joules),
             _difference(self.cpu_joules, earlier.cpu_joules),
@@ -38,7 +38,7 @@ class EnergyReading:
 
     @property
     def joules(self) -> float | None:
-        """GPU and processors together: what is known of them; None where nothing is."""
+        """The sum for GPU and processors, of what is known; None if nothing is."""
         known = [value for value in (self.gpu_joules, self.cpu_joules) if value is not None]
         return sum(known) if known else None
 
@@ -50,13 +50,13 @@ def _difference(now: float | None, before: float | None) -> float | None:
 class EnergyMeter:
     """Reads the counters of one GPU and of all processor packages of the host.
 
-    A host's packages are counted whole, for every rank on it: of several, one rank's is enough.
+    Every rank on a host reads its packages as a whole: one of these ranks' readings is enough.
     """
 
     def __init__(self, device: torch.device, *, rapl: Path = RAPL) -> None:
-        """Of the rank's device; ``rapl`` is the kernel's folder of zones."""
+        """``device``: the rank's device; ``rapl``: the kernel's folder of zones."""
         self.missing: list[str] = []
-        """What cannot be read, and why; for people."""
+        """What cannot be read, and why, in words."""
         self._gpu: _Gpu | None = None
         if device.type == "cuda":
             self._gpu = self._open_gpu(device)
@@ -64,7 +64,7 @@ class EnergyMeter:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether the GPU's can be read."""
+        """Whether the GPU's power and energy can be read."""
         return self._gpu is not None
 
     def _open_gpu(self, device: torch.device) -> _Gpu | None:
@@ -96,7 +96,7 @@ class EnergyMeter:
             return []
 
     def gpu_watts(self) -> float | None:
-        """What the GPU draws now."""
+        """The GPU's power now, in watts; None if it cannot be told."""
         return self._of_gpu(_Gpu.watts)
 
     def read(self) -> EnergyReading:
@@ -110,7 +110,7 @@ class EnergyMeter:
         try:
             return read(gpu)
         except gpu.error as error:
-            # A training does not end because its power cannot be read any more.
+            # Training must not end because power cannot be read any more.
             self._gpu = None
             self._say(f"the GPU's power is not measured any more: {error}")
             return None
@@ -174,7 +174,7 @@ def _is_package(folder: Path) -> bool:
 
 
 class _Package:
-    """One processor package's counter, which begins anew at its largest value."""
+    """One processor package's counter, which wraps around at its largest value."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "energy_uj"

@@ -6,7 +6,7 @@ import torch
 
 
 def usable_gpu_bytes(device: torch.device) -> int | None:
-    """GPU memory that this process may take in all, with what it has; None without a GPU.
+    """GPU memory that this process may take in total, including what it has; None without a GPU.
 
     The allocator's own limit (``torch.cuda.set_per_process_memory_fraction``) counts.
     """
@@ -25,11 +25,11 @@ def shares_host_memory(device: torch.device) -> bool:
 
 
 _SPARE_SHARE = 0.5
-"""Of the free memory: a later step of training may need more than the steps so far."""
+"""Share of the free memory that is spare: a later step may need more than the steps so far."""
 
 
 def spare_gpu_bytes(device: torch.device) -> int:
-    """GPU memory that may be taken for a while beside training; 0 without a GPU."""
+    """GPU memory that may be taken temporarily beside training; 0 without a GPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -39,17 +39,17 @@ def spare_gpu_bytes(device: torch.device) -> int:
 
 
 _AMPLE_SHARE = 0.7
-"""Of the memory that this process may use: where no more is taken, gaps do no harm."""
+"""Share of the memory that this process may use: if no more is taken, gaps do no harm."""
 
 
 def give_back_cached(device: torch.device, wanted: int) -> None:
-    """To be called between steps, before so many bytes are taken that stay for many of them.
+    """Gives cached memory back, between steps, before ``wanted`` bytes are taken for many steps.
 
     Torch's allocator would rather split a block that it has cached than ask the driver. The block
-    was activations' and is theirs again in the next step, which then finds it too small: what is
-    left of it is a gap. Nearly nothing but what stays is in use between steps, so that memory
-    taken now is a segment of its own. Where there is plenty nothing is given back: the next step
-    would take it anew.
+    held activations and would hold them again in the next step, which then finds it too small: what
+    is left of it is a gap. Between steps hardly anything is in use but what stays, so that memory
+    taken after this is a segment of its own. If memory is plenty, nothing is given back: the next
+    step would take it anew.
     """
     usable = usable_gpu_bytes(device)
     if usable is None:
@@ -60,7 +60,7 @@ def give_back_cached(device: torch.device, wanted: int) -> None:
 
 
 def allocated_bytes(device: torch.device) -> tuple[int, int]:
-    """What torch's allocator has allocated on a GPU: now, and the most so far.
+    """Bytes that torch's allocator has allocated on a GPU: now, and the most so far.
 
     ``torch.cuda.memory_allocated`` says the same, but names and sorts hundreds of statistics for
     it in Python: too much for autograd's thread, once a layer.

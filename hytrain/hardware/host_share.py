@@ -1,6 +1,6 @@
 """What part of its host a rank has: ranks that share a machine are found by asking, not assumed.
 
-A launcher tells a process how many it has started beside it, and no more: two launchers may run on
+A launcher tells a process only how many it has started on its host: two launchers may run on
 one machine, several containers may share one kernel, and LOCAL_RANK need not follow RANK
 (DeepSpeed counts ``RANK % slots``: on the second of two hosts with 1 and 2 slots that is 1, 0).
 So the ranks exchange what identifies the things that they share: the running kernel, the memory
@@ -34,7 +34,7 @@ class RankHost:
         machine: identifies the running kernel; equal for two containers of one machine.
         cores: numbers of the cores that the rank may use.
         memory_pools: names of the memory that it draws from, unique on its machine.
-        quotas: cores' worth of time that each of its control groups has, by the group's name.
+        quotas: CPU time of each of its control groups, in cores, by the group's name.
         places: its cores by NUMA node.
     """
 
@@ -50,8 +50,8 @@ class NearCores:
     """A rank's part of the cores of its NUMA node.
 
     Attributes:
-        cores: the numbers of all of them, with those of other ranks.
-        number: how many of them are its own; at least 1.
+        cores: numbers of all cores that it may use there, including those shared with other ranks.
+        number: how many of them are its share; at least 1.
     """
 
     cores: frozenset[int]
@@ -64,11 +64,11 @@ class HostShare:
 
     Attributes:
         ranks: ranks on the same machine, this one included.
-        cores: its cores, each divided among the ranks that have it, in whole numbers, at least 1.
-        pool_ranks: for each of its memory pools, the ranks that draw from it.
-        near: what it has on a node of its own, its GPU's if it can be; None where the machine has
-            one node, or the ranks' nodes are not known.
-        some_near: whether any rank of the job has that.
+        cores: number of its cores, each divided among the ranks that have it; whole, at least 1.
+        pool_ranks: for each of its memory pools, the number of ranks that draw from it.
+        near: its part of one node, its GPU's if possible; None if the machine has one node, or the
+            ranks' nodes are not known.
+        some_near: whether any rank of the job has more than one node to run on.
     """
 
     ranks: int
@@ -97,7 +97,7 @@ def machine_identity() -> str:
 
 
 def this_host(device: torch.device | None = None) -> RankHost:
-    """Where this process runs; ``device``: whose GPU it is that the rank has, if that matters."""
+    """Where this process runs; ``device``: the rank's GPU, if it matters which one that is."""
     usable = frozenset(os.sched_getaffinity(0))
     address = None if device is None else pci_address(device)
     return RankHost(
@@ -116,10 +116,10 @@ def divide_host(
 
     Args:
         hosts: where each rank runs.
-        rank: whose part.
-        started_here: processes that the launcher says it has started on this rank's host; where
-            that is more than the ranks found there, the others share it without having been asked.
-        num_cores: cores of the machine; default: of this one.
+        rank: the rank whose part it is.
+        started_here: processes that the launcher says it has started on this rank's host; if that
+            is more than the ranks found there, the others share it without having been asked.
+        num_cores: cores of the machine; default: those of this one.
     """
     mine = hosts[rank]
     here = [host for host in hosts if host.machine == mine.machine]
@@ -151,7 +151,7 @@ def divide_host(
 def _part(
     mine: frozenset[int], everyone: Sequence[frozenset[int]], strangers: int, most: float
 ) -> int:
-    """Of these cores, each divided among those that have it; ``most`` at most."""
+    """A rank's share of its cores, each divided among those that have it; ``most`` at most."""
     users = Counter(core for cores in everyone for core in cores)
     part = sum(1.0 / (users[core] + strangers) for core in mine)
     return max(1, int(min(part, most) + 1e-6))  # thirds of three cores are one

@@ -1,4 +1,4 @@
-"""What /sys and /proc say of this host; another root stands for another machine."""
+"""What /sys and /proc say about this host; another root stands for another machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hytrain.kernels.host_limits import memory_limit_files
 
 
 def parse_list(text: str) -> list[int]:
-    """Numbers of a kernel's list, as in "0-3,8"."""
+    """Numbers in a list as the kernel writes it, for example "0-3,8"."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         if part:
@@ -38,12 +38,12 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class HostTree:
-    """A host's files, under "/" but in tests."""
+    """A host's files, under "/" except in tests."""
 
     root: Path = Path("/")
 
     def numa_nodes(self) -> list[NumaNode]:
-        """Nodes with cores; empty where the kernel does not tell."""
+        """NUMA nodes with cores; empty if the kernel does not tell."""
         nodes: list[NumaNode] = []
         for folder in sorted((self.root / "sys/devices/system/node").glob("node[0-9]*")):
             cores = parse_list(_read(folder / "cpulist") or "")
@@ -56,7 +56,7 @@ class HostTree:
         return nodes
 
     def pci_node(self, address: str) -> int | None:
-        """The node beside a device; None where the kernel does not tell, as in most containers of
+        """The NUMA node beside a device; None if the kernel does not tell, as in most containers of
         virtual machines."""
         text = _read(self.root / "sys/bus/pci/devices" / address / "numa_node")
         try:
@@ -72,7 +72,7 @@ class HostTree:
         return [int(text) for text in texts if text.isdigit() and int(text) < 2**62]
 
     def memory(self) -> dict[str, int]:
-        """Bytes of /proc/meminfo's lines."""
+        """The values of /proc/meminfo's lines, in bytes, by name."""
         lines = (_read(self.root / "proc/meminfo") or "").splitlines()
         parts = [line.split() for line in lines if len(line.split()) >= 2]
         return {words[0].rstrip(":"): int(words[1]) * 1024 for words in parts}
@@ -84,14 +84,14 @@ class HostTree:
         return chosen[0] if chosen else None
 
     def cores(self) -> int:
-        """Of the machine."""
+        """Number of the machine's cores."""
         text = _read(self.root / "sys/devices/system/cpu/online")
         return len(parse_list(text)) if text else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """What the kernel lets this process have; None: as much as there is.
+    """What the kernel lets this process have; None: no limit.
 
     Attributes:
         usable_cores: numbers of the cores that it may run on.
@@ -106,7 +106,7 @@ class ProcessLimits:
 
     @staticmethod
     def of_this_process() -> ProcessLimits:
-        """As they are now."""
+        """The present limits of this process."""
         return ProcessLimits(
             frozenset(os.sched_getaffinity(0)),
             _limit(resource.RLIMIT_AS),

@@ -1,4 +1,4 @@
-"""What machine this is: for results that are named by hardware."""
+"""What machine this is, for results that name their hardware."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cpu_model() -> str:
 def last_level_cache_bytes() -> int:
     """Size of the last-level caches of all usable cores together, each cache counted once.
 
-    Where the kernel does not tell, 32 MiB.
+    If the kernel does not tell: 32 MiB.
     """
     sizes: dict[str, int] = {}
     for cpu in os.sched_getaffinity(0):

@@ -1,9 +1,9 @@
-"""A NUMA node for each rank, and work on its cores: memory lies where it is first touched.
+"""Chooses a NUMA node for each rank, and runs work on its cores, so that memory lies there, too.
 
 Linux backs a page on the node of the core that touches it first, so binding threads binds memory as
-well. ``mbind`` would say it outright, but containers forbid it by default (Docker's seccomp profile
+well. ``mbind`` would do it outright, but containers forbid it by default (Docker's seccomp profile
 asks for CAP_SYS_NICE), and torch's pinned memory is placed by the driver when it is allocated;
-memory that is mapped first and registered then (``offload/arena.py``) is the touching thread's.
+memory that is mapped first and then registered (``offload/arena.py``) is on the touching thread's.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ T = TypeVar("T")
 Cores = frozenset[int]
 
 _NEAR_TOLERANCE = 1.03
-"""How much longer updates may take on one node than on all cores: copies are shorter there."""
+"""How many times as long updates may take on one node as on all cores: copies are shorter there."""
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Of a GPU, as in "0000:3b:00.0"; None without one, or where torch does not tell."""
+    """A GPU's PCI address, as in "0000:3b:00.0"; None without a GPU, or if torch does not tell."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
@@ -52,7 +52,7 @@ class NodeCores:
 
     Attributes:
         nodes: the node's number -> the process's cores there; nodes without any are left out.
-        gpu_node: the node of its GPU; None where that is not known.
+        gpu_node: the node of its GPU; None if that is not known.
     """
 
     nodes: Mapping[int, Cores] = field(default_factory=dict[int, Cores])
@@ -65,8 +65,7 @@ class NodeCores:
 
 
 def node_cores(address: str | None, usable: Cores, tree: HostTree | None = None) -> NodeCores:
-    """Where a process may run, of its usable cores; ``address`` is its GPU's
-    (:func:`pci_address`)."""
+    """Returns a process's usable cores by node; ``address`` is its GPU's (:func:`pci_address`)."""
     tree = tree or HostTree()
     found = {node.number: usable & frozenset(node.cores) for node in tree.numa_nodes()}
     gpu_node = None if address is None else tree.pci_node(address)
@@ -74,13 +73,14 @@ def node_cores(address: str | None, usable: Cores, tree: HostTree | None = None)
 
 
 def assign_nodes(ranks: Sequence[NodeCores]) -> list[int] | None:
-    """A node for each rank of a machine: its GPU's, as long as nodes have ranks by their cores.
+    """Chooses a node for each rank of a machine: its GPU's, as long as that has room.
 
-    Ranks whose GPUs are on one node would share its memory's rate, and the other's would lie idle:
-    those for whom there is no room go to the others, from where copies cross the nodes' link.
+    A node has room for ranks in proportion to its cores. Otherwise ranks whose GPUs are on one node
+    would share its memory's bandwidth, and that of other nodes would lie idle. Ranks for which
+    there is no room go to other nodes, from where copies cross the link between nodes.
 
     Returns:
-        None where some rank's nodes are not known.
+        The ranks' nodes; None if some rank's nodes are not known.
     """
     if not all(rank.nodes for rank in ranks):
         return None
@@ -113,9 +113,9 @@ def assign_nodes(ranks: Sequence[NodeCores]) -> list[int] | None:
 
 @contextmanager
 def on_cores(cores: Cores | None) -> Generator[None]:
-    """The calling thread runs there, and threads that it starts meanwhile do so for good.
+    """Runs the calling thread on ``cores`` in the block; threads started meanwhile stay there.
 
-    ``cores``: None: nothing is done. Where the system refuses, a warning says so.
+    ``cores``: None: nothing is done. If the system refuses, a warning says so.
     """
     if cores is None:
         yield
@@ -140,10 +140,10 @@ def on_cores(cores: Cores | None) -> Generator[None]:
 def call_on(cores: Cores | None, function: Callable[[], T]) -> T:
     """Calls a function in a thread that is bound to cores.
 
-    In one of its own, since OpenMP keeps a team for each thread that has started one: the calling
-    thread's may run anywhere.
+    In a new thread, since OpenMP keeps a team for each thread that has started one: the calling
+    thread's team may run anywhere.
 
-    ``cores``: None: it is called as it is; ``function``: what it raises is raised.
+    ``cores``: None: calls it in the calling thread; ``function``: what it raises is raised.
     """
     if cores is None:
         return function()
@@ -157,10 +157,10 @@ def call_on(cores: Cores | None, function: Callable[[], T]) -> T:
 
 
 def prefers_near(near: Sequence[float], anywhere: Sequence[float]) -> bool:
-    """Whether the ranks of a machine update on a node each: all of them or none.
+    """Whether the ranks of a machine are to update on a node each: all of them or none.
 
-    ``near``: what an update takes each rank with threads and memory on its node, in seconds;
-    ``anywhere``: with its share of all cores, and memory wherever they are.
+    ``near``: each rank's time for an update with threads and memory on its node, in seconds;
+    ``anywhere``: the same with its share of all cores, and memory wherever they are.
     """
     return max(near) <= _NEAR_TOLERANCE * max(anywhere)
 
@@ -169,8 +169,8 @@ _NODE_PAGES = re.compile(r"\bN(\d+)=(\d+)")
 
 
 def nodes_of_memory(address: int, maps: Path = Path("/proc/self/numa_maps")) -> dict[int, int]:
-    """Pages of the mapping that begins at an address, by node; empty where the kernel does not
-    tell."""
+    """Number of pages, by node, of the mapping that begins at an address; empty if the kernel does
+    not tell."""
     try:
         lines = maps.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""By how much the ranks' clocks differ: CLOCK_MONOTONIC is one clock on a machine only."""
+"""How much the ranks' clocks differ: CLOCK_MONOTONIC is the same clock only within a machine."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def clock_offset_ns(
     now: Callable[[], int] = time.monotonic_ns,
     machine: str | None = None,
 ) -> float:
-    """What is to be added to this rank's CLOCK_MONOTONIC to have rank 0's; a collective.
+    """Returns what must be added to this rank's CLOCK_MONOTONIC to get rank 0's; a collective.
 
     The error is half of the shortest round trip at most (Cristian, Probabilistic clock
     synchronization, Distributed Computing 3, 1989).
 
     Args:
-        is_wanted: by this rank; where no rank wants it, nothing is measured.
+        is_wanted: whether this rank wants it; if no rank does, nothing is measured.
         now: this rank's clock, in ns.
         machine: what the ranks of one machine have in common; default: the kernel's name.
     """
@@ -60,7 +60,7 @@ def _answer(collectives: ShardCollectives, other: int, now: Callable[[], int]) -
     message, peer = _message(collectives), collectives.global_rank(other)
     for _ in range(_ROUNDS):
         dist.recv(message, peer, collectives.group)
-        message.item()  # until it is there: the answer is this clock's time after that
+        message.item()  # waits until it is there: the answer is this clock's time after that
         dist.send(message.fill_(now()), peer, collectives.group)
 
 

@@ -1,7 +1,7 @@
 """The gradient norm, the clip coefficient and the decision to skip a step.
 
 Squares are summed in float64, where no square of an fp32 number overflows: the sum is finite
-exactly when every gradient is. One number a layer therefore tells norm and overflow alike. Sums
+exactly when every gradient is. One number a layer therefore gives both norm and overflow. Sums
 run in one fixed order, so runs are reproducible.
 """
 
@@ -17,11 +17,11 @@ import torch
 from hytrain.kernels.square_sums import SquareSums
 
 CLIPPED_IN_A_ROW = 8
-"""Steps after which the next one is taken for clipped as well. A preview for nothing costs a fifth
-of an update, beside backward; those of a whole step that come late cost half an update, with
-nothing beside them but forward: clipping must be likely."""
+"""Clipped steps after which the next one is expected to be clipped too. A useless preview costs a
+fifth of an update, beside backward; previews of a whole step that come late cost half an update,
+with only forward beside them: clipping must be likely."""
 _ADDED_TO_NORM = 1e-6
-"""As torch.nn.utils.clip_grad_norm_ does."""
+"""Added to the norm, as in torch.nn.utils.clip_grad_norm_."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ClipSettings:
 
     @property
     def direct(self) -> bool:
-        """Nothing about a step is open when backward begins: it can be committed at once."""
+        """Whether a step can be committed at once: nothing is undecided when backward begins."""
         return self.max_norm <= 0.0 and not self.check_overflow
 
     def sum_limit(self, unscale: float) -> float:
@@ -58,7 +58,7 @@ class Outcome:
     Attributes:
         scale: what every gradient is multiplied by: clip coefficient * unscale, in fp32.
         norm: the unscaled gradient's norm over all ranks.
-        coefficient: the clip coefficient, 1.0 where clipping did not act.
+        coefficient: the clip coefficient, 1.0 if clipping did not act.
         skip: whether the step is skipped.
     """
 
@@ -69,19 +69,19 @@ class Outcome:
 
 
 class ClipForecast:
-    """Whether the next step will be clipped, by those before it. No result depends on it."""
+    """Predicts from the last steps whether the next is clipped. No result depends on it."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def note(self, outcome: Outcome) -> None:
-        """A step's outcome; one that is skipped says nothing."""
+        """Notes a step's outcome; one that is skipped says nothing."""
         if not outcome.skip:
             self._in_a_row = self._in_a_row + 1 if outcome.coefficient < 1.0 else 0
 
     @property
     def is_clipped(self) -> bool:
-        """Whether it will."""
+        """Whether the next step is expected to be clipped."""
         return self._in_a_row >= CLIPPED_IN_A_ROW
 
 
@@ -116,15 +116,15 @@ class GradientNorm:
     def measure(self, layers: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Sums the squares of this rank's shards of some layers, in the current stream.
 
-        What a layer's sum comes to does not depend on which others it is measured with. Together
-        they take few launches, each of which takes the host longer than the GPU if they are small.
+        A layer's sum does not depend on which others it is measured with. Together they take few
+        launches, each of which takes the host longer than the GPU if the layers are small.
 
         ``layers``: their numbers; ``gradients``: the shard of each.
         """
         self._squares.measure(layers, gradients)
 
     def add_up(self, layer: int, squares: torch.Tensor) -> None:
-        """The sum of a layer whose partial sums are known, in the current stream.
+        """Adds up a layer's sum from known partial sums, in the current stream.
 
         ``squares``: float64 partial sums over the whole shard.
         """
@@ -152,7 +152,7 @@ class GradientNorm:
             self._event.record(torch.cuda.current_stream(self._device))
 
     def triton_decision(self, total: torch.Tensor, unscale: float, outcome: torch.Tensor) -> None:
-        """:func:`reference_decision` in one launch, where each of its takes the host's time.
+        """:func:`reference_decision` in one launch: each of its many takes host time.
 
         Triton's interpreter (TRITON_INTERPRET) takes CPU tensors.
         """
@@ -196,23 +196,23 @@ def reference_decision(
     result: torch.Tensor,
     outcome: torch.Tensor,
 ) -> None:
-    """What a step's gradients are multiplied by, and whether it is skipped.
+    """Computes what a step's gradients are multiplied by, and whether it is skipped.
 
     Args:
-        total: their sum of squares over all ranks, float64, one element.
+        total: the gradients' sum of squares over all ranks, float64, one element.
         unscale: undoes loss scale and summation.
         settings: threshold and overflow check.
-        result: is given scale, skip flag, norm and clip coefficient, float64.
-        outcome: is given scale and skip flag, fp32.
+        result: receives scale, skip flag, norm and clip coefficient, float64.
+        outcome: receives scale and skip flag, fp32.
     """
     norm = total.sqrt() * unscale
     coefficient, skip = torch.ones_like(total), torch.zeros_like(total)
     if settings.max_norm > 0.0:
         limited = torch.clamp(settings.max_norm / (norm + _ADDED_TO_NORM), max=1.0)
-        # A norm that is no number counts as infinite, as in DeepSpeed: without the overflow check
+        # A NaN norm counts as infinite, as in DeepSpeed: without the overflow check
         # it spoils the elements that spoiled it, not all of them.
         coefficient = torch.nan_to_num(limited, nan=0.0)
     if settings.check_overflow:
-        skip = (total - total).ne_(0.0)  # 1.0 where it is not finite
+        skip = (total - total).ne_(0.0)  # 1.0 if it is not finite
     torch.cat((coefficient * unscale, skip, norm, coefficient), out=result)
     outcome.copy_(result[:2])

@@ -71,8 +71,8 @@ class AdamHyper:
         step: Number of this step, 1 for the first.
         decoupled_decay: True for AdamW, False for Adam with L2 added to the gradient.
         bias_correction: Whether the moments are corrected for their start at zero.
-        values: Of a group that another optimizer updates on the device: what that has read of it.
-            The kernels then use none of the others.
+        values: If another optimizer updates the group on the device: what that has read from it.
+            The kernels then use none of the other values.
 
     Raises:
         KernelArgumentError: A value is outside its range.
@@ -112,7 +112,7 @@ class AdamHyper:
         self._check_derived()
 
     def _check_derived(self) -> None:
-        """The kernel works with fp32 constants derived from these; they must be finite too."""
+        """Checks that the fp32 constants that the kernel derives from these are finite too."""
         correction = 1.0 - self.beta1**self.step if self.bias_correction else 1.0
         if self.lr / correction > _FLOAT32_MAX or self.lr * self.weight_decay > _FLOAT32_MAX:
             raise KernelArgumentError(
@@ -186,8 +186,8 @@ def commit(
         m: First moment, n elements: fp32, bf16 or ``EightBit``; CPU, contiguous.
         v: Second moment, likewise, of the same kind.
         gradient: The gradient, its scale, the step's hyper-parameters.
-        rounding: What the random bits depend on that round bf16 moments and codes; the run must
-            lie in one parameter. With fp32 moments it is not used.
+        rounding: What the random bits that round bf16 moments and codes depend on; the run must
+            lie in one parameter. Not used with fp32 moments.
         out: If given, receives the new ``p`` rounded to its dtype (fp32, bf16 or fp16).
         num_threads: Upper bound on the threads; the result does not depend on it.
         non_temporal: Writes ``out`` past the cache, for a copy that the CPU will not read soon.
@@ -256,8 +256,8 @@ def preview(
 ) -> None:
     """Writes to ``out`` what ``commit`` with this gradient would write; the state stays as it is.
 
-    Arguments and errors are those of ``commit``, save that ``out`` is required and that nothing is
-    rounded but ``out``: a step takes the moments before they are rounded.
+    Arguments and errors are those of ``commit``, but ``out`` is required, and nothing else is
+    rounded: a step takes the moments before they are rounded.
     """
     check_moments(m, v, None, stores=False)
     _check_buffers(_state(p, m, v), [("gradient", gradient.tensor)], out, num_threads)

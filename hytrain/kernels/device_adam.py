@@ -29,7 +29,7 @@ _BLOCK, _NUM_WARPS = 2048, 8
 _BF16_BLOCK, _BF16_NUM_WARPS = 512, 4
 """Four elements a thread: with eight a thread would need twice the registers."""
 _8BIT_BLOCKS, _8BIT_NUM_WARPS = 16, 4
-"""Blocks of codes a program: 16 elements a thread, four words of codes and four times four
+"""Blocks of codes per program: 16 elements a thread, four words of codes and four times four
 neighbours, each of which is a load of 8 or 16 bytes."""
 _kernel_cache: list[Any] = []
 
@@ -65,7 +65,7 @@ def device_adam(
     hyper: AdamHyper,
     rounding: Rounding | RoundedRuns | None = None,
 ) -> None:
-    """One step in place, unless skipped: p, m, v and the training copy.
+    """Makes one step in place, unless it is skipped: on p, m, v and the training copy.
 
     Args:
         p: master weights, n elements, on the device: fp32, or int16, the remainders of split ones,
@@ -73,12 +73,12 @@ def device_adam(
         m, v: the moments, n elements each, both fp32, bf16 or ``EightBit``, on the device.
         gradient: n elements, fp32, bf16 or fp16, on the device.
         weights: the training copy, n elements, overwritten with the cast of p; bf16 with split p.
-        outcome: fp32 tensor of two elements on the device: gradient scale, and 1.0 where the
+        outcome: fp32 tensor of two elements on the device: gradient scale, and 1.0 if the
             step is skipped (then nothing is written).
         hyper: hyper-parameters of the step.
-        rounding: what the random bits depend on that round bf16 moments and codes, bitwise as on
-            the CPU: of one parameter, of which p is a run, or of several. With fp32 moments it is
-            not used.
+        rounding: what the random bits that round bf16 moments and codes depend on, bitwise as on
+            the CPU: of one parameter, of which p is a run, or of several. Not used with fp32
+            moments.
 
     Raises:
         KernelArgumentError: the moments differ in kind, or lack ``rounding``.

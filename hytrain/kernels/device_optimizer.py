@@ -25,7 +25,7 @@ class DeviceOptimizer:
 
     Attributes:
         states: names of its state tensors, one or two, each with the parameter's elements. They
-            begin at zero and are kept in fp32, or bf16 where "hytrain.moments" says so.
+            begin at zero and are kept in fp32, or bf16 if "hytrain.moments" says so.
         read: (parameter group, number of the step from 1) -> what ``update`` is given of the
             group; called once a step, a ValueError ends the step.
         update: (weight, states, gradient, what was read, parameter) -> None: makes a step in place.
@@ -45,15 +45,15 @@ _registered: dict[type, DeviceOptimizer] = {}
 
 
 def register_optimizer(kind: type[torch.optim.Optimizer], optimizer: DeviceOptimizer) -> None:
-    """Engines train with an optimizer of this class from now on, whose ``step`` is never called.
+    """Lets engines train with an optimizer of this class, whose ``step`` is never called.
 
     Args:
         kind: exactly the class of what :func:`hytrain.initialize` is given, or what "optimizer"
             makes.
-        optimizer: what it does.
+        optimizer: its states and update.
 
     Raises:
-        ConfigError: it has no states, or more than two.
+        ConfigError: it has no states, more than two, or one named "fp32".
     """
     if not 1 <= len(optimizer.states) <= 2 or "fp32" in optimizer.states:
         raise ConfigError(
@@ -64,5 +64,5 @@ def register_optimizer(kind: type[torch.optim.Optimizer], optimizer: DeviceOptim
 
 
 def registered(kind: type) -> DeviceOptimizer | None:
-    """What was registered for a class."""
+    """What was registered for a class, if anything."""
     return _registered.get(kind)

@@ -1,9 +1,9 @@
 """Takes gradients over: a pass that copies them into a layer's flat buffer and sums their squares.
 
-Separately, the norm would read every gradient once more. Where a gradient is final as it was copied
+Done apart, the norm would read every gradient once more. If a gradient is final as it was copied
 (one rank, one micro-batch, one use of each parameter) the partial sums are all that the norm needs.
 A layer's parameters are copied one by one, or all in one launch: the same values, and the same
-sums, bit for bit. Where they are so small that even that launch takes the host longer than the GPU
+sums, bit for bit. If they are so small that even that launch takes the host longer than the GPU
 needs for all, torch joins them, and the norm reads them once more.
 """
 
@@ -32,7 +32,7 @@ from hytrain.kernels.launch_tables import (
 
 
 class _Kernels(NamedTuple):
-    """What comes of Triton."""
+    """Triton's kernels and dtypes."""
 
     one: Any
     all: Any
@@ -48,7 +48,7 @@ def _kernels() -> _Kernels:
 
 
 class GradientCopier:
-    """Copies of one layer's gradients, and the squares of what was copied.
+    """Copies one layer's gradients, and sums the squares of what was copied.
 
     Attributes:
         squares: float64 partial sums of all parameters, on the device; valid for parameters that
@@ -58,7 +58,7 @@ class GradientCopier:
     def __init__(self, places: Sequence[tuple[int, int]], device: torch.device) -> None:
         """
         Args:
-            places: of each parameter, its first element in the layer and its number of elements.
+            places: for each parameter, its first element in the layer and its number of elements.
             device: where gradients are.
         """
         is_cuda = device.type == "cuda"
@@ -77,8 +77,8 @@ class GradientCopier:
             gradient: any shape and dtype, dense.
             destination: contiguous, as many elements, the layer's gradient dtype.
         """
-        # A part a parameter: kernels of different parameters never write to the same sums. The
-        # next backward overwrites them, behind the read of them on the same stream.
+        # One part per parameter: kernels of different parameters never write to the same sums. The
+        # next backward overwrites them, after they were read on the same stream.
         part = self._parts[index]
         if gradient.device.type != "cuda":
             reference_copy(gradient, destination, part)
@@ -92,10 +92,10 @@ class GradientCopier:
         )  # fmt: skip
 
     def copy_all(self, gradients: Sequence[torch.Tensor], layer: torch.Tensor) -> None:
-        """:meth:`copy` of every parameter, with one launch for each 16 of them where it can be.
+        """:meth:`copy` of every parameter, with one launch for each 16 of them if possible.
 
         Args:
-            gradients: of each parameter, of one dtype, dense.
+            gradients: one for each parameter, of one dtype, dense.
             layer: the layer's gradient, 1-D and contiguous; between parameters nothing is written.
         """
         if layer.device.type == "cuda" and self.triton_copy_all(gradients, layer):
@@ -109,13 +109,13 @@ class GradientCopier:
         """:meth:`copy_all` by Triton; its interpreter (TRITON_INTERPRET) takes CPU tensors.
 
         Returns:
-            False where it does nothing: not all lengths, places and addresses are even, so that
-            Triton sums some parameters in another order than others; or it has no such dtype.
+            False if it did nothing: not all lengths, places and addresses are even, so that Triton
+            sums some parameters in another order than others; or it has no such dtype.
         """
         if not self._is_even or gradients[0].dtype not in TRITON_DTYPES:
             return False
         # Kept to the end: what is contiguous may be a copy, whose memory the launch still reads. On
-        # this stream what takes that memory next comes behind the launch.
+        # this stream what takes that memory next comes after the launch.
         gradients = [gradient.contiguous() for gradient in gradients]
         addresses = [gradient.data_ptr() for gradient in gradients]
         if functools.reduce(operator.or_, addresses, layer.data_ptr()) % VECTOR:
@@ -132,7 +132,7 @@ class GradientCopier:
         return True
 
     def _make_tables(self) -> list[RowTable]:
-        """Fields: elements, first element, elements of a program, first sum."""
+        """Tables with the fields elements, first element, elements of a program, first sum."""
         programs = [part.numel() for part in self._parts]
         fields = [
             (n, begin, elements_of_partial(n, count), partial)

@@ -1,7 +1,7 @@
-"""Adam on the device for many segments in few launches, where moments are fp32.
+"""Adam on the device for many segments in few launches, with fp32 moments.
 
-A launch reads from a table in device memory whose elements are where. Of all that, only the
-gradients' addresses and the constants of the step change from one step to the next.
+A launch reads from a table in device memory where each segment's elements are. Of all that, only
+the gradients' addresses and the constants of the step change from one step to the next.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from hytrain.kernels.split_weights import REMAINDER
 
 _BLOCK = 2048  # elements of a program, as in device_adam
 _PROGRAMS_LEFT_ROOM = 2
-"""Of each multiprocessor, of a launch that leaves the rest of it to others. Updates of 52 M
+"""Programs per multiprocessor of a launch that leaves the rest of it to others. Updates of 52 M
 elements took 1.05 times as long, with one program 1.13 times, and ten small kernels of another
 stream beside them 0.15 ms instead of 2.5 (one H100, a kernel with the same loads and stores, but no
 table)."""
 _NUM_FIELDS = 8
 _GRADIENT, _GROUP = 6, 7
-"""Of a table's fields: first program, elements, p, m, v, weights, gradient, parameter group."""
+"""Two of a table's fields, which are: first program, elements, p, m, v, weights, gradient, and
+parameter group."""
 _FEWEST_ROWS = 16  # so that launches of few segments share a compiled kernel
 _NUM_CONSTANTS = 8
 _NUM_BUFFERS = 2
@@ -38,13 +39,13 @@ class Segment(NamedTuple):
     """Elements of one parameter group.
 
     Attributes:
-        p: master weights, fp32 or the remainders of split ones, n elements, as all of these on the
-            device.
+        p: master weights, fp32 or the remainders of split ones, n elements; on the device, like
+            all of these.
         m, v: the moments, fp32, n elements each.
         weights: the training copy, n elements.
-        gradient: number of the gradient in what :meth:`GroupedAdam.begin_step` is given.
-        first: its first element in that.
-        group: number of its hyper-parameters there.
+        gradient: index of its gradient among those given to :meth:`GroupedAdam.begin_step`.
+        first: index of its first element in that gradient.
+        group: index of its hyper-parameters among those given there.
     """
 
     p: torch.Tensor
@@ -77,9 +78,9 @@ class _Buffer:
 
 
 class GroupedAdam:
-    """Launches over segments whose places do not change; their gradients' may, every step.
+    """Launches over segments that stay in place; their gradients may move with every step.
 
-    Addresses are kept, not tensors: those must live for as long as this is launched.
+    Addresses are kept, not tensors: these must live for as long as launches are made.
     """
 
     def __init__(
@@ -92,10 +93,10 @@ class GroupedAdam:
         """
         Args:
             launches: each one's segments, at least one, of one gradient dtype and weights dtype.
-            gradient_dtypes: of each gradient.
-            num_groups: of hyper-parameters.
-            device: of all tensors. On a GPU it is made on the stream of the launches: the table's
-                memory is that stream's, so that what takes it later comes after the last launch.
+            gradient_dtypes: the dtype of each gradient.
+            num_groups: number of parameter groups.
+            device: where all tensors are. On a GPU, call this on the stream of the launches: the
+                table's memory is that stream's, and what takes it later follows the last launch.
         """
         self._rows = max(map(len, launches), default=1)
         self._rows = max(_FEWEST_ROWS, 1 << (self._rows - 1).bit_length())
@@ -104,7 +105,7 @@ class GroupedAdam:
         self._device_words = torch.zeros(num_words, dtype=torch.int64, device=device)
         self._few_programs = _few_programs(device)
         self.constants = self._device_words[len(launches) * per_launch :].view(torch.float32)
-        """Of each parameter group, ``adam_constants`` of the step, fp32 on the device."""
+        """``adam_constants`` of the step for each parameter group, fp32 on the device."""
         self._launches: list[_Launch] = []
         tables = np.zeros((len(launches), _NUM_FIELDS, self._rows), dtype=np.int64)
         for number, segments in enumerate(launches):
@@ -120,12 +121,12 @@ class GroupedAdam:
         self._buffers = [self._buffer(tables, num_words, device) for _ in range(_NUM_BUFFERS)]
         self._next = 0
         self.aligned: list[bool] = []
-        """Of each launch of the step: it moves vectors."""
+        """For each launch of the step, whether it moves vectors."""
         self._hyper: Sequence[AdamHyper] = ()
 
     def _fill(self, table: np.ndarray[Any, Any], segments: Sequence[Segment]) -> int:
-        """Writes what stays; returns the number of programs."""
-        table[0] = NEVER  # rows behind the last one are never reached
+        """Writes what never changes; returns the number of programs."""
+        table[0] = NEVER  # rows after the last one are never reached
         program = 0
         for row, segment in enumerate(segments):
             addresses = [t.data_ptr() for t in (*segment[:3], segment.weights)]
@@ -138,7 +139,7 @@ class GroupedAdam:
     def _find_gradients(
         self, launches: Sequence[Sequence[Segment]], dtypes: Sequence[torch.dtype]
     ) -> None:
-        """Where gradients' addresses are written, and what they are made of."""
+        """Finds where gradients' addresses are written, and what they are computed from."""
         places = [
             ((number * _NUM_FIELDS + _GRADIENT) * self._rows + row, segment)
             for number, segments in enumerate(launches)
@@ -164,8 +165,8 @@ class GroupedAdam:
         """Sends the table of a step to the device, on the current stream, which launches follow.
 
         Args:
-            gradients: 1-D, contiguous, of the dtypes that were announced. They must not be given
-                back to another stream before the launches have read them (``record_stream``).
+            gradients: 1-D, contiguous, of ``gradient_dtypes``. Their memory must not be given to
+                another stream before the launches have read them (``record_stream``).
             hyper: each parameter group's hyper-parameters.
         """
         if not self._launches:
@@ -179,7 +180,7 @@ class GroupedAdam:
         bases = np.array([gradient.data_ptr() for gradient in gradients], dtype=np.int64)
         addresses = bases[self._gradient_of] + self._first_bytes
         buffer.integers[self._places] = addresses
-        # In float64, rounded to fp32 here as a kernel's argument is at the call.
+        # Computed in float64, rounded to fp32 here as a kernel's argument is at the call.
         buffer.constants[:] = [list(adam_constants(each).values()) for each in hyper]
         # One table on the device is enough: launches of the last step come before on this stream.
         self._device_words.copy_(buffer.words, non_blocking=True)
@@ -190,14 +191,14 @@ class GroupedAdam:
         self._hyper = hyper
 
     def launch(self, number: int, outcome: torch.Tensor, *, leaves_room: bool = False) -> None:
-        """One of the launches, of the step that was begun: p, m, v and weights in place.
+        """Makes one launch of the step that was begun: updates p, m, v and weights in place.
 
         Args:
-            number: which.
-            outcome: fp32 tensor of two elements on the device: gradient scale, and 1.0 where the
+            number: the launch's index.
+            outcome: fp32 tensor of two elements on the device: gradient scale, and 1.0 if the
                 step is skipped (then nothing is written).
             leaves_room: kernels of other streams need not wait until all of its programs have
-                begun: a GPU begins a kernel when it has begun the one before.
+                begun: a GPU begins a kernel after it has begun all of the one before.
         """
         if self._device_words.device.type == "cuda":
             self.triton_launch(number, outcome, leaves_room=leaves_room)
@@ -245,13 +246,13 @@ class GroupedAdam:
 
 
 def _few_programs(device: torch.device) -> int:
-    """Of a launch that leaves room."""
+    """Programs of a launch that leaves room."""
     if device.type != "cuda":
         return _PROGRAMS_LEFT_ROOM
     return _PROGRAMS_LEFT_ROOM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """The elements at an address of the host, not a copy."""
+    """A tensor of the elements at a host address, not a copy."""
     memory = (ctypes.c_byte * (numel * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)

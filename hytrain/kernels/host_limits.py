@@ -1,4 +1,4 @@
-"""What memory the host has left: the machine, and each limit around this process."""
+"""The memory that the host has left: on the machine, and in each limit around this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 from hytrain.errors import size_text
 
 GROUP = "cgroup"
-"""How the names of memory control groups begin, see :func:`host_memory_pools`."""
+"""Prefix of the names of control groups, see :func:`host_memory_pools`."""
 
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -40,7 +40,7 @@ _PROCESS_LIMITS = {
     "address space (ulimit -v)": (resource.RLIMIT_AS, "vms"),
     "data (ulimit -d)": (resource.RLIMIT_DATA, "data"),
 }
-"""Limits of a process by name, and what of ``psutil``'s memory counts for each."""
+"""Limits of a process by name, and the field of ``psutil``'s memory that counts for each."""
 
 
 def available_host_bytes() -> int:
@@ -52,8 +52,8 @@ def host_memory_pools() -> dict[str, int]:
     """Bytes left in everything that this process's host memory comes out of.
 
     Returns:
-        "machine", each memory control group with a limit, the process's own and those around it,
-        under a name that no other group of this machine has, and the process's own limits
+        By name: "machine"; each memory control group with a limit, the process's own and those
+        around it, under a name that no other group of this machine has; the process's own limits
         (ulimit), under names that no other process has.
     """
     left = int(psutil.virtual_memory().available) - free_beside_no_cores()
@@ -76,9 +76,9 @@ def host_memory_pools() -> dict[str, int]:
 
 
 def free_beside_no_cores(root: Path = Path("/")) -> int:
-    """Free bytes of NUMA nodes without cores, which the kernel counts as any others.
+    """Free bytes of NUMA nodes without cores, which the kernel counts like any others.
 
-    Where CPU and GPU share addresses (GH200, GB200), the GPU's memory is such a node: state that
+    If CPU and GPU share addresses (GH200, GB200), the GPU's memory is such a node: state that
     overflowed there would be taken from the GPU. A CXL extension is one as well, and is left out.
 
     ``root``: "/"; another one stands for another machine.
@@ -88,19 +88,19 @@ def free_beside_no_cores(root: Path = Path("/")) -> int:
 
 
 def has_coherent_gpu(root: Path = Path("/")) -> bool:
-    """Whether a Grace CPU and its GPU share addresses, and so NVLink-C2C in the place of PCIe."""
+    """Whether a Grace CPU and its GPU share addresses, and so use NVLink-C2C instead of PCIe."""
     return platform.machine() == "aarch64" and bool(_memory_without_cores(root))
 
 
 @functools.cache
 def _memory_without_cores(root: Path) -> tuple[Path, ...]:
-    """The "meminfo" of each such node."""
+    """The "meminfo" of each NUMA node without cores."""
     nodes = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
     return tuple(node.with_name("meminfo") for node in nodes if _text(node).isspace())
 
 
 def _text(file: Path) -> str:
-    """Empty where the kernel does not tell; a list of no cores is a line."""
+    """A file's text; empty if the kernel does not give it. A list of no cores is an empty line."""
     try:
         return file.read_text()
     except OSError:
@@ -108,14 +108,14 @@ def _text(file: Path) -> str:
 
 
 _CPU_ROOTS = ((Path("/sys/fs/cgroup"), ""), (Path("/sys/fs/cgroup/cpu"), "cpu"))
-"""Where each version of control groups has those of cores, and the controller's name."""
+"""Where each version of control groups limits CPU time, and the controller's name."""
 
 
 def cpu_quotas() -> dict[str, float]:
-    """Cores' worth of time that control groups leave this process, by the group's name.
+    """CPU time that control groups allow this process, in cores, by the group's name.
 
-    Empty where none is limited. A container that may use 4 cores of 64 (``docker --cpus 4``) sees
-    all 64 of them, and is stopped for most of each period where its threads run on all.
+    Empty if none is limited. A container that may use 4 cores of 64 (``docker --cpus 4``) sees all
+    64 of them, and is stopped for most of each period if its threads run on all.
     """
     quotas: dict[str, float] = {}
     for root, controller in _CPU_ROOTS:
@@ -141,7 +141,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _process_pools() -> dict[str, int]:
-    """What the limits of this process alone leave; empty where it has none."""
+    """Bytes that the limits of this process alone leave; empty if it has none."""
     limited = [
         (name, resource.getrlimit(which)[0], used)
         for name, (which, used) in _PROCESS_LIMITS.items()
@@ -157,7 +157,7 @@ def _process_pools() -> dict[str, int]:
 
 
 def memory_limit_files(root: Path) -> list[Path]:
-    """Files of the memory limits around this process, of either version, where they are there.
+    """Files of the memory limits around this process, of either version; some may be missing.
 
     ``root``: "/"; another one stands for another machine.
     """
@@ -191,7 +191,7 @@ def _reclaimable_bytes(memory_stat: str) -> int:
 
 
 def describe_free_memory() -> str:
-    """What is left, for people: the machine, the tightest control group, the process's limits."""
+    """Free memory in words: the machine, the tightest control group, the process's limits."""
     pools = host_memory_pools()
     machine = pools["machine"]
     parts = [f"the machine has {size_text(machine)} left"]

@@ -24,22 +24,22 @@ STATE_REMEDY = (
     'raise "hytrain.gpu_fraction" (or let it be "solve"), use more ranks, or a host with more '
     "memory"
 )
-"""What helps where there is not enough memory for optimizer state, or its pinned gradients."""
+"""What helps if there is not enough memory for optimizer state or its pinned gradients."""
 
 
 @contextmanager
 def taking_host_memory(
     purpose: str, num_bytes: int | None = None, *, remedy: str = STATE_REMEDY
 ) -> Generator[None]:
-    """Around allocations on the host: turns their failure into a MemoryError with advice.
+    """Context of allocations on the host: turns their failure into a MemoryError with advice.
 
     Args:
-        purpose: what it is for, behind "for".
-        num_bytes: how much, where one number says it.
+        purpose: what it is for, to follow "for".
+        num_bytes: how much, if one number says it.
         remedy: what the user can do.
 
     Raises:
-        HostMemoryError: there is none; in place of what torch, mmap or C++ raises.
+        HostMemoryError: there is not enough; in place of what torch, mmap or C++ raises.
     """
     try:
         yield
@@ -59,7 +59,7 @@ def taking_host_memory(
 def is_out_of_host_memory(error: BaseException) -> bool:
     """Whether an error says that the host's memory is used up.
 
-    Not what a device's allocator says: that is a ``torch.OutOfMemoryError``.
+    False for a device's allocator, which raises a ``torch.OutOfMemoryError``.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return False
@@ -72,7 +72,7 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 
 
 def return_freed() -> None:
-    """Gives memory that was freed back to the system, where the C library (glibc) has kept it.
+    """Returns to the system freed memory that the C library (glibc) has kept.
 
     Loading a model leaves as much as its weights there, in pieces that nothing large fits into.
     """
@@ -86,7 +86,7 @@ def map_anonymous(num_bytes: int, *, inherited: bool = False) -> mmap.mmap:
 
     Args:
         num_bytes: its length.
-        inherited: forked children get it, as what may come to users must be. Otherwise they do not:
+        inherited: forked children get it, as they must if users may hold it. Otherwise not:
             data loaders would copy page tables of gigabytes, and every page that the parent writes
             while they live.
 
@@ -113,15 +113,15 @@ def host_zeros(
     inherited: bool = False,
     remedy: str = STATE_REMEDY,
 ) -> torch.Tensor:
-    """A tensor of zeros, 1-D; its memory goes back when the tensor goes.
+    """A 1-D tensor of zeros; its memory goes back to the system when the tensor is freed.
 
     Args:
         numel: elements.
-        dtype: of them.
+        dtype: their dtype.
         purpose: what it is for, in an error.
-        touch_threads: threads that touch all of it now, each its own part; 0: its first use will.
+        touch_threads: threads that touch all of it now, each its own part; 0: its first use does.
         inherited: see :func:`map_anonymous`.
-        remedy: what the user can do where there is none.
+        remedy: what the user can do if there is no memory.
 
     Raises:
         HostMemoryError: the mapping is refused.
@@ -138,14 +138,14 @@ def host_zeros(
 
 
 def host_copy(tensor: torch.Tensor, dtype: torch.dtype, *, purpose: str) -> torch.Tensor:
-    """A copy on the host that leaves nothing behind when it goes.
+    """A copy on the host, whose memory all goes back to the system when it is freed.
 
     malloc keeps what is freed in the arena of each thread, up to 64 MiB there, and gives small and
     large pieces the same: a few threads that copy tensors would keep hundreds of MiB.
 
     Args:
         tensor: on any device.
-        dtype: of the copy.
+        dtype: the copy's dtype.
         purpose: what it is for, in an error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What launches over the rows of a table have in common: the kernels find their elements by it."""
+"""Tables in whose rows kernels find their elements, and what launches over them share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 NEVER = 2**62
-"""First program of rows behind the last one: they are never reached."""
+"""First program of rows after the last one: they are never reached."""
 ADDRESSES = 16
 """Rows of a table whose addresses are a launch's arguments, which need no copy to the device."""
 SUM_BLOCK = 2048
 """Elements that a program sums at once."""
 MOST_PARTIALS = 1024
 VECTOR = 16
-"""Bytes, and elements: with addresses and lengths that are multiples kernels move vectors."""
+"""Bytes, and elements: kernels move vectors if addresses and lengths are multiples of it."""
 TRITON_DTYPES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -26,11 +26,11 @@ TRITON_DTYPES = {
 
 
 class RowTable(NamedTuple):
-    """Of a launch over ADDRESSES rows; what never changes.
+    """What never changes of a launch over ADDRESSES rows.
 
     Attributes:
         first: number of its first row.
-        programs: of the launch.
+        programs: programs of the launch.
         words: int64, on the device: for each field ADDRESSES rows.
     """
 
@@ -39,7 +39,7 @@ class RowTable(NamedTuple):
     words: torch.Tensor
 
     def addresses(self, every: Sequence[int]) -> list[int]:
-        """Those of its rows, out of all; where it has fewer, of rows that no program is of."""
+        """The addresses of its rows, out of all; filled up for rows that have no program."""
         some = list(every[self.first : self.first + ADDRESSES])
         return some + some[:1] * (ADDRESSES - len(some))
 
@@ -61,7 +61,7 @@ def row_tables(
 
 @functools.cache
 def triton_dtypes() -> dict[torch.dtype, Any]:
-    """Triton's own, of the dtypes that kernels read and write.
+    """Triton's dtypes, by the torch dtypes that kernels read and write.
 
     Triton comes with torch's CUDA builds only: called where a GPU is present.
     """

@@ -1,10 +1,10 @@
-"""Moments as fp32 and back, between steps: for checkpoints and for who reads or sets them.
+"""Converts moments to fp32 and back, between steps: for checkpoints, and users who access them.
 
-Values that were read are kept again as they were: :func:`write_moment` finds codes that read as
-those values exactly where there are such, and else the nearest. A block's exponent is the least
-with which its largest magnitude has a code. The step that stored a block took it before rounding,
-which may have taken that magnitude down to where the exponent below would do; codes with that one
-need not exist for the other elements. So this one and the next are tried.
+Values that were read are stored again as they were: :func:`write_moment` finds codes that read as
+exactly those values if there are any, and else the nearest. A block's exponent is the least with
+which its largest magnitude has a code. The step that stored a block chose it before rounding, which
+may have lowered that magnitude so far that the exponent below would do; with that one, the other
+elements need not have exact codes. So the least exponent and the next one are tried.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from hytrain.kernels.host_memory import host_zeros
 from hytrain.kernels.moments import MOMENT_BLOCK, EightBit, Moment
 
 _PIECE = 2**17
-"""Elements, whole blocks, that are worked on at once: temporaries take a hundred bytes each."""
+"""Elements, whole blocks, that are converted at once: temporaries take 100 bytes per element."""
 _NOT_FINITE = 255
 
 
 class _Code(NamedTuple):
-    """Code of a magnitude: bits of its exponent, above 4 of its mantissa (moments_kernel.inl)."""
+    """Code of a magnitude: exponent bits above 4 mantissa bits (moments_kernel.inl)."""
 
     exponent: int
 
     @property
     def offset_bits(self) -> int:
-        """Of the offset as fp32."""
+        """Bits of the offset as fp32."""
         return (128 - 2**self.exponent) << 23
 
     @property
@@ -37,7 +37,7 @@ class _Code(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Bits of mantissa of the largest magnitude that has a code, of exponent 126."""
+        """Mantissa bits of the largest magnitude that has a code, which has exponent 126."""
         return 2**23 - 2**_SHIFT - 2 ** (24 - 2**self.exponent)
 
 
@@ -46,12 +46,12 @@ _M_CODE, _V_CODE = _Code(3), _Code(4)
 
 
 def part_of(moment: Moment, begin: int, end: int) -> Moment:
-    """Elements ``[begin, end)`` of a moment, as a view; of codes whole blocks from ``begin`` on.
+    """Elements ``[begin, end)`` of a moment, as a view; for codes, whole blocks from ``begin`` on.
 
     Args:
         moment: of any kind.
-        begin: of codes a multiple of ``MOMENT_BLOCK``.
-        end: behind the last element.
+        begin: for codes, a multiple of ``MOMENT_BLOCK``.
+        end: one past the last element.
     """
     if not isinstance(moment, EightBit):
         return moment[begin:end]
@@ -64,11 +64,11 @@ def read_moment(moment: Moment, n: int, *, is_second: bool) -> torch.Tensor:
     """The n values of a moment as the next step reads them.
 
     Returns:
-        fp32, 1-D: the moment itself where it is fp32; else a tensor of its own, on the host.
+        fp32, 1-D: the moment itself if it is fp32; else a tensor of its own, on the host.
     """
     if not isinstance(moment, EightBit) and moment.dtype == torch.float32:
         return moment
-    # Not malloc's, which keeps what is freed: as much as a parameter, for each size there is.
+    # Not malloc's, which keeps what is freed: as much as a parameter, for each size that occurs.
     values = host_zeros(n, purpose="the values of a moment", inherited=True)
     if not isinstance(moment, EightBit):
         return values.copy_(moment)
@@ -82,12 +82,12 @@ def read_moment(moment: Moment, n: int, *, is_second: bool) -> torch.Tensor:
 
 
 def write_moment(moment: Moment, values: torch.Tensor, *, is_second: bool) -> None:
-    """Keeps values as a moment keeps them; rounded to the nearest where it has not that value.
+    """Stores values in a moment, rounded to the nearest that it can hold.
 
     Args:
         moment: of the values' length; written.
         values: fp32 or another floating dtype, 1-D, on any device.
-        is_second: they are not negative, and what is above zero must not become zero.
+        is_second: values are not negative, and those above zero must not become zero.
     """
     if not isinstance(moment, EightBit):
         moment.copy_(values)
@@ -113,7 +113,7 @@ def _decoded(moment: EightBit, is_second: bool) -> torch.Tensor:
 
 
 def _magnitudes(codes: torch.Tensor, exponents: torch.Tensor, code: _Code) -> torch.Tensor:
-    """fp32 magnitudes of codes, a row a block; in float64, where each operation is exact."""
+    """fp32 magnitudes of codes, a row per block; by way of float64, where operations are exact."""
     y = ((codes << _SHIFT) + code.offset_bits).view(torch.float32).double()
     values = torch.ldexp(y - code.offset, exponents - 127).float()
     values = torch.where(exponents == 0, 0.0, values)
@@ -146,7 +146,7 @@ def _encoded(values: torch.Tensor, is_second: bool) -> EightBit:
 def _codes(
     magnitude: torch.Tensor, exponents: torch.Tensor, code: _Code, is_second: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The nearest codes with an exponent a row, the exponents as kept, and which rows are exact."""
+    """The nearest codes with one exponent per row; exponents as kept; which rows are exact."""
     exponents = torch.where(exponents >= 254, _NOT_FINITE, exponents.clamp(min=0))
     has_codes = (exponents > 0) & (exponents < _NOT_FINITE)
     scaled = torch.ldexp(torch.where(has_codes, magnitude, 0.0).double(), 127 - exponents)

@@ -32,7 +32,7 @@ class EightBit(NamedTuple):
     """One moment in 8-bit codes.
 
     Attributes:
-        codes: uint8, ``MOMENT_BLOCK`` for each block, also for a short last one; of each block, the
+        codes: uint8, ``MOMENT_BLOCK`` for each block, also for a short last one; in each block, the
             code of element 16 b + w is at byte 4 w + b.
         exponents: uint8, one for each ``MOMENT_BLOCK`` elements or part of it.
     """
@@ -47,10 +47,10 @@ Moment = torch.Tensor | EightBit
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What the random bits of a run of elements depend on, beside the step.
+    """What the random bits of a run of elements depend on, besides the step.
 
     Attributes:
-        seed: Of the whole run, in [0, 2**64).
+        seed: That of the whole training run, in [0, 2**64).
         parameter: A number that no other parameter of the model has, in [0, 2**64).
         first_index: Index of the run's first element in its parameter, a multiple of
             ``MOMENT_BLOCK``.
@@ -96,7 +96,7 @@ def check_moments(m: Moment, v: Moment, rounding: object, *, stores: bool) -> No
     """Refuses two moments of different kinds, and codes or bf16 without what rounds them.
 
     Raises:
-        KernelArgumentError: What is wrong with them.
+        KernelArgumentError: One of these, or a dtype that is not allowed.
     """
     kind = moment_kind(m)
     for name, moment in (("m", m), ("v", v)):
@@ -121,7 +121,7 @@ def check_moments(m: Moment, v: Moment, rounding: object, *, stores: bool) -> No
 
 
 def native_moments(m: Moment, v: Moment, rounding: Rounding | None) -> _C.Moments:
-    """The same for the compiled extension; the tensors must outlive it."""
+    """The moments for the compiled extension; the tensors must outlive it."""
     (m_at, m_exponents), (v_at, v_exponents) = _addresses(m), _addresses(v)
     chosen = rounding or Rounding(0, 0)
     return _C.Moments(
@@ -142,7 +142,7 @@ def native_arrays(p: torch.Tensor, m: Moment, v: Moment, seed: int) -> _C.StateA
         p: master weights, fp32, or int16: the remainders of split ones; they and the moments are
             on the host or the device.
         m, v: the moments, both of one kind.
-        seed: of the random bits that round them.
+        seed: seed of the random bits that round them.
     """
     (m_at, m_exponents), (v_at, v_exponents) = _addresses(m), _addresses(v)
     kind = _KINDS[moment_kind(m)]
@@ -172,7 +172,7 @@ def rounding_key(rounding: Rounding, step: int, high: int = 0) -> int:
 
 
 def parameter_state(rounding: Rounding) -> int:
-    """What :func:`rounding_key` has made of seed and parameter, before the step: 64 bits."""
+    """The 64-bit state of :func:`rounding_key` after seed and parameter, before the step."""
     return _absorb(_absorb(0, rounding.seed), rounding.parameter)
 
 

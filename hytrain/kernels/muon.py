@@ -17,13 +17,13 @@ METHODS: tuple[Method, ...] = ("gram", "standard")
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
 _RESTART = 2
-"""Steps after which the product so far is applied: half precision would lose it in more."""
+"""Steps after which the product so far is applied: over more, half precision would lose it."""
 _EPS = 1e-7
-"""Added to the norm: a matrix of zeros stays one."""
+"""Added to the norm, so that a matrix of zeros stays zero."""
 
 
 def iteration_dtype(method: Method, device: torch.device) -> torch.dtype:
-    """What the products are made in: bf16, or fp16 for "gram" on a GPU and fp32 on a CPU."""
+    """The dtype of the products: bf16, or fp16 for "gram" on a GPU and fp32 on a CPU."""
     if method == "standard":
         return torch.bfloat16
     return torch.float16 if device.type == "cuda" else torch.float32
@@ -59,7 +59,7 @@ def orthogonalize(matrices: torch.Tensor, method: Method = "gram") -> torch.Tens
 
 
 def _gram(x: torch.Tensor) -> torch.Tensor:
-    """The polynomial of X is one of R = XX' times X: R and that product q are what changes."""
+    """Each step is a polynomial of R = XX' times X: only R and the product q of these change."""
     gram, q = x @ x.mT, None
     for step in range(_STEPS):
         if step == _RESTART:
@@ -92,7 +92,7 @@ def _plus(
 
 
 class MuonValues(NamedTuple):
-    """Of a parameter group: learning rate, decay of weights and momentum, kind of iteration."""
+    """A parameter group's learning rate, weight decay, momentum, and kind of iteration."""
 
     lr: float
     weight_decay: float
@@ -122,15 +122,15 @@ def muon_step(
     values: MuonValues,
     parameter: torch.nn.Parameter,
 ) -> None:
-    """A step with Nesterov momentum, in place.
+    """Makes a step with Nesterov momentum, in place.
 
     Args:
         weight: fp32: a matrix, several (3-D), or a kernel of a convolution (4-D), which is a matrix
             with a row for each output.
         states: the momentum, fp32, of that shape.
         gradient: fp32, of that shape; overwritten.
-        values: of the parameter's group.
-        parameter: whose ``muon_num_heads``, if it has any, cuts a matrix's rows into matrices.
+        values: those of the parameter's group.
+        parameter: its ``muon_num_heads``, if any, cuts a matrix's rows into that many matrices.
     """
     (momentum,) = states
     momentum.lerp_(gradient, 1.0 - values.momentum)

@@ -22,8 +22,8 @@ class Run(NamedTuple):
     """Elements of one parameter.
 
     Attributes:
-        begin: in the arrays of the launch; a multiple of 64.
-        end: behind the last one.
+        begin: the first one, in the arrays of the launch; a multiple of 64.
+        end: one past the last.
         rounding: what its random bits depend on.
     """
 
@@ -41,11 +41,11 @@ class RoundedRuns:
         self._table: torch.Tensor | None = None
         self._block = 0
         self.num_programs = 0
-        """Of the kernel whose table was made last."""
+        """Programs of the kernel whose table was made last."""
 
     def table(self, block: int, device: torch.device) -> torch.Tensor:
         """int64, 5 x rows (a power of two): first program, begin, end, index of the first element
-        in its parameter, hash of seed and parameter. Rows behind the last run are never reached.
+        in its parameter, hash of seed and parameter. Rows after the last run are never reached.
 
         ``block``: elements of a program. ``device``: where it is wanted; it is kept there.
         """

@@ -1,7 +1,7 @@
 """Split master weights: 16 bits beside a bf16 training copy, which together are the fp32 value.
 
-Of ``t = bits(p) + 0x8000`` the upper half is the copy, p rounded to nearest with ties away from
-zero, and the lower one the *remainder*. ``p = t - 0x8000`` for every finite p and infinity; a NaN
+The upper half of ``t = bits(p) + 0x8000`` is the copy, p rounded to nearest with ties away from
+zero, the lower one is the *remainder*. ``p = t - 0x8000`` for every finite p and infinity; a NaN
 becomes the quiet NaN of its sign (``csrc/include/hytrain/adam.h``). Here in torch, on any device.
 """
 
@@ -12,13 +12,13 @@ import torch
 REMAINDER = torch.int16
 """The dtype of remainders, by which functions tell them from fp32 master weights."""
 NO_REMAINDER = -(2**15)
-"""Of a weight that is its training copy: 0x8000."""
+"""Remainder of a weight that equals its training copy: 0x8000."""
 
 _SIGN = -(2**31)
 _HALF = 2**15
 _NAN = 0x7FC00000 + _HALF
 _PIECE = 1 << 18
-"""Elements at a time: of each some 20 bytes are needed meanwhile, which nobody plans for."""
+"""Elements at a time: each takes some 20 bytes of temporaries, which no plan counts."""
 
 
 def is_split(master: torch.Tensor) -> bool:

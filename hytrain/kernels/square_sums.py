@@ -1,7 +1,7 @@
 """Sums of squares of layers' gradients: on a GPU those of many in few launches.
 
-Each gradient leaves partial sums, how many depends on its length alone, and these are added up
-in a fixed order: what it comes to does not depend on which others it is measured with.
+Each gradient leaves partial sums, whose number depends on its length alone, and these are added up
+in a fixed order: its sum does not depend on which others it is measured with.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hytrain.kernels.launch_tables import (
 
 
 class _Launches(NamedTuple):
-    """Of layers that are measured together; nothing here changes from step to step.
+    """The launches for layers measured together; nothing here changes from step to step.
 
     Attributes:
-        tables: of each launch. Fields: elements, elements of a program, first partial sum.
+        tables: one for each launch. Fields: elements, elements of a program, first partial sum.
         partials: float64, on the device.
-        rows: of each layer its first partial sum, how many there are, and its number, int64.
+        rows: for each layer its first partial sum, how many it has, and its index; int64.
     """
 
     tables: list[RowTable]
@@ -41,19 +41,19 @@ class _Launches(NamedTuple):
 
 
 class SquareSums:
-    """One sum a layer."""
+    """One sum of squares for each layer."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.values = torch.zeros(num_layers, dtype=torch.float64, device=device)
         """float64, one number a layer."""
-        # Of the sets that were measured, which are few: each layer alone, and, behind backward,
-        # the first k of them.
+        # For the sets of layers that were measured, which are few: each layer alone, and, after
+        # backward, the first k of them.
         self._made: dict[tuple[tuple[int, int], ...], _Launches] = {}
 
     def measure(self, layers: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Sums the squares of some layers' gradients, in the current stream, always the same one.
 
-        ``gradients``: of each, 1-D and contiguous; bf16, fp16 or fp32.
+        ``gradients``: one for each, 1-D and contiguous; bf16, fp16 or fp32.
         """
         if self.values.device.type == "cuda":
             self.triton_measure(layers, gradients)
@@ -95,7 +95,7 @@ class SquareSums:
         )
 
     def _make(self, lengths: Sequence[tuple[int, int]]) -> _Launches:
-        """``lengths``: of each layer its number and its elements."""
+        """Makes launches; ``lengths``: for each layer its index and its elements."""
         device = self.values.device
         counts = [num_partials(n) for _, n in lengths]
         firsts = list(accumulate(counts, initial=0))

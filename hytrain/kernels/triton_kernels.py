@@ -1,4 +1,4 @@
-"""GPU kernels of fp32 moments and of norms. Imported only where CUDA and Triton are."""
+"""GPU kernels for fp32 moments and for norms. Imported only if CUDA and Triton are present."""
 # Triton's language is untyped, its functions are objects made by a decorator, and it comes with
 # torch's wheels for GPUs only.
 # pyright: basic, reportMissingImports=false
@@ -11,7 +11,7 @@ import triton.language as tl
 _SIGN = tl.constexpr(0x80000000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
-# Of split master weights: what is added before they are cut, and a NaN.
+# For split master weights: what is added before they are cut, and a NaN.
 _HALF = tl.constexpr(0x8000)
 _NAN = tl.constexpr(0x7FC08000)
 
@@ -33,7 +33,7 @@ def adam_step(
 
 @triton.jit
 def load_master(p_ptr, w_ptr, offsets, mask):
-    """Master weights: fp32, or with uint16 pointers split (csrc/adam/weights_kernel.inl)."""
+    """Loads master weights: fp32, or split if uint16 (csrc/adam/weights_kernel.inl)."""
     if p_ptr.dtype.element_ty == tl.float32:
         return tl.load(p_ptr + offsets, mask=mask, other=0.0)
     else:
@@ -45,7 +45,7 @@ def load_master(p_ptr, w_ptr, offsets, mask):
 
 @triton.jit
 def store_master(p_ptr, w_ptr, offsets, p, mask):
-    """Master weights and their training copy."""
+    """Stores master weights and their training copy."""
     if p_ptr.dtype.element_ty == tl.float32:
         tl.store(p_ptr + offsets, p, mask=mask)
         tl.store(w_ptr + offsets, p.to(w_ptr.dtype.element_ty), mask=mask)
@@ -85,12 +85,12 @@ def adam_kernel(
 
 @triton.jit
 def row_of_program(table_ptr, program, ROWS: tl.constexpr):
-    """Which row of a table a program is of, by the rows' first programs, which come first in it.
+    """Finds a program's row in a table by the rows' first programs, the table's first field.
 
     Args:
         table_ptr: the table.
         program: its number.
-        ROWS: of the table.
+        ROWS: rows of the table.
 
     Returns:
         The row, and the program's number among the row's programs.
@@ -143,7 +143,7 @@ def adam_of_program(
     GRADIENT: tl.constexpr, MASTER: tl.constexpr, WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of one segment of a table."""
+    """One Adam step over BLOCK elements of one segment of a table."""
     scale = tl.load(outcome_ptr)
     skip = tl.load(outcome_ptr + 1)
     row, inside = row_of_program(table_ptr, program, ROWS)
@@ -177,12 +177,12 @@ def adam_of_program(
 
 @triton.jit
 def copied_squares(x_ptr, y_ptr, begin, per_program, n, BLOCK: tl.constexpr):
-    """y = x in y's dtype from ``begin`` on; the sum of y's squares, in order, in float64.
+    """Copies x to y, in y's dtype; returns the sum of y's squares, in order, in float64.
 
     Args:
         x_ptr, y_ptr: n elements each.
         begin: first element of this program.
-        per_program: how many it copies, as far as there are; whole blocks.
+        per_program: how many it copies, or fewer at the end; whole blocks.
         n: elements in all.
     """
     total = tl.zeros((BLOCK,), dtype=tl.float64)
@@ -200,7 +200,7 @@ def copied_squares(x_ptr, y_ptr, begin, per_program, n, BLOCK: tl.constexpr):
 def copy_squares_kernel(
     x_ptr, y_ptr, partial_ptr, n, per_program, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies one gradient; each program leaves the squares of its own run."""
+    """Copies one gradient; each program leaves the sum of squares of its own run."""
     begin = tl.program_id(0).to(tl.int64) * per_program
     total = copied_squares(x_ptr, y_ptr, begin, per_program, n, BLOCK)
     tl.store(partial_ptr + tl.program_id(0), total)
@@ -208,7 +208,7 @@ def copy_squares_kernel(
 
 @triton.jit
 def address_of_row(row, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15):
-    """One of the addresses that are a launch's arguments."""
+    """The row's address, one of a launch's arguments."""
     address = x0
     address = tl.where(row == 1, x1, address)
     address = tl.where(row == 2, x2, address)

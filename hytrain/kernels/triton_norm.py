@@ -1,4 +1,4 @@
-"""GPU kernels of the gradient norm and of what follows from it."""
+"""GPU kernels for the gradient norm and for what follows from it."""
 # Triton's language is untyped, its functions are objects made by a decorator, and it comes with
 # torch's wheels for GPUs only.
 # pyright: basic, reportMissingImports=false
@@ -20,7 +20,7 @@ def squares_grouped_kernel(
     """Partial sums of the squares of up to 16 gradients (a table's fields: square_sums.py).
 
     x0 to x15 are their addresses. With ALIGNED these are multiples of 16 bytes, and lengths of 16
-    elements. Sums are in another order then: a gradient's are always with it or always without.
+    elements. Sums are in another order then: each gradient has it always or never.
     """
     row, inside = row_of_program(table_ptr, tl.program_id(0), ROWS)
     address = address_of_row(
@@ -60,7 +60,7 @@ def add_partials_kernel(rows_ptr, partial_ptr, sums_ptr, num_rows, PARTIALS: tl.
 def decision_kernel(
     total_ptr, constants_ptr, result_ptr, outcome_ptr, CLIPS: tl.constexpr, CHECKS: tl.constexpr
 ):
-    """``clipping.reference_decision`` for one sum of squares: each operation, in float64.
+    """``clipping.reference_decision`` for one sum of squares, operation by operation, in float64.
 
     constants_ptr holds unscale, the threshold and what torch adds to the norm: as arguments they
     would be rounded to fp32.
@@ -71,7 +71,7 @@ def decision_kernel(
     coefficient = tl.full((), 1.0, tl.float64)
     if CLIPS:
         limited = (1.0 / (norm + tl.load(constants_ptr + 2))) * tl.load(constants_ptr + 1)
-        # A norm that is no number is in none of these comparisons.
+        # A NaN norm passes none of these comparisons.
         coefficient = tl.where(limited >= 1.0, coefficient, tl.where(limited < 1.0, limited, 0.0))
     skip = tl.full((), 0.0, tl.float64)
     if CHECKS:

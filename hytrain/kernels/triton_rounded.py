@@ -1,7 +1,7 @@
-"""GPU kernels of moments in fewer bytes: csrc/adam/moments_kernel.inl in Triton, each operation.
+"""GPU kernels for moments in fewer bytes: csrc/adam/moments_kernel.inl, each operation.
 
-A program updates elements of one run of ``RoundedRuns``. Programs that lie within it as a whole
-take a path without masks, in which loads and stores are of 8 and 16 bytes.
+A program updates elements of one run of ``RoundedRuns``. Programs that lie wholly within it take a
+path without masks, in which loads and stores are of 8 and 16 bytes.
 """
 # Triton's language is untyped, its functions are objects made by a decorator, and it comes with
 # torch's wheels for GPUs only.
@@ -16,7 +16,7 @@ from hytrain.kernels.triton_kernels import adam_step, load_master, row_of_progra
 
 _SIGN = tl.constexpr(0x80000000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-# Of the codes: mantissa bits that a code leaves out, and the bits of the offsets 2**-7 and 2**-15.
+# For the codes: mantissa bits that a code leaves out, and the bits of the offsets 2**-7 and 2**-15.
 _SHIFT = tl.constexpr(19)
 _M_OFFSET = tl.constexpr(0x3C000000)
 _V_OFFSET = tl.constexpr(0x38000000)
@@ -44,7 +44,7 @@ def random_bits(key, first, offsets):
 
 @triton.jit
 def absorb(state, word):
-    """One word of the key's hash: ``_absorb`` of kernels/moments.py."""
+    """Absorbs one word into the key's hash: ``_absorb`` of kernels/moments.py."""
     z = (state ^ word) + tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     z = (z ^ (z >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
     z = (z ^ (z >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
@@ -53,7 +53,7 @@ def absorb(state, word):
 
 @triton.jit
 def run_of_program(table_ptr, step, ROWS: tl.constexpr):
-    """Whose elements this program updates, by the table of ``RoundedRuns``.
+    """The run whose elements this program updates, by the table of ``RoundedRuns``.
 
     Returns:
         Its number among the run's programs; the run's begin, end and first index; the key.
@@ -123,7 +123,7 @@ def adam_bf16_kernel(
     l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, neg_step_size,
     RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same with moments in bf16 (as uint16), over the runs of a table."""
+    """One Adam step with moments in bf16 (as uint16), over the runs of a table."""
     scale = tl.load(outcome_ptr)
     skip = tl.load(outcome_ptr + 1)
     if skip == 0.0:
@@ -141,7 +141,7 @@ def adam_bf16_kernel(
 
 @triton.jit
 def values_of_codes(words, exponent, SHIFT: tl.constexpr, SIGNED: tl.constexpr):
-    """fp32 values of the codes that are the byte SHIFT / 8 of words; exponents are one a row."""
+    """fp32 values of the codes that are the byte SHIFT / 8 of words; one exponent per row."""
     code = (words >> SHIFT) & 0xFF
     offset_bits: tl.constexpr = _M_OFFSET if SIGNED else _V_OFFSET
     magnitude = code & 0x7F if SIGNED else code
@@ -165,7 +165,7 @@ def exponent_of(largest_bits, CARRY: tl.constexpr):
 
 @triton.jit
 def inverse_of(exponent):
-    """What scales a row to its codes; zero where it has none, and whether it has."""
+    """The factor that scales a row to its codes, zero if it has none, and whether it has any."""
     has_codes = (exponent > 0) & (exponent < 255)
     inverse = tl.where(has_codes, (254 - exponent) << 23, 0).to(tl.uint32)
     return inverse.to(tl.float32, bitcast=True), has_codes
@@ -206,7 +206,7 @@ def step_of_quarter(
     are stored.
 
     Returns:
-        Bits of the new m and v, zero behind the end: those must not count for the largest.
+        Bits of the new m and v, zero past the end: those must not count for the largest.
     """
     p_ptr, g_ptr, w_ptr = pointers
     offsets = begin + elements + 16 * QUARTER
@@ -247,7 +247,7 @@ def step_of_blocks(
     elements = blocks * 64 + word
     m_words_ptr, v_words_ptr = codes
     m_exponents_ptr, v_exponents_ptr = exponents
-    # A block's codes are all there, also of a short one.
+    # All codes of a block are there, also those of a short one.
     mask = mask_within(tl.broadcast_to(rows * 64, words.shape), end, WHOLE)
     old_codes = (
         tl.load(m_words_ptr + words, mask=mask, other=0),
@@ -295,7 +295,7 @@ def adam_8bit_kernel(
     m_exponents_ptr, v_exponents_ptr,
     RUNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The same with moments in 8-bit codes, four in a 32-bit word, ROWS blocks of 64 a program."""
+    """One Adam step with 8-bit moments, 4 codes per 32-bit word, ROWS blocks of 64 a program."""
     scale = tl.load(outcome_ptr)
     skip = tl.load(outcome_ptr + 1)
     if skip == 0.0:

@@ -42,7 +42,7 @@ class MicroBatchMajor:
             return self.run(share, randomness)
 
     def run(self, share: MicroBatches, randomness: MicroBatchRandomness) -> torch.Tensor:
-        """As a call, with random numbers and switches that the caller has set."""
+        """Does the same as a call, with random numbers and switches that the caller has set."""
         engine, mean = self._engine, share.mean()
         for left in reversed(range(share.absent)):
             engine.set_gradient_accumulation_boundary(not share.batches and left == 0)
@@ -58,13 +58,13 @@ class MicroBatchMajor:
 
 
 class LayerMajor:
-    """Layer by layer, where the model can be computed so; otherwise one after another.
+    """Computes micro-batches layer by layer if the model allows it; else one after another.
 
     A model's first step is validated: it overwrites no weights before all its checks have passed.
     Whether a rank computes layer by layer is its own affair: layers are reduced in the same order.
 
-    Without a ``store`` the blocks' inputs stay on the device. ``free_gpu_memory`` is called where
-    the device's memory is used up, and says what was done.
+    Without a ``store`` the blocks' inputs stay on the device. ``free_gpu_memory`` is called if the
+    device's memory is used up, and says what was done.
 
     Attributes:
         refusal: why the model is computed one micro-batch after another; None while it is not.
@@ -133,7 +133,7 @@ class LayerMajor:
     def _begin_validation(
         self, share: MicroBatches, randomness: MicroBatchRandomness
     ) -> Validation:
-        """One plain forward after another, for their losses; an error of the user's shows here."""
+        """Runs one plain forward after another for the losses; the user's own errors show here."""
         validation = Validation(self._calls.blocks, self._calls.names)
         buffers = SavedBuffers(buffers_of(self._model))
         mean = share.mean()
@@ -173,7 +173,7 @@ class LayerMajor:
         )
 
     def _try(self, run: Callable[[], None], validation: Validation | None) -> str | None:
-        """Runs the step; returns why it cannot be run so, with everything as before it."""
+        """Runs the step; if it cannot be run layer by layer, gives it up and returns the reason."""
         self._engine.set_gradient_accumulation_boundary(True)
         try:
             self._passes.begin_forward()
@@ -190,7 +190,7 @@ class LayerMajor:
                     done = self._free_gpu_memory()
                     raise torch.OutOfMemoryError(f"{error}\n{done}") from error
                 raise
-            # Whether it is the user's own error shows where the step is computed as usual.
+            # Whether it is the user's own error shows when the step is computed as usual.
             reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
         if validation is not None:
             self._layers.fail()
@@ -203,10 +203,10 @@ class LayerMajor:
         return reason
 
     def _refuse_late(self, reason: str) -> None:
-        """A step that is not the first can be begun anew only while it is this rank's own affair.
+        """Checks that a step that is not the first can be begun anew.
 
         Raises:
-            UnsupportedError: it is not.
+            UnsupportedError: layers have been sent, or other ranks are on their way through them.
         """
         if any(state.update.sent for state in self._passes.pipeline.layers):
             why = "Some layers of this step have been sent already"
@@ -229,16 +229,16 @@ class LayerMajor:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether a step that is computed as usual would not do without the error."""
+    """Whether computing the step as usual would not avoid the error."""
     final = HyTrainError, torch.OutOfMemoryError
     return isinstance(error, final) or not isinstance(error, Exception)
 
 
 class TrainingSwitches:
-    """Key-value caches, and blocks' own checkpointing; to be turned off while a step is computed.
+    """Switches of key-value caches and of blocks' own checkpointing, turned off during a step.
 
-    Every step asks, while the GPU waits for it: which modules have a switch at all is found out
-    once, which takes milliseconds, and how it stands each time.
+    Every step asks, while the GPU waits for it. So the modules that have a switch at all are found
+    once, which takes milliseconds, and only its state is read each time.
     """
 
     def __init__(self, model: nn.Module, recomputed: Iterable[nn.Module] = ()) -> None:
@@ -259,7 +259,7 @@ class TrainingSwitches:
 
     @contextmanager
     def turned_off(self) -> Generator[None]:
-        """While it lasts; those that were on are on again afterwards."""
+        """Turns them off for the block; those that were on are turned on again afterwards."""
         configs: list[Any] = [vars(module).get("config") for module in self._with_config]
         # Most modules of a model share one configuration.
         owners = {id(config): config for config in configs}.values()
@@ -279,5 +279,5 @@ class TrainingSwitches:
 
 
 def _is_on(owner: Any, name: str) -> bool:
-    """Whether it is the owner's own, and true: a class's default is not ours to change."""
+    """Whether it is true and the owner's own: a class's default must not be changed."""
     return getattr(owner, "__dict__", {}).get(name) is True

@@ -1,9 +1,9 @@
 """What a block needs to be computed again: its inputs, kept between forward and backward.
 
-On the device as they are, or in pinned host memory. There each leaves while its block is computed,
-and comes back while the blocks behind it are. The device memory of a tensor that has left is free
-once the compute stream has waited for its copy; it waits a few tensors later, so that neither the
-stream nor the host stands still.
+They stay on the device, or go to pinned host memory. Then each leaves while its block is computed,
+and comes back while the blocks after it are computed again. The device memory of a tensor that has
+left is free once the compute stream has waited for its copy; it waits a few tensors later, so that
+neither the stream nor the host stands still.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hytrain.offload.host_blocks import HostBlock, is_dense
 from hytrain.testing.faults import injected_delays
 
 LEAVING = 2
-"""Tensors that stay on the device while they are copied: the compute stream is that far ahead."""
+"""Tensors that stay on the device while they are copied: compute may be that far ahead."""
 
 
 _REMEDY = (
@@ -31,33 +31,34 @@ _REMEDY = (
     "smaller"
 )
 _WINDOW_STEPS = 8
-"""A larger batch may come every few steps: pinning its memory anew each time would cost more."""
+"""Steps after which what none of them needed is given back: a larger batch may come every few
+steps, and pinning its memory anew each time would cost more."""
 _MOST_WASTE = 1.25
-"""A slot of more than so many times what it was taken for is given back."""
+"""A slot of more than this many times what it was taken for is given back."""
 
 
 class _StreamTicket:
-    """A copy on its way."""
+    """A copy under way on a stream."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
     def wait(self) -> None:
-        """What the compute stream runs from now on comes after the copy."""
+        """Makes what the compute stream runs from now on come after the copy."""
         # Without this wait compute could read a tensor that is not back yet, or write to the memory
         # of one that has not left.
         torch.cuda.current_stream().wait_event(self.event)
 
 
 class DeviceCopyStream:
-    """Copies between device and host beside compute, in the order given: a stream of its own."""
+    """A stream that copies between device and host beside compute, in the order given."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> Ticket:
-        """Copies after everything that the compute stream runs so far, and after a ticket.
+        """Copies after everything queued so far on the compute stream, and after a ticket, if any.
 
         The caller keeps both tensors until it has waited for the ticket.
         """
@@ -74,7 +75,7 @@ class DeviceCopyStream:
         return _StreamTicket(event)
 
     def close(self) -> None:
-        """Waits for all copies; there are no more."""
+        """Waits for all copies; no more may follow."""
         self._stream.synchronize()  # the caller unmaps host memory next
 
 
@@ -91,7 +92,7 @@ class _ThreadTicket:
 
 
 class ThreadCopyStream:
-    """As :class:`DeviceCopyStream`, a thread of its own on a machine without a GPU.
+    """The same as :class:`DeviceCopyStream`, by a thread, on a machine without a GPU.
 
     So a use of memory before its copy is found there, too: with ``HYTRAIN_DELAYS`` it sleeps first.
     """
@@ -107,7 +108,7 @@ class ThreadCopyStream:
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None) -> None:
         if after is not None:
-            after.wait()  # the other lane's thread may still be writing the source
+            after.wait()  # the other stream's thread may still be writing the source
         if self._most_microseconds:
             time.sleep(self._random.uniform(0, self._most_microseconds) / 1e6)
         with torch.no_grad():
@@ -122,20 +123,20 @@ Ticket = _StreamTicket | _ThreadTicket
 
 
 def make_copy_stream(device: torch.device) -> DeviceCopyStream | ThreadCopyStream:
-    """A lane of the device."""
+    """Makes a copy stream for the device."""
     return DeviceCopyStream(device) if device.type == "cuda" else ThreadCopyStream()
 
 
 class HostSlots:
-    """Blocks for one tensor each, of exactly the sizes that were asked for; kept as long as steps
-    need as much."""
+    """Host blocks for one tensor each, of exactly the sizes that were asked for; kept as long as
+    steps need as much."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steps = 0
         self._free: list[HostBlock] = []
         self._taken_for: dict[HostBlock, int] = {}
-        """Of all slots, the most bytes that each was taken for lately."""
+        """For each slot, the most bytes that it was taken for lately."""
 
     @property
     def num_bytes(self) -> int:
@@ -146,7 +147,7 @@ class HostSlots:
         """The smallest free slot that is large enough, or a new one.
 
         Raises:
-            HostMemoryError: the host has not that much.
+            HostMemoryError: the host has too little memory.
         """
         fitting = [slot for slot in self._free if slot.num_bytes >= num_bytes]
         if fitting:
@@ -162,7 +163,7 @@ class HostSlots:
         return slot
 
     def begin_step(self) -> None:
-        """Gives back, after some steps, what none of them needed: of a larger batch before."""
+        """Every few steps, gives back what none of them needed (an earlier batch was larger)."""
         self._steps += 1
         if self._steps % _WINDOW_STEPS:
             return
@@ -173,8 +174,8 @@ class HostSlots:
                 self._close(slot)
 
     def give_back(self, slot: HostBlock) -> None:
-        """The slot may be taken again. Its next copy waits for compute, so compute must have been
-        made to wait for the last one.
+        """Makes a slot free to be taken again. Its next copy waits for compute, so compute must
+        have been made to wait for its last one.
         """
         self._free.append(slot)
 
@@ -195,7 +196,7 @@ class HostSlots:
 
 
 class Kept:
-    """A tensor's value as it was when it was put away: on the device, as it is."""
+    """A tensor's value at the time it was put away, which is left on the device."""
 
     __slots__ = ("_version", "tensor")
 
@@ -204,7 +205,7 @@ class Kept:
         self._version = tensor._version  # pyright: ignore[reportPrivateUsage]
 
     def check(self) -> None:
-        """Whether the value can still be had.
+        """Checks that the value can still be had.
 
         Raises:
             NotLayerMajor: the tensor was written to before its value was safe.
@@ -213,17 +214,17 @@ class Kept:
             raise NotLayerMajor("a block's input is written to in place")
 
     def take(self) -> torch.Tensor:
-        """The value, on the device; for the current stream, and once only.
+        """Returns the value on the device, for the current stream; may be called once only.
 
         Raises:
-            NotLayerMajor: as :meth:`check`.
+            NotLayerMajor: see :meth:`check`.
         """
         self.check()
         return self.tensor
 
 
 class Offloaded:
-    """As :class:`Kept`, in host memory; on the device before its copy has left, and when back."""
+    """The same as :class:`Kept`, in host memory; on the device until it has left, and when back."""
 
     def __init__(self, store: OffloadedActivations, tensor: torch.Tensor, slot: HostBlock) -> None:
         self._store = store
@@ -245,7 +246,7 @@ class Offloaded:
             self._before.check()
 
     def leave(self) -> None:
-        """The device's memory is given up, behind the copy."""
+        """Gives up the device's memory, after the copy."""
         if self._before is None:
             return
         self._before.check()
@@ -255,11 +256,11 @@ class Offloaded:
         self._before = None
 
     def come(self) -> None:
-        """The way back begins, if it has not."""
+        """Starts the copy back to the device, if it has not started."""
         if self._before is not None or self._came is not None or self._slot is None:
             return
         here = torch.empty_like(self._host, device=self._store.device)
-        # After `_left`: on another lane, the copy could read the slot before it has been filled.
+        # After `_left`: on another stream, the copy could read the slot before it has been filled.
         self._came = here, self._store.to_device.copy(here, self._host, self._left)
 
     def take(self) -> torch.Tensor:
@@ -275,7 +276,7 @@ class Offloaded:
         return here
 
     def release(self) -> None:
-        """The slot is free: a later copy into it comes behind those of this tensor."""
+        """Frees the slot: a later copy into it comes after those of this tensor."""
         if self._slot is None:
             return
         # The slot's next copy waits for compute only: without these waits it could overwrite the
@@ -288,7 +289,7 @@ class Offloaded:
 
 
 class OffloadedActivations:
-    """Where tensors between blocks wait for backward in host memory."""
+    """Keeps tensors between blocks in host memory until backward."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -305,14 +306,14 @@ class OffloadedActivations:
         return self._slots.num_bytes
 
     def begin_step(self) -> None:
-        """Nothing is held: whatever a step that was given up has left is dropped."""
+        """Drops whatever a step that was given up has left, so that nothing is held."""
         self._leaving.clear()
         for held in list(self._held.values()):
             held.release()
         self._slots.begin_step()
 
     def put(self, tensor: torch.Tensor, *, is_boundary: bool) -> Kept | Offloaded:
-        """Puts a block's input away; ``is_boundary``: it leads from one block to the next only."""
+        """Puts a block's input away; ``is_boundary``: it only leads from one block to the next."""
         has_own_memory = tensor.layout == torch.strided and tensor.numel() and is_dense(tensor)
         if not is_boundary or tensor.device != self.device or not has_own_memory:
             return Kept(tensor)
@@ -325,13 +326,13 @@ class OffloadedActivations:
         return held
 
     def expect(self, held: Sequence[Kept | Offloaded]) -> None:
-        """These are going to be taken soon."""
+        """Starts to bring back tensors that will be taken soon."""
         for tensor in held:
             if isinstance(tensor, Offloaded):
                 tensor.come()
 
     def released(self, held: Offloaded, slot: HostBlock) -> None:
-        """A tensor is not held any more."""
+        """Forgets a tensor that is not held any more, and frees its slot."""
         del self._held[id(held)]
         self._slots.give_back(slot)
 
@@ -340,7 +341,7 @@ class OffloadedActivations:
         if self._is_closed:
             return
         self._is_closed = True
-        # Lanes first: the slots are unmapped below.
+        # Copy streams first: the slots are unmapped below.
         self.to_host.close()
         self.to_device.close()
         self.begin_step()

@@ -14,7 +14,7 @@ Call = Callable[..., Any]
 
 
 class BlockCalls:
-    """Knows the blocks in forward order, and how they are called outside a suspended forward."""
+    """The blocks in forward order, and how they are called outside of a suspended forward."""
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
         self.blocks = list(blocks)
@@ -23,9 +23,9 @@ class BlockCalls:
 
     @contextmanager
     def stopping(self) -> Generator[Sequence[Call]]:
-        """While it lasts, a suspended forward that calls a block stands still there.
+        """Makes suspended forwards stop, while the context lasts, where they call a block.
 
-        Calls from other threads, and of other modules of the same classes, are what they were.
+        Calls from other threads, and of other modules of the same classes, are unchanged.
 
         Yields:
             For each block, the function that calls it with everything around its forward: hooks,
@@ -33,7 +33,7 @@ class BlockCalls:
         """
         classes: dict[type[Any], Call] = {}
         for block in self.blocks:
-            # The class's, not the instance's: Python looks ``__call__`` up there.
+            # The class's, not the instance's: that is where Python looks ``__call__`` up.
             classes.setdefault(type(block), type(block).__call__)
         own = {kind: vars(kind).get("__call__") for kind in classes}
         for kind, call in classes.items():

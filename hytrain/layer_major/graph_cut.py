@@ -3,7 +3,7 @@
 What the user's model computes between blocks keeps its graph. A block's inputs and outputs are
 cut: gradients that come to a cut are kept there until the block, or the piece before it, is due.
 Hooks that the user puts on a block's output see the gradient as they would in one graph: once, and
-all of it; where they would not, the model is not computed layer by layer.
+all of it. If they would not, the model is not computed layer by layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 BEFORE_ALL = -1
-"""The piece in front of the first block; piece l stands behind block l."""
+"""The piece before the first block; piece l follows block l."""
 
 
 Add = Callable[[torch.Tensor], None]
@@ -34,8 +34,8 @@ class Target:
     """Where a tensor's gradient goes; it is summed up here until it can go on.
 
     Attributes:
-        piece: which must be run back before the gradient is complete below it.
-        edge: where the user's graph goes on; None where the block itself is next.
+        piece: the piece that must be run back before the gradient is complete below it.
+        edge: where the user's graph goes on; None if the block itself is next.
     """
 
     piece: int
@@ -43,11 +43,11 @@ class Target:
     gradient: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> None:
-        """In the order of arrival, as autograd adds up what comes to one node."""
+        """Adds a gradient, in the order of arrival, as autograd sums what comes to one node."""
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
     def take(self) -> torch.Tensor | None:
-        """The sum so far; it begins anew."""
+        """Returns the sum so far, and begins a new one."""
         gradient, self.gradient = self.gradient, None
         return gradient
 
@@ -55,10 +55,10 @@ class Target:
 class BlockOutput:
     """What the user's code gets as a block's output: a tensor that it may put hooks on.
 
-    Gradients come here through the tensor's own node, where its hooks have run. Those that later
-    blocks send back know nothing of the node: :meth:`add_direct` takes them, and where there are
-    hooks they go through the node when all of them are there. Hooks on the node itself
-    (``tensor.grad_fn.register_hook``) cannot be seen from here and miss them.
+    Gradients come here through the tensor's own node, after its hooks. Those that later blocks send
+    back bypass the node: :meth:`add_direct` takes them, and if there are hooks, they go through the
+    node once all of them are there. Hooks on the node itself (``tensor.grad_fn.register_hook``)
+    cannot be seen from here and miss them.
     """
 
     def __init__(self, target: Target) -> None:
@@ -71,7 +71,7 @@ class BlockOutput:
         self._tensor: weakref.ref[torch.Tensor] | None = None
 
     def watch(self, tensor: torch.Tensor) -> None:
-        """The tensor that goes to the user's code."""
+        """Sets the tensor that goes to the user's code, to see its hooks."""
         # torch makes the table with the first hook; later ones are put into the same table, which
         # stays with the node when the tensor has gone or has been written to.
         tensor.register_hook(_no_hook).remove()
@@ -82,7 +82,7 @@ class BlockOutput:
         self._tensor = weakref.ref(tensor)
 
     def release(self) -> None:
-        """No gradient comes any more; the node, which refers to this object, is let go."""
+        """Lets go of the node, which refers to this object: no more gradients come."""
         self._edge = None
         self._pending = None
 
@@ -95,12 +95,12 @@ class BlockOutput:
         return tensor is not None and tensor.retains_grad
 
     def add(self, gradient: torch.Tensor) -> None:
-        """A gradient that came through the node."""
+        """Adds a gradient that came through the node."""
         self.times += 1
         self.target.add(gradient)
 
     def add_direct(self, gradient: torch.Tensor) -> None:
-        """A gradient that a later block sends back."""
+        """Adds a gradient that a later block sends back."""
         if self.has_hooks:
             known = self._pending
             self._pending = gradient if known is None else known + gradient
@@ -108,15 +108,15 @@ class BlockOutput:
             self.target.add(gradient)
 
     def take_pending(self) -> tuple[GradientEdge, torch.Tensor] | None:
-        """What must go through the node now."""
+        """Returns the node's edge and what must go through it now; None: nothing."""
         pending, self._pending = self._pending, None
         return None if pending is None else (cast(GradientEdge, self._edge), pending)
 
     def check(self) -> None:
-        """All gradients have come.
+        """Checks, once all gradients have come, that hooks have seen their sum.
 
         Raises:
-            NotLayerMajor: hooks have seen it in parts.
+            NotLayerMajor: hooks have seen the gradient in parts.
         """
         if self.times > 1 and self.has_hooks:
             raise NotLayerMajor(
@@ -126,11 +126,11 @@ class BlockOutput:
 
 
 def _no_hook(_gradient: torch.Tensor) -> None:
-    """Sees nothing."""
+    """A hook that does nothing."""
 
 
 def inside_block(_gradient: torch.Tensor) -> None:
-    """For the inputs of a block's first pass: it is computed again for its gradients."""
+    """Takes no gradient: inputs of a block's first pass get none, it is computed again for them."""
     raise AssertionError("a gradient went back through a block's first pass")
 
 
@@ -152,9 +152,9 @@ class _Cut(torch.autograd.Function):
 
 
 def cut(data: torch.Tensor, add: Add, output: BlockOutput | None = None) -> torch.Tensor:
-    """The tensor without its graph; ``add`` takes its gradient. It is a block's output, if given.
+    """Returns the tensor without its graph; ``add`` takes its gradient.
 
-    It is no leaf: the user's code may write to it in place.
+    It is no leaf: the user's code may write to it in place. ``output``: given if it is a block's.
     """
     token = torch.empty((), device=data.device, requires_grad=True)
     # Autograd would walk on into the graph of what it is given, with gradients of None.
@@ -162,7 +162,7 @@ def cut(data: torch.Tensor, add: Add, output: BlockOutput | None = None) -> torc
 
 
 def _cut_at(node: Node | None) -> tuple[Add | None, BlockOutput | None]:
-    """Who takes the gradient that comes to a cut, and the block's output that it is behind."""
+    """What takes the gradient that comes to a cut, and the block's output there; None: neither."""
     found = vars(node) if isinstance(node, BackwardCFunction) else {}  # perhaps the user's own
     output = found.get("output")
     return found.get("add"), output if isinstance(output, BlockOutput) else None
@@ -187,7 +187,7 @@ class MicroBatchGraph:
         self._outputs: dict[int, list[BlockOutput]] = {}
 
     def output(self, tensor: torch.Tensor, target: Target) -> torch.Tensor:
-        """What the user's code gets for a block's output: cut off, its gradient for the target."""
+        """Returns a block's output as the user's code gets it: cut, its gradient for ``target``."""
         output = BlockOutput(target)
         given = cut(tensor, output.add, output)
         output.watch(given)
@@ -195,7 +195,7 @@ class MicroBatchGraph:
         return given
 
     def target(self, tensor: torch.Tensor) -> Add:
-        """Takes the gradient of a tensor that was given to a block.
+        """Returns what takes the gradient of a tensor that was given to a block.
 
         Raises:
             NotLayerMajor: its graph cannot be cut.
@@ -212,7 +212,7 @@ class MicroBatchGraph:
         return self._targets[key].add
 
     def claim_loss(self, root: Node) -> None:
-        """The nodes behind the loss are run back at once; nothing is claimed after it.
+        """Claims the loss's nodes, which are run back at once; nothing is claimed after them.
 
         Raises:
             NotLayerMajor: as :meth:`claim`.
@@ -221,9 +221,9 @@ class MicroBatchGraph:
         self._claims.clear()  # or they keep the whole graph
 
     def claim(self, root: Node, *, alone: bool = False) -> int:
-        """The nodes behind this one are run back together; returns their piece.
+        """Claims the nodes that ``root`` leads back to, to be run together; returns their piece.
 
-        ``root``: the node of a block's input, or of the loss; ``alone``: whether no other node of
+        ``root``: the node of a block's input, or of the loss; ``alone``: whether no other root of
         its piece may share a node with it.
 
         Raises:
@@ -262,7 +262,7 @@ class MicroBatchGraph:
         return claim.piece
 
     def run_back(self, piece: int) -> None:
-        """The gradients of a piece go on to the parameters in it and to the blocks before it.
+        """Runs the gradients of a piece on to its parameters and to the blocks before it.
 
         Raises:
             NotLayerMajor: see :meth:`BlockOutput.check`.
@@ -282,7 +282,7 @@ class MicroBatchGraph:
             del self._targets[key]
 
     def forget(self) -> None:
-        """Nothing of the graph is kept alive by this object any more."""
+        """Makes this object keep nothing of the graph alive any more."""
         self._claims.clear()
         self._targets.clear()
         for outputs in self._outputs.values():
@@ -292,7 +292,7 @@ class MicroBatchGraph:
 
 
 def run_back(outputs: Sequence[torch.Tensor], targets: Sequence[Target]) -> None:
-    """Gradients that came to the outputs of a block's first pass go through its second pass."""
+    """Runs gradients that came to the outputs of a block's first pass through its second pass."""
     pairs = [(out, target.take()) for out, target in zip(outputs, targets, strict=True)]
     due = [(out, gradient) for out, gradient in pairs if gradient is not None and out.requires_grad]
     if due:

@@ -11,11 +11,11 @@ from hytrain.optimizer.pass_tracker import PassTracker
 
 
 class LayerPasses:
-    """Tells an optimizer where such a step has got to; the owner of a ``LayerMajorStep``."""
+    """Tells the optimizer how far such a step has got; the owner of a ``LayerMajorStep``."""
 
     def __init__(self, passes: PassTracker) -> None:
         self._passes = passes
-        # Under ZeRO-3 with those in which nothing is trained: each is gathered once a pass.
+        # Under ZeRO-3 including frozen ones: each is gathered once per pass.
         layers = [layer for layer in passes.weights.layers if layer.block is not None]
         self.blocks = [layer.block for layer in layers if layer.block is not None]
         self.names = [layer.name for layer in layers]
@@ -24,11 +24,11 @@ class LayerPasses:
     # -- for LayerMajorStep ----------------------------------------------------------------------
 
     def begin_layers(self) -> None:
-        """Several forwards begin, which go through the layers together."""
+        """Begins several forwards, which go through the layers together."""
         self._passes.weights.begin("layer_major")
 
     def turn_back(self, micro_batches: int) -> None:
-        """The micro-batches have passed the last block: their backward begins, as one."""
+        """Begins the micro-batches' backward, as one: they have passed the last block."""
         if self._passes.weights.active is not None:
             self._passes.weights.active.turn()
         self._turn(micro_batches)
@@ -40,23 +40,23 @@ class LayerPasses:
         self._passes.begin_backward(micro_batches=micro_batches)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What is run back of a micro-batch's loss: fp16 has a loss scale."""
+        """Returns what is run back for a micro-batch's loss: fp16 has a loss scale."""
         return self._passes.scaling.apply(loss)
 
     def block_done(self, block: int) -> None:
-        """All micro-batches are back at the block of that number, and through it."""
+        """Notes that the backward of all micro-batches has passed the block of that number."""
         for state in reversed(self._trained[block]):
             self._passes.collector.layer_done(state.index)
 
     def end_layers(self) -> None:
-        """The last micro-batch is back at the first layer."""
+        """Ends the backward: the last micro-batch is back at the first layer."""
         self._passes.end_backward()
 
-    # -- for who runs it -------------------------------------------------------------------------
+    # -- for the caller that runs it -------------------------------------------------------------
 
     @property
     def is_first(self) -> bool:
-        """No step has been computed layer by layer."""
+        """Whether no step has been computed layer by layer yet."""
         return not self._passes.collector.knows(layer_major=True)
 
     @property
@@ -68,7 +68,7 @@ class LayerPasses:
         """Takes part, with no samples, in a step that other ranks compute layer by layer (ZeRO-3).
 
         Raises:
-            NotLayerMajor: they cannot.
+            NotLayerMajor: the other ranks cannot compute it so.
         """
         schedule = self._passes.weights.active
         assert schedule is not None
@@ -77,7 +77,7 @@ class LayerPasses:
         self._passes.end_backward()
 
     def agree(self, check: Callable[[], None]) -> None:
-        """A check that all ranks must pass, where they cannot differ in their mode (ZeRO-3).
+        """Runs a check, which all ranks must pass if they cannot differ in their mode (ZeRO-3).
 
         Raises:
             NotLayerMajor: it fails here or elsewhere.
@@ -95,6 +95,6 @@ class LayerPasses:
             raise failure
 
     def fail(self) -> None:
-        """A model's first step cannot be computed so: ranks that only join in are told (ZeRO-3)."""
+        """Tells ranks that only join in that the first step cannot be computed so (ZeRO-3)."""
         if self._passes.weights.active is not None:
             self._passes.weights.active.fail()

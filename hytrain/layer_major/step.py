@@ -1,8 +1,8 @@
 """All micro-batches of a step go through one block before the next: forward, and back again.
 
-Forward: every micro-batch's forward stands still at each block (`suspended_forward.py`); the blocks
-are computed here, one after another, each for all micro-batches. Only the blocks' inputs are kept.
-Backward: behind the last block each micro-batch's loss goes back to that block's output at once,
+Forward: every micro-batch's forward stops at each block (`suspended_forward.py`); the blocks are
+computed here, one after another, each for all micro-batches. Only the blocks' inputs are kept.
+Backward: after the last block each micro-batch's loss is run back to that block's output at once;
 then every block is computed again, with its graph, for one micro-batch after another.
 
 What the model computes between blocks keeps its graph (`graph_cut.py`). Every parameter gets its
@@ -37,7 +37,7 @@ from hytrain.layer_major.validation import Validation
 from hytrain.optimizer.randomness import MicroBatchRandomness, State
 
 PREFETCHED = 2
-"""Blocks' inputs that are on their way back to the device while another one is computed."""
+"""Calls of blocks whose inputs are on their way back to the device while another is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class _Input:
 
 @dataclass(slots=True)
 class _SavedCall:
-    """What computes a block again.
+    """What is needed to compute a block again.
 
     Attributes:
         arguments: (args, kwargs) with an :class:`_Input` for each tensor.
-        outputs: where the gradients of the outputs come to; None for those without any.
+        outputs: where the outputs' gradients go; None for outputs without one.
     """
 
     arguments: Any
@@ -69,7 +69,7 @@ class _SavedCall:
 class LayerMajorStep:
     """One step's micro-batches on their way through the layers.
 
-    ``weigh`` takes a micro-batch's number and output, and gives the loss to run back. Without a
+    ``weigh`` takes a micro-batch's number and output, and returns the loss to run back. Without a
     ``store`` the blocks' inputs stay where they are.
     """
 
@@ -102,7 +102,7 @@ class LayerMajorStep:
         self._outputs: list[Any] = []
 
     def run(self) -> None:
-        """Forward and backward of all micro-batches.
+        """Runs forward and backward of all micro-batches.
 
         Raises:
             NotLayerMajor: the model cannot be computed layer by layer.
@@ -131,7 +131,7 @@ class LayerMajorStep:
         owner.end_layers()
 
     def _give_up(self) -> None:
-        """Nothing is kept any more, whether the step is over or not."""
+        """Drops all that is kept, whether the step is over or not."""
         for forward in reversed(self._forwards):
             forward.cancel()
         for graph in self._graphs:
@@ -143,9 +143,10 @@ class LayerMajorStep:
     # -- forward -------------------------------------------------------------------------------
 
     def _forward_through(self, index: int, block: Call, is_last: bool) -> None:
-        """One block for all micro-batches; behind the last one none of them goes on.
+        """Computes one block for all micro-batches, then what follows it, for all of them.
 
-        Then what is behind it, for all of them: weights there are needed in one go as well.
+        So weights that are used between blocks are needed in one go as well. After the last block
+        no micro-batch goes on.
         """
         self._saved.append([])
         waiting, self._waiting = self._waiting, []
@@ -236,14 +237,14 @@ class LayerMajorStep:
         inputs: dict[int, _Input] = {}
 
         def keep(tensor: torch.Tensor) -> _Input:
-            if id(tensor) not in inputs:  # given twice
+            if id(tensor) not in inputs:  # else it is given twice
                 target = graph.target(tensor) if tensor.requires_grad else None
                 if target is inside_block:
                     raise NotLayerMajor(
                         f"'{self._calls.names[call.index]}' is given a tensor of another block's "
                         "that is not among that block's outputs"
                     )
-                # What was given to an earlier block is not on its way from one to the next.
+                # What was given to an earlier block, too, does not lead from one to the next only.
                 is_new = target is not None and tensor not in seen
                 seen[tensor] = True
                 store = self._store
@@ -257,7 +258,7 @@ class LayerMajorStep:
     # -- backward ------------------------------------------------------------------------------
 
     def _finish(self, number: int) -> None:
-        """The rest of a micro-batch's forward; its output takes the place of the last block's."""
+        """Runs the rest of a micro-batch's forward; its output replaces the last block's."""
         self._randomness.choose(number)
         output, self._outputs[number] = self._outputs[number], None
         event = self._forwards[number].advance(output)
@@ -267,9 +268,9 @@ class LayerMajorStep:
         self._outputs[number] = event.output
 
     def _run_losses_back(self) -> None:
-        """The rest of each forward, its loss, and back to the last block's output.
+        """Runs the rest of each forward, and its loss back to the last block's output.
 
-        One micro-batch after another: the logits of one are alive at a time.
+        One micro-batch after another, so that the logits of only one are alive at a time.
         """
         for number in self._numbers:
             if number:
@@ -284,7 +285,7 @@ class LayerMajorStep:
             self._owner.scale(loss).backward()
 
     def _back_through(self, index: int, block: Call) -> None:
-        """One block for all micro-batches, then what is between it and the block before it."""
+        """Runs back one block for all micro-batches, then what is between it and the one before."""
         for number in self._numbers:
             self._prefetch(index, number)
             self._compute_again(block, index, number)
@@ -292,7 +293,7 @@ class LayerMajorStep:
             graph.run_back(index - 1)
 
     def _prefetch(self, index: int, number: int) -> None:
-        """The inputs of this call of a block and of those after it are on their way back."""
+        """Starts to bring back the inputs of this call of a block and of the next ones."""
         if self._store is None:
             return
         for at in range(number, number + 1 + PREFETCHED):

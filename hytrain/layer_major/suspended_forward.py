@@ -1,4 +1,4 @@
-"""A model's forward that stands still at every block until it is told the block's output.
+"""A model's forward that stops at every block until it is given the block's output.
 
 The loop over the blocks is in the user's model, so each forward runs in a thread of its own. One
 thread runs at a time: a thread that passes control on blocks until it gets it back. So what they
@@ -26,14 +26,14 @@ _END_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """A forward stands at a block.
+    """A forward's stop at a block.
 
     Attributes:
-        autocast: what the caller is in.
+        autocast: the autocast contexts that the caller is in.
         context: the caller's context variables.
         with_gradients: whether the caller records a graph.
-        packs_tensors: whether hooks of the caller's are put on the tensors that a graph saves. A
-            checkpoint's count them, and would count the block's among its own.
+        packs_tensors: whether the caller has hooks on the tensors that a graph saves. A
+            checkpoint's hooks count them, and would count the block's among its own.
     """
 
     index: int
@@ -47,7 +47,7 @@ class BlockCall:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A forward has returned."""
+    """The return of a forward."""
 
     output: Any
 
@@ -57,7 +57,7 @@ class _Cancelled(BaseException):
 
 
 class _CancelOrder:
-    """In place of a block's output."""
+    """Given in place of a block's output to cancel the forward."""
 
 
 class SuspendedForward:
@@ -83,7 +83,7 @@ class SuspendedForward:
     def advance(self, output: Any = None) -> BlockCall | Finished:
         """Runs the forward up to its next block, or to its end; raises what the user's code raised.
 
-        ``output`` is that of the block that it stands at; nothing at the first call.
+        ``output``: that of the block at which it stands; not used by the first call.
         """
         if self._thread is None:
             # A daemon: a forward that never comes back must not keep the interpreter alive.
@@ -105,12 +105,12 @@ class SuspendedForward:
         return event
 
     def cancel(self) -> None:
-        """Ends the forward where it stands: context managers of the user's code are left."""
+        """Ends the forward where it stands: context managers of the user's code are exited."""
         if self._thread is None or not self._thread.is_alive():
             return
         self._to_forward.put(_CancelOrder())
-        # The user's context managers must be left before the step goes on. With a limit: its code
-        # may catch the exception and never return.
+        # The user's context managers must be exited before the step goes on. With a limit: the
+        # user's code may catch the exception and never return.
         self._thread.join(_END_SECONDS)
 
     # -- the forward's own thread --------------------------------------------------------------
@@ -128,7 +128,7 @@ class SuspendedForward:
             return self._forward()
 
     def suspend(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stands still at a block; returns its output when there is one."""
+        """Stops at a block; returns its output once there is one."""
         self._to_caller.put(
             BlockCall(
                 index,
@@ -151,10 +151,10 @@ class SuspendedForward:
 
 
 def _close_checkpoints(error: BaseException) -> None:
-    """Checkpoints that an exception has left take their hooks for saved tensors back, here.
+    """Makes checkpoints that an exception has left remove their saved-tensor hooks, in this thread.
 
-    Before 2.13 torch leaves that to the end of a generator that the traceback keeps: it would come
-    in whichever thread frees the exception, and take that thread's hooks instead.
+    Before 2.13 torch leaves that to the end of a generator that the traceback keeps alive: it would
+    run in whichever thread frees the exception, and remove that thread's hooks instead.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == checkpoint.__file__:

@@ -12,10 +12,10 @@ Snapshot = list[tuple[Any, list[Any]]]
 
 
 def map_leaves(tree: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
-    """The same structure with ``change`` of every instance of ``kind`` in its place.
+    """Returns the same structure with ``change`` of every instance of ``kind`` in its place.
 
-    A container without one is returned as it is, and so is whatever is no container. Containers
-    are tuples (named ones too), lists, mappings and dataclass instances.
+    A container without one is returned as it is, and so is anything that is not a container.
+    Containers are tuples (named ones too), lists, mappings and dataclass instances.
     """
     if isinstance(tree, kind):
         return change(tree)
@@ -25,7 +25,7 @@ def map_leaves(tree: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
 
 
 def _contents(tree: Any) -> list[Any]:
-    """What a container holds; nothing of anything else."""
+    """What a container holds; [] for anything else."""
     if isinstance(tree, (tuple, list)):
         return list(cast("Sequence[Any]", tree))
     if isinstance(tree, Mapping):
@@ -36,7 +36,7 @@ def _contents(tree: Any) -> list[Any]:
 
 
 def _with_contents(tree: Any, items: list[Any]) -> Any:
-    """A container like another one that holds other items."""
+    """A container like ``tree`` that holds other items."""
     make: Any = type(tree)
     if isinstance(tree, tuple):
         return make(*items) if "_fields" in vars(make) else make(items)

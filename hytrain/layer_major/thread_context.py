@@ -1,4 +1,4 @@
-"""torch's settings of a thread, taken along to another one, and those of the whole process."""
+"""torch's settings of a thread, carried over to another one, and those of the whole process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Autocast:
 
     @staticmethod
     def here(device: torch.device) -> Autocast:
-        """Those of this thread."""
+        """Returns the contexts that this thread is in."""
         states = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys((device.type, "cpu"))
@@ -29,7 +29,7 @@ class Autocast:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """This thread is in them, too."""
+        """Puts this thread into the contexts, unless it is in them already."""
         if self == Autocast.here(self.device):
             yield
             return
@@ -43,7 +43,7 @@ class Autocast:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Everything that torch keeps a thread and a model's forward depends on."""
+    """Everything that torch keeps per thread and that a model's forward depends on."""
 
     autocast: Autocast
     with_gradients: bool
@@ -52,7 +52,7 @@ class Surroundings:
 
     @staticmethod
     def here(device: torch.device) -> Surroundings:
-        """Those of this thread."""
+        """Returns those of this thread."""
         is_cuda = device.type == "cuda"
         return Surroundings(
             Autocast.here(device),
@@ -63,7 +63,7 @@ class Surroundings:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """For a thread that has just begun."""
+        """Applies them to a thread that has just begun."""
         with ExitStack() as stack:
             if self.stream is not None:
                 # A new thread would launch on device 0, and on the default stream: not ordered with
@@ -99,7 +99,7 @@ def process_settings() -> dict[str, object]:
 
 @contextmanager
 def warning_filters_kept() -> Generator[None]:
-    """What is changed of Python's warning filters inside, in whatever order, is undone."""
+    """Undoes changes that the block makes to Python's warning filters, in whatever order."""
     # catch_warnings would forget which warnings have been shown.
     filters = warnings.filters
     try:

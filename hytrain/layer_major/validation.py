@@ -1,4 +1,4 @@
-"""Whether a model's blocks can be computed twice: tried on a step that nothing is lost by."""
+"""Tests whether a model's blocks can be computed twice, on a step that may fail without loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hytrain.layer_major.graph_cut import NotLayerMajor
 from hytrain.layer_major.thread_context import process_settings
 
 _TOLERANCE = 1e-3
-"""Of the sum of absolute values. Kernels that add up in any order stay far below it."""
+"""Largest difference, as a share of the sum of absolute values (losses: of the loss). Kernels that
+add up in any order stay far below it."""
 
 
 Place = tuple[dict[str, torch.Tensor | None], str]
@@ -27,7 +28,7 @@ def buffers_of(model: nn.Module) -> list[Place]:
 
 
 class SavedBuffers:
-    """Some buffers as they are now: a forward may write to them, or put others in their places."""
+    """Some buffers' present values: a forward may write to them, or replace the buffers."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._saved = [
@@ -37,7 +38,7 @@ class SavedBuffers:
         ]
 
     def changed(self) -> list[Place]:
-        """Those that are not what they were."""
+        """Returns those that were written to or replaced."""
         return [
             (table, name)
             for table, name, buffer, saved in self._saved
@@ -46,7 +47,7 @@ class SavedBuffers:
         ]
 
     def restore(self) -> None:
-        """All of them are what they were."""
+        """Restores all of them."""
         with torch.no_grad():
             for table, name, buffer, saved in self._saved:
                 table[name] = buffer
@@ -69,15 +70,15 @@ class Validation:
         self._differences: list[tuple[int, torch.Tensor]] = []
         self._settings = process_settings()
         self.plain_losses: list[torch.Tensor] = []
-        """Of the micro-batches, one forward after another."""
+        """The micro-batches' losses, computed by one forward after another."""
         self._losses: list[torch.Tensor] = []
 
     def at_block(self, index: int) -> None:
-        """A micro-batch's forward stands at a block, and others will go on before it does.
+        """Checks a micro-batch's forward that has stopped at a block; others go on before it does.
 
         Raises:
             NotLayerMajor: it has changed settings of the whole process: neither the others nor the
-                block's second pass would know that they hold for this one.
+                block's second pass would know that they are meant for this one.
         """
         now = process_settings()
         changed = [name for name, value in self._settings.items() if now[name] != value]
@@ -88,11 +89,11 @@ class Validation:
             )
 
     def before_block(self, index: int) -> None:
-        """A block is about to be computed for the first time for a micro-batch."""
+        """Notes that a block is about to be computed for the first time for a micro-batch."""
         self._versions = _versions(self._buffers[index])
 
     def after_block(self, index: int) -> None:
-        """It has been computed.
+        """Checks a block that has been computed.
 
         Raises:
             NotLayerMajor: its forward has changed its buffers, and would again.
@@ -107,11 +108,11 @@ class Validation:
             )
 
     def first_pass(self, index: int, number: int, tensors: Sequence[torch.Tensor]) -> None:
-        """What a block has returned for a micro-batch."""
+        """Notes what a block has returned for a micro-batch."""
         self._first[index, number] = _fingerprint(tensors)
 
     def second_pass(self, index: int, number: int, tensors: Sequence[torch.Tensor]) -> None:
-        """What it has returned when it was computed again."""
+        """Compares with that what the block has returned when it was computed again."""
         before, now = self._first.pop((index, number)), _fingerprint(tensors)
         if before.shape != now.shape:
             raise NotLayerMajor(f"'{self._names[index]}' returns something else the second time")
@@ -121,15 +122,14 @@ class Validation:
             self._differences.append((index, difference))
 
     def loss(self, value: torch.Tensor) -> None:
-        """The next micro-batch's loss."""
+        """Notes the next micro-batch's loss."""
         self._losses.append(value.detach())
 
     def check(self) -> None:
-        """Waits for the device.
+        """Checks what was noted; waits for the device.
 
         Raises:
-            NotLayerMajor: a loss is another one, or a block has returned something else the second
-                time.
+            NotLayerMajor: a loss differs, or a block has returned something else the second time.
         """
         found = [difference for _, difference in self._differences]
         values: list[float] = torch.stack(found).tolist() if found else []

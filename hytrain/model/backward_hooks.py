@@ -1,4 +1,4 @@
-"""Being told when a backward comes to what a module has returned."""
+"""Hooks that are called when backward reaches what a module has returned."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import torch
 
 
 def computed(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor is a view of, if that was computed; else itself."""
+    """Returns the base of a view if the base was computed; else the tensor itself."""
     base = tensor._base
     return tensor if base is None or base.grad_fn is None else base
 
 
 def before_backward(tensor: torch.Tensor, function: Callable[[object], None]) -> None:
-    """Calls it when backward is about to go through what computed the tensor.
+    """Calls ``function`` when backward is about to go through what computed the tensor.
 
-    A hook of the tensor would not be called where the tensor is a view (what a linear layer returns
-    may be one) and is written to afterwards: backward leaves the view out then. It does not leave
-    out the function that computed the base.
+    A hook of the tensor would not be called if the tensor is a view (a linear layer may return one)
+    that is written to afterwards: backward then leaves the view out. It does not leave out the
+    function that computed the base.
 
     Args:
-        tensor: has a gradient.
-        function: called with what the hook is given; several are called in the order of their
-            registration.
+        tensor: one that gets a gradient.
+        function: called with the hook's argument; several are called in the order of registration.
     """
     node = computed(tensor).grad_fn
     if node is None:

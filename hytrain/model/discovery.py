@@ -2,8 +2,8 @@
 
 Each transformer block is one layer; what precedes the first block is the first layer, what
 follows the last block is the last. Blocks are found as repeated stacks of same-class modules in
-the module tree, or by the class that the configuration names. A leaf module of DeepSpeed's that is
-not within a block is one.
+the module tree, or by the class that the configuration names. If it names none, a leaf module of
+DeepSpeed's that is not within a block is a block, too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class LayerParameters:
     """One layer: parameters in registration order and the module whose forward uses them.
 
     Attributes:
-        name: of the block, or where the layer is.
-        parameters: those that are trained.
-        block: None for what is before, between or after blocks.
-        frozen: those that are not, where they were asked for.
+        name: the block's name, or where the layer is.
+        parameters: the trained parameters.
+        block: the block; None for what is before, between or after blocks.
+        frozen: the frozen parameters, if they were asked for.
     """
 
     name: str
@@ -51,7 +51,7 @@ def find_layers(
         trained: the parameters to update. A tied parameter belongs to the layer that registers it
             first.
         block_class: class name of the block; None: detect.
-        frozen: parameters that are not updated and have a place all the same; others are left out.
+        frozen: frozen parameters that get a place in a layer, too; others are left out.
 
     Returns:
         Layers that hold at least one of these parameters, each parameter in exactly one.
@@ -71,9 +71,9 @@ def find_layers(
 
 
 def can_be_sharded(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is frozen and nothing but numbers.
+    """Whether a parameter is frozen and a plain dense tensor of a floating-point dtype.
 
-    Quantized weights may be more than they look like, or of types that no collective takes.
+    Quantized weights may hold more than their elements, or have dtypes that no collective takes.
     """
     return (
         not parameter.requires_grad
@@ -88,7 +88,7 @@ def _find_blocks(model: nn.Module, block_class: str | None) -> dict[nn.Module, s
     blocks: dict[nn.Module, str] = {}
     for name, module, ancestors in _walk(model):
         if any(ancestor in blocks for ancestor in ancestors):
-            continue  # only the outermost stack: a block's inner stacks are its own affair
+            continue  # only the outermost stack: stacks inside a block are part of it
         if block_class is not None:
             if type(module).__name__ == block_class:
                 blocks[module] = name
@@ -113,7 +113,7 @@ def _find_blocks(model: nn.Module, block_class: str | None) -> dict[nn.Module, s
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """Whether ``deepspeed.utils.set_z3_leaf_modules`` has named it: its weights come at once.
+    """Whether ``deepspeed.utils.set_z3_leaf_modules`` names it: its weights are gathered at once.
 
     Ranks may take different branches in it: a layer inside would be used by some of them only.
     """
@@ -121,15 +121,15 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether a module only holds others, whose forward is called, and its own may never be."""
+    """Whether a module only holds others: their forward is called, its own may never be."""
     containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     return isinstance(module, containers) or type(module).forward is nn.Module.forward
 
 
 def _top_children(model: nn.Module) -> dict[nn.Module, str]:
-    """Without any stack: the children of the first module that has more than one.
+    """Returns the blocks of a model without stacks: the children of the first module with several.
 
-    In the place of a child that only holds others stand those, as in a stack of one block.
+    A child that only holds others is replaced by its children, as in a stack of one block.
     """
     prefix = ""
     while True:
@@ -190,7 +190,7 @@ def _take(
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """(name, module, ancestors), each module once, in registration order."""
+    """Yields (name, module, ancestors), each module once, in registration order."""
     seen: set[nn.Module] = set()
     stack: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", model, ())]
     while stack:

@@ -22,12 +22,12 @@ StatePart = Literal["master", "moments"]
 
 
 class UpdatePart(NamedTuple):
-    """What of a layer one parameter group's update on the device changes.
+    """The part of a layer that one parameter group's update on the device changes.
 
     Attributes:
         launch: its place in the layer's flat space, and what rounds its moments.
         begin: its first element in the shard.
-        master: master weights, a view: fp32, or remainders where they are split.
+        master: master weights, a view: fp32, or remainders if they are split.
         m, v: the moments, views.
     """
 
@@ -60,15 +60,15 @@ class LayerState:
     exp_avg: Moment = field(default_factory=lambda: torch.empty(0))
     exp_avg_sq: Moment = field(default_factory=lambda: torch.empty(0))
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    """All of the state: one block, so that it can be copied and given back whole."""
+    """All of the state as one block, so that it can be copied and freed whole."""
     worker_index: int = -1
     """The layer's number in the update worker."""
     state_ready: torch.cuda.Event | None = None
-    """State that is moving to the device is there."""
+    """Event behind the arrival of state that moves to the device."""
     moving: bool = False
-    """A move of the state has not been waited for; the worker may not have finished it."""
+    """Whether a move of the state has not been waited for: the worker may not have finished it."""
     state_moves: int = 0
-    """How often the state has come to lie in other memory."""
+    """Number of times that the state has moved to other memory."""
 
     _moments_memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     _held_for: Callable[[], None] | None = None
@@ -80,10 +80,10 @@ class LayerState:
     update: LayerUpdate = field(default_factory=LayerUpdate)
     """The layer's part in the current step."""
     before_write: torch.Tensor | None = None
-    """The shard's training copy as it was before somebody was let write to it: see
+    """The shard's training copy as it was before others were allowed to write to it: see
     :meth:`adopt_written`."""
     index: int = field(init=False)
-    """In forward order."""
+    """The layer's number in forward order."""
 
     def __post_init__(self) -> None:
         self.index = self.layout.index
@@ -98,34 +98,34 @@ class LayerState:
 
     @property
     def state_bytes(self) -> int:
-        """Of master weights and moments."""
+        """Bytes of master weights and moments."""
         return self.form.state_bytes(self.shard_size)
 
     @property
     def updated_on(self) -> Side:
-        """Where its updates are made."""
+        """The side on which its updates are made."""
         return "cpu" if self.placement == "cpu" else "gpu"
 
     def bytes_at(self, placement: Placement) -> int:
-        """:attr:`state_bytes` of the layer on that side."""
+        """The layer's :attr:`state_bytes` with that placement."""
         return self.form.at(placement).state_bytes(self.shard_size)
 
     @property
     def state(self) -> StateArrays:
-        """Master weights and moments, where they are."""
+        """Master weights and moments, on the host or device as placed."""
         return StateArrays(self.master, self.exp_avg, self.exp_avg_sq)
 
     def set_state(self, memory: torch.Tensor) -> None:
-        """Master weights and moments become parts of one tensor.
+        """Makes master weights and moments parts of one tensor.
 
-        ``memory``: uint8, 1-D, :attr:`state_bytes` of them.
+        ``memory``: uint8, 1-D, :attr:`state_bytes` long.
         """
         size = self.form.master_bytes(self.shard_size)
         self._set_parts(memory[:size], memory[size:])
         self.memory = memory
 
     def place(self, placement: Placement, memory: torch.Tensor) -> None:
-        """The state is there from now on, in this memory: :meth:`bytes_at` of that side."""
+        """Sets where the state is, and its memory: :meth:`bytes_at` of that placement."""
         self.placement, self.form = placement, self.form.at(placement)
         self.set_state(memory)
 
@@ -145,14 +145,14 @@ class LayerState:
         return self._moments_memory if part == "moments" else self.master.view(torch.uint8)
 
     def move_state(self, part: StatePart, memory: torch.Tensor) -> None:
-        """A part of the state is in other memory from now on, with the same bytes."""
+        """Gives a part of the state other memory, which has the same bytes."""
         parts = {"master": self.state_part("master"), "moments": self.state_part("moments")}
         parts[part] = memory
         self._set_parts(parts["master"], parts["moments"])
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def update_parts(self) -> list[UpdatePart]:
-        """The shard cut into what one launch on the device can update; kept until it moves."""
+        """The shard cut into parts that one device launch can update; kept until it moves."""
         if not self._launches:
             self._launches = self.form.update_launches(self.layout, self.begin, self.end)
         if not self._parts:
@@ -166,7 +166,7 @@ class LayerState:
         """Master weights ``[begin, end)`` of the shard, fp32, on the host or device as placed.
 
         Returns:
-            A view; where they are split, a new tensor.
+            A view; if they are split, a new tensor.
         """
         if not self.form.is_split:
             return self.master[begin:end]
@@ -179,8 +179,7 @@ class LayerState:
         return joined
 
     def write_master(self, begin: int, values: torch.Tensor) -> None:
-        """Sets master weights of the shard from ``begin`` on; where they are split, the training
-        copy with them.
+        """Sets the shard's master weights from ``begin`` on; split ones with their training copy.
 
         ``values``: 1-D, of any floating dtype, on any device.
         """
@@ -198,7 +197,7 @@ class LayerState:
             yield start - self.begin, copy
 
     def master_from_copy(self) -> None:
-        """Master weights become their training copy's values."""
+        """Sets master weights to their training copy's values."""
         if self.form.is_split:
             self.master.fill_(split_weights.NO_REMAINDER)
             return
@@ -206,7 +205,7 @@ class LayerState:
             self.master[start : start + copy.numel()].copy_(copy)
 
     def copy_from_master(self) -> None:
-        """The shard's training copy becomes its rounded master weights; split ones have it so."""
+        """Rounds master weights to the shard's training copy; split ones have it so already."""
         if self.form.is_split:
             return
         for start, copy in self._copies(0, self.shard_size):
@@ -217,11 +216,11 @@ class LayerState:
         return torch.cat([copy for _, copy in self._copies(0, self.shard_size)])
 
     def adopt_written(self, slots: Sequence[ParameterSlot]) -> None:
-        """What was written into some parameters' training copy becomes their master weights'.
+        """Sets master weights to what was written into some parameters' training copy.
 
-        An element that is its master weight, rounded, was not written: that keeps its fp32 bits.
-        Where master weights are split, or are on the other side, only :attr:`before_write` can
-        tell; without it all elements of these parameters become what the copy is.
+        An element that equals its rounded master weight was not written: that keeps its fp32 bits.
+        If master weights are split, or are with another placement, only :attr:`before_write` can
+        tell; without it the master weights of all these parameters' elements become the copy's.
         """
         before = self.before_write
         for slot in slots:
@@ -241,23 +240,23 @@ class LayerState:
                 master.copy_(torch.where(is_new, value, master))
 
     def hold_for(self, wait: Callable[[], None], *, updates: bool) -> None:
-        """Somebody reads the state beside training.
+        """Registers a reader of the state beside training.
 
         Args:
             wait: returns when the state may change.
-            updates: whether updates and moves wait as well; False: the update worker knows of it,
-                and copies what it is about to change.
+            updates: whether updates and moves wait as well; False: the update worker knows of the
+                reader, and copies what it is about to change.
         """
         self._held_for = wait
         self.holds_updates = updates
 
     def before_update(self) -> None:
-        """As :meth:`before_change`, where an update or a move changes the state."""
+        """Calls :meth:`before_change`, before an update or a move, if these have to wait."""
         if self.holds_updates:
             self.before_change()
 
     def before_change(self) -> None:
-        """Before anything of the state is written: no reader still needs an earlier step's."""
+        """Waits, before any state is written, until no reader needs an earlier step's."""
         self.holds_updates = False
         wait, self._held_for = self._held_for, None
         if wait is not None:
@@ -268,7 +267,7 @@ class LayerState:
         return sizes_within(self.sizes, low, high)
 
     def release(self) -> None:
-        """Lets go of state, gradient and storage; weights that a parameter still views stay."""
+        """Drops state, gradient and storage; weights that a parameter still views stay."""
         self._held_for = None
         self.update.release_gradient()
         self._parts = []

@@ -51,7 +51,7 @@ class LayerLayout:
     gaps: tuple[tuple[int, int], ...]
     """Runs of padding between and after parameters; their gradients must be kept at zero."""
     dealt: tuple[int, ...] = ()
-    """Elements that each rank owns, where parameters are not cut; ranks' parts are in order."""
+    """Elements that each rank owns, in the ranks' order, if parameters are not cut; else empty."""
 
     @property
     def numel(self) -> int:
@@ -128,7 +128,7 @@ def _lay_out(
     def begin_parts(number: int) -> None:
         nonlocal at
         while len(begins) < number:
-            if begins and begins[-1] == at:  # no rank owns nothing
+            if begins and begins[-1] == at:  # every rank owns something
                 gaps.append((at, at + ALIGNMENT))
                 at += ALIGNMENT
             begins.append(at)

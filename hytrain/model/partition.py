@@ -11,8 +11,8 @@ from hytrain.errors import ConfigError
 _Item = TypeVar("_Item")
 
 ALIGNMENT = 64
-"""Elements. Every parameter, cut and chunk starts on a multiple (128 bytes in bf16), so that
-matrix products on views of the training copy keep their fast paths and kernels their vectors."""
+"""In elements. Every parameter, cut and chunk starts on a multiple (128 bytes in bf16), so that
+matrix products on views of the training copy keep their fast paths, and kernels stay vectorized."""
 
 
 def align_up(elements: int, multiple: int = ALIGNMENT) -> int:
@@ -29,7 +29,7 @@ def sizes_within(sizes: Sequence[int], low: int, high: int) -> list[int]:
 def in_buckets(
     items: Iterable[_Item], size: Callable[[_Item], int], limit: int
 ) -> list[list[_Item]]:
-    """Neighbours together, as long as their sizes sum to the limit at most; a larger one alone."""
+    """Groups neighbours whose sizes sum to ``limit`` at most; a larger item is alone."""
     buckets: list[list[_Item]] = []
     total = 0
     for item in items:
@@ -49,16 +49,16 @@ def padded_size(elements: int, num_ranks: int) -> int:
 def partition(
     layer_sizes: Sequence[int], num_ranks: int, fractions: Sequence[float] | None
 ) -> list[list[int]]:
-    """Cuts every layer by the fractions (equal where None), on multiples of ``ALIGNMENT``.
+    """Cuts every layer by the fractions (None: equally), on multiples of ``ALIGNMENT``.
 
     Args:
         layer_sizes: padded size of each layer in elements (see :func:`padded_size`).
         num_ranks: ranks that share the state.
-        fractions: one positive number a rank, summing to 1.
+        fractions: one positive number per rank, summing to 1.
 
     Returns:
-        For each layer, the elements that each rank owns of it, never none: slices in the ranks'
-        order.
+        For each layer, the number of elements that each rank owns of it, never 0: slices are in
+        the ranks' order.
 
     Raises:
         ConfigError: the number of fractions is not the number of ranks.
@@ -73,12 +73,12 @@ def partition(
 
 
 def deal(sizes: Sequence[int], num_ranks: int, fractions: Sequence[float] | None) -> list[int]:
-    """A rank for each of some things that are not cut: the largest first, each to who has least.
+    """Returns the owner of each of some uncut items: largest first, each to the rank with least.
 
     Args:
-        sizes: of each.
+        sizes: each item's size.
         num_ranks: ranks that share them.
-        fractions: what each rank shall have of all; None: as much as any other.
+        fractions: each rank's share of the total; None: equal shares.
     """
     shares = list(fractions) if fractions is not None else [1.0] * num_ranks
     taken, owners = [0] * num_ranks, [0] * len(sizes)

@@ -1,10 +1,10 @@
 """Layer storage under ZeRO-3: this rank keeps its shard, the whole layer exists while it is used.
 
-The whole copy is one flat tensor a dtype whose *storage* is given memory when the layer is gathered
+The whole copy is one flat tensor per dtype whose *storage* gets memory when the layer is gathered
 and loses it afterwards. What autograd saved of a weight, views such as a transpose included, refers
 to that storage: it costs nothing while the layer is away and holds the weights again in backward.
-Parameters are views of it while the layer is there. In between they are numbers that are none, of
-the right shape: a read without a gather gives NaN, not memory that is gone.
+Parameters are views of it while the layer is there. In between they are NaNs of the right shape: a
+read without a gather gives NaN instead of freed memory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class ShardedStorage(LayerStorage):
         """Copies this rank's shard out of the layer's parameters, which lose their own memory.
 
         Args:
-            shard: ``[begin, end)`` of it that this rank keeps.
-            device: where the layer is computed with.
-            home: uint8 host memory of :func:`shard_bytes` for the shard; None: on the device.
+            shard: ``[begin, end)`` of the layer's flat space that this rank keeps.
+            device: the one that computes with the layer.
+            home: uint8 host memory, :func:`shard_bytes` long, for the shard; None: on the device.
         """
         super().__init__(layout)
         self.device = device
@@ -61,21 +61,21 @@ class ShardedStorage(LayerStorage):
             self.parts.append((begin, part))
         self.is_gathered = False
         self.reads: WatchedParameters | None = None
-        """Told of reads where no module of the layer runs and it was not gathered explicitly."""
+        """Told of reads while no module of the layer runs and it is not gathered explicitly."""
         for slot in layout.slots:
             self.take(slot, slot.parameter.data)
         self._away: dict[torch.dtype, torch.Tensor] = {
             flat.dtype: torch.full((), torch.nan, dtype=flat.dtype, device=device)
             for _low, _high, flat in self.runs
         }
-        # Made while there is memory: a view of a storage without any is refused.
+        # Made while there is memory: torch refuses a view of a storage without any.
         self._views = [self.view(slot) for slot in layout.slots]
         self._num_holders = [_num_holders(flat) for _low, _high, flat in self.runs]
-        """Tensors of the whole copy's storages, where there are no others than these."""
+        """Holders of each run's storage, as long as there are no tensors of it but these."""
         self.dismiss()
 
     def view(self, slot: ParameterSlot) -> torch.Tensor:
-        """A parameter within the whole copy; this does not count as a read of it."""
+        """A parameter as a view of the whole copy; this does not count as a read of it."""
         begin, end = slot.offset, slot.offset + slot.numel
         for low, high, flat in self.runs:
             if low <= begin and end <= high:
@@ -85,7 +85,7 @@ class ShardedStorage(LayerStorage):
     # -- this rank's shard ---------------------------------------------------------------------
 
     def take(self, slot: ParameterSlot, weights: torch.Tensor) -> None:
-        """This rank's part of a parameter becomes that of ``weights``.
+        """Sets this rank's part of a parameter to that of ``weights``.
 
         ``weights``: the whole parameter, on any device and of any dtype.
         """
@@ -97,16 +97,17 @@ class ShardedStorage(LayerStorage):
 
     @contextmanager
     def writing(self, begin: int, end: int, master: torch.Tensor) -> Generator[torch.Tensor]:
-        """Where an update on the device writes the training copy of ``[begin, end)``.
+        """Yields what an update on the device writes the training copy of ``[begin, end)`` to.
 
-        A shard on the host is copied there afterwards, on the current stream.
+        For a shard on the host that is a tensor on the device, copied to the host afterwards, on
+        the current stream.
 
         Args:
             begin: of a run of one dtype within this rank's shard.
-            end: its end.
-            master: its master weights on the device, as they are before the update: what the copy
-                is made of, so that an update that is skipped leaves it as it was. Where they are
-                split, the copy is half of them.
+            end: of the run.
+            master: the run's master weights on the device, before the update. The tensor is made
+                from them, so that a skipped update leaves the copy as it was; if they are split,
+                from the copy, which is half of them.
         """
         home = self.slice(begin, end)
         if not self.on_host:
@@ -125,11 +126,11 @@ class ShardedStorage(LayerStorage):
 
     @property
     def gathered_bytes(self) -> int:
-        """Memory of the whole copy, as it is now."""
+        """Bytes of memory that the whole copy has now."""
         return sum(flat.untyped_storage().nbytes() for _low, _high, flat in self.runs)
 
     def materialize(self) -> None:
-        """Gives the whole copy memory, of the current stream; its contents are undefined."""
+        """Gives the whole copy memory from the current stream; its contents are undefined."""
         for low, high, flat in self.runs:
             flat.untyped_storage().resize_((high - low) * flat.element_size())
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
@@ -138,7 +139,7 @@ class ShardedStorage(LayerStorage):
         self.is_gathered = True
 
     def dismiss(self) -> None:
-        """Takes the whole copy's memory away. All uses must be queued on the current stream."""
+        """Frees the whole copy's memory. All uses must be queued on the current stream."""
         self._point_away()
         for _low, _high, flat in self.runs:
             flat.untyped_storage().resize_(0)
@@ -147,10 +148,10 @@ class ShardedStorage(LayerStorage):
             self.reads.disallow_all()
 
     def dismiss_to_holders(self) -> None:
-        """As :meth:`dismiss`; but tensors that others have made of the whole copy keep theirs.
+        """Like :meth:`dismiss`, but tensors that others made of the whole copy keep their memory.
 
         They may be the user's, from a block that gathered: ``parameter.detach()``, and on a CPU
-        ``.cpu()`` of it, share the memory. With DeepSpeed they stay what they were.
+        its ``.cpu()``, share the memory. With DeepSpeed they keep their values.
         """
         self._point_away()
         counts = [_num_holders(flat) for _low, _high, flat in self.runs]
@@ -160,7 +161,7 @@ class ShardedStorage(LayerStorage):
         self.dismiss()
 
     def keep_gathered(self) -> None:
-        """This rank's shard becomes what the whole copy holds of it."""
+        """Copies this rank's shard from the whole copy."""
         for (low, _high, flat), (start, part) in zip(self.runs, self.parts, strict=True):
             part.copy_(flat[start - low : start - low + part.numel()])
 
@@ -173,7 +174,7 @@ class ShardedStorage(LayerStorage):
     # -- as every storage ----------------------------------------------------------------------
 
     def release(self) -> None:
-        """Lets go of everything; the parameters hold no weights any more."""
+        """Drops everything; the parameters hold no weights any more."""
         if self.is_gathered:
             self.dismiss()
         self.runs = []
@@ -182,7 +183,7 @@ class ShardedStorage(LayerStorage):
 
 
 def _num_holders(tensor: torch.Tensor) -> int:
-    """Tensors that share its storage, and the handle by which it is asked for."""
+    """Number of tensors that share its storage, plus the handle used to ask for it."""
     storage: Any = tensor.untyped_storage()
     # torch has no public name for it; its CUDA graph trees use the same.
     return int(torch._C._storage_Use_Count(storage._cdata))  # pyright: ignore

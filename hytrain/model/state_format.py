@@ -28,9 +28,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class StateArrays(NamedTuple):
-    """A shard's optimizer state: master weights, fp32 or the remainders of split ones (int16,
-    ``hytrain.kernels.split_weights``), and Adam's two moments; in their places what another
-    optimizer has, of which the second may be nothing."""
+    """A shard's optimizer state: master weights and Adam's two moments.
+
+    Master weights are fp32, or remainders of split ones (int16, ``hytrain.kernels.split_weights``).
+    Another optimizer's states take the moments' places; the second may be empty."""
 
     master: torch.Tensor
     exp_avg: Moment
@@ -42,10 +43,10 @@ class UpdateRun:
     """A part of a shard that one update can be made for.
 
     Attributes:
-        begin: in the layer's flat space; a multiple of 64.
+        begin: first element in the layer's flat space; a multiple of 64.
         end: behind its last element, padding included.
         group: index of its parameter group.
-        rounding: what rounds its moments; None where they are fp32.
+        rounding: what rounds its moments; None if they are fp32.
     """
 
     begin: int
@@ -59,10 +60,11 @@ class UpdateLaunch:
     """A part of a shard that one launch on the device updates.
 
     Attributes:
-        begin: in the layer's flat space; a multiple of 64.
+        begin: first element in the layer's flat space; a multiple of 64.
         end: behind its last element, padding included.
         group: index of its parameter group.
-        rounding: its runs, from ``begin``, and what rounds their moments; None where they are fp32.
+        rounding: its runs, relative to ``begin``, and what rounds their moments; None if these are
+            fp32.
     """
 
     begin: int
@@ -76,11 +78,11 @@ class StateFormat:
     """How moments and master weights are kept.
 
     Attributes:
-        name: of the moments, as in the configuration.
+        name: the moments' format, as in the configuration.
         seed: of the random bits that round them, the same on all ranks.
-        master: of the master weights.
-        host_master: of those of layers on the CPU, where it is another one: whole, beside split
-            ones on the GPU.
+        master: the master weights' format.
+        host_master: that of layers on the CPU, if it is another one: whole, beside split ones on
+            the GPU.
         optimizer: what updates these layers, on the device wherever the state is; None: Adam.
     """
 
@@ -91,7 +93,7 @@ class StateFormat:
     optimizer: DeviceOptimizer | None = None
 
     def of(self, optimizer: DeviceOptimizer | None) -> StateFormat:
-        """That of layers with this optimizer: no codes, and whole master weights, but for Adam."""
+        """The format with this optimizer: unless it is Adam, no codes, and whole master weights."""
         if optimizer is None:
             return self
         return StateFormat("bf16" if self.is_rounded else FP32, self.seed, optimizer=optimizer)
@@ -102,14 +104,14 @@ class StateFormat:
         return ("fp32", *(self.optimizer.states if self.optimizer else _MOMENTS))
 
     def at(self, placement: Placement) -> StateFormat:
-        """That of a layer that is there."""
+        """The format of a layer with that placement."""
         if self.host_master is None:
             return self
         return replace(self, master=self.host_master if placement == "cpu" else SPLIT)
 
     @property
     def kind(self) -> torch.dtype:
-        """The dtype that names it for the kernels: uint8 is 8-bit codes."""
+        """The dtype that tells kernels the moments' format: uint8 is 8-bit codes."""
         return _KINDS[self.name]
 
     @property
@@ -124,7 +126,7 @@ class StateFormat:
 
     @property
     def rounds_away(self) -> bool:
-        """Whether copies are rounded with ties away from zero, as split master weights' are."""
+        """Whether copies are rounded with ties away from zero, as those of split master weights."""
         return self.is_split or self.host_master is not None
 
     def master_bytes(self, numel: int) -> int:
@@ -144,15 +146,15 @@ class StateFormat:
         return state_bytes(self.name, numel, self.master, states)
 
     def split(self, memory: torch.Tensor, numel: int) -> StateArrays:
-        """The state of ``numel`` parameters in one block: uint8, 1-D, :meth:`state_bytes` long."""
+        """The state of ``numel`` parameters in a block: uint8, 1-D, :meth:`state_bytes` long."""
         size = self.master_bytes(numel)
         return self.arrays(memory[:size], memory[size:])
 
     def arrays(self, master: torch.Tensor, moments: torch.Tensor) -> StateArrays:
-        """The state of a shard in its memory.
+        """The state of a shard as views of its memory.
 
-        ``master``: uint8, 1-D, 4 bytes a parameter, 2 where they are split. ``moments``: uint8,
-        1-D, the rest of :meth:`state_bytes`. Where moments are codes the number of parameters is a
+        ``master``: uint8, 1-D, 4 bytes a parameter, 2 if they are split. ``moments``: uint8, 1-D,
+        the rest of :meth:`state_bytes`. If moments are codes, the number of parameters is a
         multiple of 64.
         """
         numel = master.numel() // master_bytes(self.master)
@@ -186,8 +188,8 @@ class StateFormat:
     def update_runs(self, layout: LayerLayout, begin: int, end: int) -> list[UpdateRun]:
         """The shard ``[begin, end)`` cut into runs: of a segment, or of one parameter.
 
-        Moments that are rounded need to know their parameter. Padding goes with the parameter
-        before it: its gradients, and with them its moments, are zero.
+        The latter if moments are rounded: that depends on the parameter. Padding goes with the
+        parameter before it: its gradients, and with them its moments, are zero.
         """
         runs: list[UpdateRun] = []
         for segment in layout.segments:

@@ -20,9 +20,9 @@ class LayerStorage:
         self.layout = layout
         self.parts: list[tuple[int, torch.Tensor]] = []
         """(begin in the flat space, flat tensor) of what this rank keeps of each run of one dtype;
-        an empty tensor where that is nothing."""
+        an empty tensor if it keeps nothing of a run."""
         self.moves = 0
-        """How often they have come to lie in other memory."""
+        """Number of times that the tensors have moved to other memory."""
         self._parameters: list[torch.Tensor] = [slot.parameter for slot in layout.slots]
 
     @property
@@ -31,9 +31,9 @@ class LayerStorage:
         return [part for _begin, part in self.parts]
 
     def move(self, kept: Sequence[torch.Tensor]) -> None:
-        """What this rank keeps is in other memory from now on; a sharded layer is not gathered.
+        """Replaces the memory of what this rank keeps; a sharded layer is not gathered then.
 
-        ``kept``: as :attr:`kept`, with the same elements, on any device.
+        ``kept``: like :attr:`kept`, with the same elements, on any device.
         """
         self.parts = [(begin, part) for (begin, _), part in zip(self.parts, kept, strict=True)]
         self.moves += 1
@@ -61,7 +61,7 @@ class LayerStorage:
         return found
 
     def address(self, begin: int, end: int) -> int:
-        """Address of the training copy of ``[begin, end)``, where this rank keeps it."""
+        """Address of the training copy of ``[begin, end)``, which this rank keeps."""
         return self.slice(begin, end).data_ptr()
 
     def mark_overwritten(self) -> None:
@@ -74,7 +74,7 @@ class LayerStorage:
 
 
 class ResidentStorage(LayerStorage):
-    """A layer's training copy as one flat device tensor a dtype; parameters are views of it."""
+    """A layer's training copy as one flat device tensor per dtype; parameters are views of it."""
 
     is_sharded = False
     on_host = False
@@ -107,17 +107,17 @@ class ResidentStorage(LayerStorage):
 
     @contextmanager
     def writing(self, begin: int, end: int, master: torch.Tensor) -> Generator[torch.Tensor]:
-        """Where an update on the device writes the training copy of ``[begin, end)``."""
+        """Yields what an update on the device writes the training copy of ``[begin, end)`` to."""
         del master
         yield self.slice(begin, end)
 
     def restore_views(self) -> list[str]:
-        """Makes parameters whose ``.data`` was set to other memory views again.
+        """Makes parameters whose ``.data`` was set to other memory views of the copy again.
 
         Updates would not reach them. What they hold is dropped: it may be older than the copy.
 
         Returns:
-            Their names.
+            Names of these parameters.
         """
         moved: list[str] = []
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
@@ -129,6 +129,6 @@ class ResidentStorage(LayerStorage):
         return moved
 
     def release(self) -> None:
-        """Lets go of the flat tensors; they live as long as a parameter still views them."""
+        """Drops the flat tensors; they live as long as a parameter still views them."""
         self.parts = []
         self._views = []

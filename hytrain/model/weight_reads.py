@@ -1,13 +1,13 @@
-"""Notices reads of weights outside of their modules, where no hook fires.
+"""Detects reads of weights outside of their modules, where no hook fires.
 
-Hooks tell of the uses that they know of: a module's forward. A weight may be read anywhere else: a
-head that multiplies with the embedding's, a penalty on a weight, an average or a log after the
-step. So parameters whose memory does not hold what a reader expects are of a class of their own for
-that time, a subclass of what they are, through which torch tells of every function of it. A
-parameter that is read as usual is of its own class, and its reads cost nothing.
+Hooks report the one use that they know of: a module's forward. A weight may be read anywhere else:
+by a head that multiplies with the embedding's, a penalty on a weight, an average or a log after the
+step. So while a parameter's memory does not hold what a reader expects, the parameter is of a
+special subclass of its class, through which torch reports every function that is called with it. A
+parameter that can be read as usual is of its own class, and its reads cost nothing.
 
-Not noticed is what does not come past Python: an extension in C++ that is given the parameter
-itself, and ``torch.tensor(parameter)``.
+Reads that do not pass through Python are not detected: by a C++ extension that is given the
+parameter itself, and by ``torch.tensor(parameter)``.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _OF_SHAPE = frozenset(
      "result_type", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
      "randn_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 )  # fmt: skip
-"""Functions that read nothing of a tensor's elements."""
+"""Functions that read none of a tensor's elements."""
 _OF_ADDRESS = frozenset(
     ("data_ptr", "untyped_storage", "storage", "_typed_storage", "is_pinned", "__repr__",
      "__format__")
 )  # fmt: skip
-"""Functions that tell where the elements are, or show them to a person: there must be an answer."""
+"""Functions that tell where the elements are, or show them to a person: never to be refused."""
 _ELEMENTS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 """Attributes that are another tensor with the same elements."""
 
 
 IN_BACKWARD = "used in backward"
-"""Instead of a function's name: autograd reads what it has saved."""
+"""Reported in place of a function's name if autograd reads what it has saved."""
 
 
 class Reader(Protocol):
-    """Called before a read."""
+    """A callback before a read."""
 
     def __call__(self, name: str, *, may_refuse: bool = True, was_read: bool = False) -> None:
         """Makes the weights what the reader expects, or raises.
@@ -53,16 +53,16 @@ class Reader(Protocol):
         Args:
             name: of the function that reads.
             may_refuse: False: it only tells an address, or shows numbers to a person.
-            was_read: it is too late for what it has read, not for its backward.
+            was_read: it is too late for the read itself, but not for its backward.
         """
         ...
 
 
 class WatchedParameters:
-    """Some parameters whose reads are reported while they are not readable."""
+    """Parameters whose reads are reported while they are not readable."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], read: Reader) -> None:
-        """They are readable at first.
+        """The parameters are readable at first.
 
         ``read``: called before a read; may raise, and may make them readable.
         """
@@ -82,7 +82,7 @@ class WatchedParameters:
         return self._readers > 0
 
     def allow(self) -> None:
-        """One reader more."""
+        """Adds a reader."""
         self._readers += 1
         if self._readers == 1:
             for parameter, own, watched in self._items:
@@ -90,14 +90,14 @@ class WatchedParameters:
                     parameter.__class__ = own
 
     def disallow(self) -> None:
-        """One reader less; after the last one reads are reported."""
+        """Removes a reader; after the last one, reads are reported."""
         if self._readers == 1:
             self.disallow_all()
         elif self._readers:
             self._readers -= 1
 
     def disallow_all(self) -> None:
-        """No readers."""
+        """Removes all readers."""
         if not self._readers:
             return
         self._readers = 0
@@ -106,21 +106,21 @@ class WatchedParameters:
                 parameter.__class__ = watched
 
     def tell(self, name: str) -> None:
-        """A function of torch that reads is about to be given one of them."""
+        """Reports that a torch function that reads is about to be given one of them."""
         self._read(name, may_refuse=name not in _OF_ADDRESS)
 
     def tell_saved(self) -> None:
-        """Autograd saves one of them, or a view, for a backward."""
+        """Reports that autograd saves one of them, or a view, for a backward."""
         if not self._readers:
             self._read("saved for backward", was_read=True)
 
     def tell_used(self) -> None:
-        """A backward is about to use what autograd saved of one of them."""
+        """Reports that a backward is about to use what autograd saved of one of them."""
         if not self._readers:
             self._read(IN_BACKWARD)
 
     def close(self) -> None:
-        """Reads are not reported any more; they are what they were. May be called twice."""
+        """Ends the reports; parameters get their own classes back. May be called twice."""
         self.allow()
         self._items = []  # refers to classes, which refer to this: nothing of an engine stays here
         self._read = _ignored
@@ -131,7 +131,7 @@ def _ignored(name: str, *, may_refuse: bool = True, was_read: bool = False) -> N
 
 
 class _Watched(nn.Parameter):
-    """A parameter that cannot be read as it is."""
+    """A parameter whose memory does not hold what a reader expects."""
 
     watch: ClassVar[WatchedParameters]
     own: ClassVar[type[nn.Parameter]]
@@ -148,23 +148,23 @@ class _Watched(nn.Parameter):
         """Reports what ``func`` reads, then calls it."""
         del types
         named = kwargs or {}
-        # Loops over all parameters of a model ask each for its gradient, say, in every step.
+        # Quick for what is called often: loops that ask all parameters for their gradients, say.
         name = _read_by(func) if func not in _reads_nothing else None
         if name is not None:
             for value in (*args, *named.values()):
                 for item in value if isinstance(value, (tuple, list)) else (value,):
                     if isinstance(item, _Watched):
                         item.watch.tell(name)
-        # Some may be watched still: nothing was read of them, or nothing has to be done about it.
+        # Some may still be watched: they were not read, or their read needs no action.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **named)
         if func is torch.Tensor.detach and _calling_code() is nn.Parameter.__new__.__code__:
-            # It wants of a class that is not its own an object of that class.
+            # For a subclass it expects detach to return an object of that subclass.
             return torch.Tensor._make_subclass(type(args[0]), result, False)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # The copy is made as an object of this class: of the one that it is when it can be read.
+        # The copy is made with the class that the parameter has when it can be read.
         self.watch.tell("deepcopy")
         with _as_own(self) as own:
             return own.__deepcopy__(memo)
@@ -176,7 +176,7 @@ class _Watched(nn.Parameter):
 
 
 def _calling_code() -> CodeType | None:
-    """Of whoever called the function that asks, past what keeps that out of torch.compile."""
+    """The code that called this function's caller, past what keeps that out of torch.compile."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
         frame = frame.f_back
@@ -186,11 +186,11 @@ def _calling_code() -> CodeType | None:
 _autograd: Any = vars(torch._C)["_autograd"]  # pyright: ignore[reportPrivateUsage]
 """torch's stack of hooks for what autograd saves."""
 _reads_nothing: set[Callable[..., Any]] = set()
-"""Functions of which :func:`_read_by` has said so."""
+"""Functions for which :func:`_read_by` has returned None."""
 
 
 def _read_by(function: Callable[..., Any]) -> str | None:
-    """The name of a function of torch, or of an attribute, if it reads elements."""
+    """The name of a torch function, or of an attribute, if it reads elements; else None."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         name = getattr(getattr(function, "__self__", None), "__name__", "")
@@ -204,7 +204,7 @@ def _read_by(function: Callable[..., Any]) -> str | None:
 
 @contextmanager
 def _as_own(parameter: nn.Parameter) -> Generator[nn.Parameter]:
-    """The parameter as what it is when it can be read, for the length of the block."""
+    """Gives the parameter its own class for the length of the block."""
     watched = type(parameter)
     if issubclass(watched, _Watched):
         parameter.__class__ = watched.own
@@ -216,7 +216,7 @@ def _as_own(parameter: nn.Parameter) -> Generator[nn.Parameter]:
 
 
 def _watched_class(own: type[nn.Parameter], watch: WatchedParameters) -> type[nn.Parameter]:
-    """The class of parameters of a class while they are watched."""
+    """The class that parameters of class ``own`` have while they are watched."""
     bases = (_Watched,) if own is nn.Parameter else (_Watched, own)
     return type(own)(
         own.__name__, bases, {"watch": watch, "own": own, "__module__": own.__module__}
@@ -224,17 +224,17 @@ def _watched_class(own: type[nn.Parameter], watch: WatchedParameters) -> type[nn
 
 
 class SavedWeights:
-    """Tells of weights that autograd saves outside of their modules, while a block runs.
+    """Reports weights that autograd saves outside of their modules, while a block runs.
 
     So an extension's read of a weight in a graph is reported; and, in the backward of what ran in
     the block, the use of weights that no hook has gathered: it would compute with memory that has
-    been given up. What torch.compile has made runs as it was written meanwhile: it would be
-    compiled for this block, and again for all that follow. It costs some microseconds for every
-    tensor that is saved: for a model's first pass.
+    been freed. Functions that torch.compile has made run uncompiled in the block: they would be
+    compiled for it, and again for all that follow. Every saved tensor costs some microseconds: this
+    is for a model's first pass.
 
-    Autograd gives a function's backward a copy of what it saved under such hooks, and the object
-    itself otherwise, with the attributes that users ask a parameter for. So where a user's function
-    is known to read weights, :meth:`stop`.
+    Under such hooks autograd gives a function's backward a copy of what it saved; otherwise the
+    object itself, with the attributes that users expect of a parameter. So call :meth:`stop` if a
+    user's function is known to read weights.
     """
 
     def __init__(self, watched: Mapping[int, WatchedParameters]) -> None:
@@ -252,13 +252,11 @@ class SavedWeights:
 
     def __exit__(self, *exception: object) -> None:
         if self._is_stopped:
-            _autograd._push_saved_tensors_default_hooks(
-                *self._hooks
-            )  # for the context to take away
+            _autograd._push_saved_tensors_default_hooks(*self._hooks)  # for the context to pop
         self._stack.close()
 
     def stop(self) -> None:
-        """Reports nothing more in this block, but inside of hooks that others have set."""
+        """Ends the reports in this block; does nothing inside of hooks that others have set."""
         if not self._is_stopped and _top_hooks() == self._hooks:
             _autograd._pop_saved_tensors_default_hooks()
             self._is_stopped = True
@@ -274,7 +272,7 @@ class SavedWeights:
         return saved
 
     def _find(self, tensor: torch.Tensor) -> WatchedParameters | None:
-        if isinstance(tensor, _Watched):  # while it is away it has no memory of the layer's
+        if isinstance(tensor, _Watched):  # while the layer is away it has none of its memory
             return tensor.watch
         try:
             return self._watched.get(storage_handle(tensor))
@@ -287,6 +285,6 @@ def _top_hooks() -> Any:
 
 
 def storage_handle(tensor: torch.Tensor) -> int:
-    """What a tensor and its views have in common, whatever memory they have."""
+    """A key that a tensor and its views have in common, whatever memory they have."""
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
         return int(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""Host memory of an exact size, pinned for the device where there is one.
+"""Host memory of an exact size, pinned for the device if there is one.
 
 torch's pinned allocator rounds up to powers of two; gigabytes of gradients cannot afford that.
 """
@@ -31,11 +31,11 @@ class Arena:
 
         Args:
             num_bytes: exact number of bytes, rounded up to whole pages (at least one).
-            device: whose copies will read and write the memory.
+            device: the device whose copies will read and write the memory.
             purpose: what it is for, in an error.
-            remedy: what the user can do where there is none.
-            as_taken: only the mapping is made at once; what is taken, in whole pages, is there and
-                pinned from then on.
+            remedy: what the user can do if there is none, in an error.
+            as_taken: whether only the mapping is made at once; memory is committed and pinned when
+                it is taken, in whole pages.
 
         Raises:
             HostMemoryError: the mapping is refused.
@@ -49,8 +49,8 @@ class Arena:
         self._purpose = purpose
         self._as_taken = as_taken
         self._pinnings: list[Pinning] = []
-        # The collector has what a failed build leaves: pages that are unmapped while they are
-        # registered stay taken. Not at exit: the driver may be gone by then.
+        # For garbage that a failed build leaves: pages that are unmapped while they are registered
+        # stay taken. Not at exit: the driver may be gone by then.
         weakref.finalize(self, _release, self._pinnings).atexit = False
         if not as_taken:
             self._pin(self.address, self.num_bytes)
@@ -59,8 +59,8 @@ class Arena:
         pinning = Pinning(address, num_bytes, self._device, self._purpose)
         self._pinnings.append(pinning)
         if not pinning.is_pinned:
-            # As pinning would: memory that is not there is missed now, and not steps later, and a
-            # build takes what was said of it.
+            # As pinning would: missing memory shows now, and not steps later, and a build takes
+            # as much as was predicted.
             _C.touch(address, num_bytes, 1)
 
     @property
@@ -69,7 +69,7 @@ class Arena:
         return all(pinning.is_pinned for pinning in self._pinnings)
 
     def take(self, num_bytes: int, alignment: int = 64) -> int:
-        """Address of the next ``num_bytes``.
+        """Takes the next ``num_bytes`` and returns their address.
 
         Raises:
             MemoryError: more is taken than the arena was made for.
@@ -88,10 +88,10 @@ class Arena:
         return self.address + start
 
     def take_tensor(self, num_bytes: int) -> torch.Tensor:
-        """The next ``num_bytes`` as a uint8 tensor, 1-D, which keeps the memory.
+        """Takes the next ``num_bytes`` as a uint8 tensor, 1-D, which keeps the memory alive.
 
         Raises:
-            MemoryError: as :meth:`take`.
+            MemoryError: see :meth:`take`.
         """
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -99,7 +99,7 @@ class Arena:
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
 
     def close(self) -> None:
-        """Unpins it, and unmaps what no tensor keeps. No copy may be in flight.
+        """Unpins the memory, and unmaps it unless a tensor keeps it. No copy may be in flight.
 
         May be called twice.
         """

@@ -21,14 +21,14 @@ from hytrain.offload.streams import Streams, event_handle
 logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 60.0
-"""A wait for the worker warns after so long without a finished chunk."""
+"""Time without a finished chunk after which a wait for the worker warns."""
 
 SHRINK_STEPS = 64
-"""Without a move, before pinned memory is given back: layers that come and go shall not have it
-registered anew each time, and placements that are compared, for tens of steps after a move, not
-have the driver held up meanwhile, whose lock every launch takes."""
+"""Steps without a move before pinned memory is given back. Layers that come and go must not have it
+registered anew each time; and placements are compared for tens of steps after a move, in which
+unpinning must not hold the driver's lock, which every launch takes."""
 RELEASE_STEPS = 16
-"""One part of it is given back in so many steps, so that a median of steps does not show it."""
+"""Steps per part that is given back: so few parts do not show in a median of steps."""
 
 _NATIVE = {
     torch.float32: _C.DType.float32,
@@ -42,8 +42,8 @@ class CpuSettings:
     """How the CPU update runs.
 
     Attributes:
-        chunk_elements: most elements of a chunk.
-        direct: updates are committed at once: no gradient stays pending.
+        chunk_elements: the most elements of a chunk.
+        direct: whether updates are committed at once: no gradient stays pending.
         delay_seed: seed of the injected delays.
         max_delay_us: longest random delay before every copy and every pass (tests), in
             microseconds; 0 for none.
@@ -78,12 +78,12 @@ class CpuUpdater:
     def __init__(
         self, layers: Sequence[LayerState], streams: Streams, settings: CpuSettings
     ) -> None:
-        """Takes pinned memory for the CPU-placed layers, registers all and starts the worker.
+        """Takes pinned memory for the CPU-placed layers, registers all layers, starts the worker.
 
-        ``layers``: all layers in forward order, with their state where it is placed.
+        ``layers``: all layers in forward order, with their state in place.
 
         Raises:
-            HostMemoryError: the pinned memory cannot be had; what was taken is given back.
+            HostMemoryError: the pinned memory is refused; what was taken is given back.
         """
         self._all = list(layers)
         self._streams = streams
@@ -93,7 +93,7 @@ class CpuUpdater:
         self._closed = False
         self._steps_without_move = 0
         self.unfetched: dict[int, LayerState] = {}
-        """Layers that were sent, whose gradients may still be on the device, by number."""
+        """Sent layers whose gradients may still be on the device, by number."""
         self.pinned = PinnedMemory(plan, len(self._all), streams.device)
         try:
             self.worker = self._make_worker(settings)
@@ -111,8 +111,8 @@ class CpuUpdater:
 
     def _make_worker(self, settings: CpuSettings) -> _C.UpdateWorker:
         worker = self._worker_on_device(settings)
-        # A function that refers to neither of us: the worker keeps it where no garbage collector
-        # looks.
+        # The function refers neither to this object nor to the worker, which keeps it where no
+        # garbage collector looks.
         worker.on_stall(STALL_SECONDS, partial(_report_stall, self._streams))
         return worker
 
@@ -132,7 +132,7 @@ class CpuUpdater:
         )
 
     def set_threads(self, num_threads: int) -> None:
-        """Threads of the chunks that come; results do not depend on it."""
+        """Sets the number of threads for coming chunks; results do not depend on it."""
         self.worker.set_num_threads(num_threads)
 
     @property
@@ -161,7 +161,7 @@ class CpuUpdater:
         """Takes the pinned memory for the CPU-placed layers and those that are about to be.
 
         Raises:
-            HostMemoryError: the host has not that much.
+            HostMemoryError: the host does not have that much.
         """
         self._steps_without_move = 0
         self.pinned.grow(self.worker, self._on_host(coming))
@@ -177,7 +177,7 @@ class CpuUpdater:
     # -- one step ------------------------------------------------------------------------------
 
     def begin_step(self, sum_limit: float) -> None:
-        """A new step's gradients follow; previews stop past ``sum_limit`` (see ClipSettings)."""
+        """Begins a step's updates; previews stop past ``sum_limit`` (see ClipSettings)."""
         self.worker.begin_step(sum_limit)
 
     def send(self, layer: LayerState, sum_address: int, record: _C.StepRecord) -> None:
@@ -199,7 +199,7 @@ class CpuUpdater:
         if not layer.holds_updates:
             return
         if not self._direct:
-            # An update changes state where it commits the gradient of the step before; where that
+            # An update changes state only by committing the gradient of the step before; once that
             # has been settled there is none.
             self.worker.wait_settled(layer.worker_index)
             if not self.has_pending(layer):
@@ -207,11 +207,11 @@ class CpuUpdater:
         layer.before_update()
 
     def settle(self, layer: LayerState) -> None:
-        """Queues the commit of what is pending; see :meth:`wait_settled`. Waits for nothing."""
+        """Queues the commit of a pending gradient without a wait; see :meth:`wait_settled`."""
         self.submit(layer, _C.Pass.settle)
 
     def wait_settled(self, layer: LayerState) -> None:
-        """Until the layer's state is that of the last step when :meth:`settle` was called."""
+        """Waits until the state is that of the last step before :meth:`settle` was called."""
         self.worker.wait_settled(layer.worker_index)
 
     def submit(self, layer: LayerState, job_pass: _C.Pass) -> None:
@@ -235,7 +235,7 @@ class CpuUpdater:
         return self.worker.cancel_update(layer.worker_index)
 
     def finalize(self, record: _C.StepRecord) -> int:
-        """The step's outcome; returns how many layers have a pass to come."""
+        """Tells the worker the step's outcome; returns how many begun layers need another pass."""
         return self.worker.finalize(record)
 
     def release_fetched(self) -> None:
@@ -254,7 +254,7 @@ class CpuUpdater:
             del self.unfetched[layer.index]
 
     def wait_fetched(self) -> None:
-        """Until the worker has fetched one of the gradients of :attr:`unfetched`."""
+        """Waits until the worker has fetched one of the gradients of :attr:`unfetched`."""
         self.worker.wait_fetched([layer.worker_index for layer in self.unfetched.values()])
 
     def is_fetched(self, layer: LayerState) -> bool:
@@ -266,7 +266,7 @@ class CpuUpdater:
         return self.worker.has_pending(layer.worker_index)
 
     def weights_moved(self, layer: LayerState) -> None:
-        """A layer's training copy is in other memory from now on; none of its jobs is left."""
+        """Tells the worker that a layer's training copy has moved; the layer has no jobs left."""
         spans = self._chunks[layer.index]
         if not spans:
             return
@@ -274,7 +274,7 @@ class CpuUpdater:
         self.worker.move_weights(layer.worker_index, addresses)
 
     def end_step(self) -> None:
-        """A step is final: pinned memory of layers that have left the host is given back in parts.
+        """Ends a step: pinned memory of layers that have left the host is given back in parts.
 
         Raises:
             WorkerError: the update worker has failed.
@@ -284,7 +284,7 @@ class CpuUpdater:
             num_bytes = self.pinned.retire(self.worker, self._on_host(()))
             if num_bytes:
                 logger.info("%.1f MiB of pinned memory are given back", num_bytes / 2**20)
-        # Unpinning waits for the device and holds the driver's lock: one part in so many steps.
+        # Unpinning waits for the device and holds the driver's lock: only one part every few steps.
         elif self.pinned.is_retiring and self._steps_without_move % RELEASE_STEPS == 0:
             self.pinned.release(self.worker)
 
@@ -293,15 +293,15 @@ class CpuUpdater:
     def submit_leave(
         self, layer: LayerState, device: _C.StateArrays, free: torch.cuda.Event | None
     ) -> None:
-        """Queues the move of a layer's state to the device; ``layer.state_ready`` follows it.
+        """Queues the move of a layer's state to the device, with ``layer.state_ready`` behind it.
 
-        What is pending is committed first. The host's state must live until :meth:`is_moving` is
-        false.
+        A pending gradient is committed first. The host's state must live until :meth:`is_moving`
+        is false.
 
         Args:
             layer: the layer; its last step must be final.
             device: where the state goes.
-            free: recorded after all earlier uses of that memory.
+            free: an event recorded after all earlier uses of that memory.
         """
         self._steps_without_move = 0
         handles = event_handle(free), event_handle(layer.state_ready)
@@ -321,27 +321,27 @@ class CpuUpdater:
         Args:
             host: where the state goes.
             device: where it is.
-            ready: recorded after the layer's last update on the device.
+            ready: an event recorded after the layer's last update on the device.
         """
         handle = event_handle(ready)
         self.worker.submit_arrive(layer.worker_index, host, device, handle)
 
     def is_moving(self, layer: LayerState) -> bool:
-        """Whether a move of the layer has not been finished by the worker."""
+        """Whether the worker has yet to finish a move of the layer."""
         return self.worker.is_moving(layer.worker_index)
 
     def wait_moved(self, layer: LayerState) -> None:
-        """Until the worker is done with the layer's moves: their last copies are queued."""
+        """Waits until the worker is done with the layer's moves: their last copies are queued."""
         self.worker.wait_moved(layer.worker_index)
 
     # -- waiting -------------------------------------------------------------------------------
 
     def wait_weights(self, layer: LayerState, *, by_compute: bool = True) -> None:
-        """Until the copy of the layer's newest weights is issued; compute then waits for it.
+        """Waits until the copy of the layer's newest weights is issued; compute then waits for it.
 
         Blocks the host: an event that is not recorded yet could not be waited on.
 
-        ``by_compute``: False: the caller makes another stream wait for the layer's
+        ``by_compute``: if False, the caller makes another stream wait for the layer's
         ``update.weights_ready``.
         """
         if self._streams.is_cuda:
@@ -355,11 +355,11 @@ class CpuUpdater:
             self.worker.wait_complete(layer.worker_index)
 
     def wait_all(self) -> None:
-        """Until no job is left; copies back may still be in flight."""
+        """Waits until no job is left; copies back may still be in flight."""
         self.worker.wait_all()
 
     def wait_copies(self) -> None:
-        """Until the new copies of all layers have been issued; without a device, have arrived."""
+        """Waits until all layers' new copies are issued or, without a device, have arrived."""
         for layer in self.layers:
             self.wait_weights(layer, by_compute=False)
 
@@ -386,12 +386,12 @@ class CpuUpdater:
 
 
 def slot_plan(layers: Sequence[LayerState], settings: CpuSettings) -> SlotPlan:
-    """The pinned memory that these layers' updates need; their state need not be there."""
+    """The pinned memory that these layers' updates need; their state need not exist yet."""
     return _plan(layers, _chunks(layers, settings), settings)
 
 
 def pinned_bytes(layers: Sequence[LayerState], settings: CpuSettings, gpu_layers: int) -> int:
-    """All pinned bytes with the state of all but the first layers on the host."""
+    """All pinned bytes with the state of all but the first ``gpu_layers`` layers on the host."""
     chunks = _chunks(layers, settings)
     plan = _plan(layers, chunks, settings)
     on_host = [number >= gpu_layers for number, spans in enumerate(chunks) for _ in spans]
@@ -420,7 +420,7 @@ def _plan(
 
 
 def native_state(layer: LayerState) -> _C.StateArrays:
-    """Where a layer's state is, on whichever side."""
+    """The addresses of a layer's state, on whichever side it is."""
     return native_arrays(*layer.state, layer.form.seed)
 
 

@@ -1,6 +1,6 @@
 """Updates the layers whose state is on the device: neighbours together, in few launches.
 
-On a step that the host's launches bound, what each launch takes of Python is the step's.
+In launch-bound steps each launch's time in Python lengthens the step.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class UpdateObserver(Protocol):
     def layers_updated(self, sizes: Mapping[int, int]) -> None:
         """The update of one layer, or of several at once, has been queued.
 
-        ``sizes``: elements of each, by its number, in order: how their time is shared out.
+        ``sizes``: elements of each layer by its number, in order; time is divided in proportion.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Layers whose update is queued before that of the next ones.
+    """Layers whose updates are queued together, before those of the next batch.
 
     Attributes:
-        sizes: elements of each, by its number.
+        sizes: elements of each layer, by its number.
         launches: numbers of the grouped launches that update them; None: a launch of
             :func:`device_adam` for each part of the one layer.
-        updated: recorded behind their update; None on a CPU.
+        updated: an event recorded behind their update; None on a CPU.
     """
 
     layers: tuple[LayerState, ...]
@@ -53,7 +53,7 @@ class Batch:
 
 
 def is_groupable(layer: LayerState) -> bool:
-    """Whether its update is only a matter of addresses.
+    """Whether the layer's update can share a launch: only its addresses differ from others'.
 
     Rounded moments have a table of their own, and a shard on the host is written by a copy.
     """
@@ -61,7 +61,7 @@ def is_groupable(layer: LayerState) -> bool:
 
 
 def batches(layers: Sequence[LayerState], limits: GroupLimits = LIMITS) -> list[list[LayerState]]:
-    """Neighbours that are updated together."""
+    """Divides the layers into neighbours that are updated together."""
     sizes, groupable = [x.shard_size for x in layers], [is_groupable(x) for x in layers]
     begins = group_begins(sizes, groupable, limits)
     ends = [*begins[1:], len(layers)]
@@ -69,7 +69,7 @@ def batches(layers: Sequence[LayerState], limits: GroupLimits = LIMITS) -> list[
 
 
 class _Plan:
-    """What stays from step to step while layers, their memory and gradients' dtypes do."""
+    """What stays the same while the layers, their memory and their gradients' dtypes do."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class _Plan:
 def _launches(
     batch: Sequence[LayerState], number: int, dtypes: Sequence[torch.dtype]
 ) -> list[list[Segment]]:
-    """The segments of some layers, each launch of one gradient dtype and one of weights.
+    """The layers' segments by launch, each of one gradient dtype and one dtype of weights.
 
-    ``number``: of the first one's gradient; ``dtypes``: of all gradients.
+    ``number``: that of the first layer's gradient; ``dtypes``: those of all gradients.
     """
     by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[Segment]] = {}
     for gradient, layer in enumerate(batch, number):
@@ -117,10 +117,10 @@ def _launches(
 
 
 class DeviceUpdate:
-    """Makes a step of every layer on the device: of all at once, or of each group as it is whole.
+    """Updates the layers on the device: all at once, or each group when it is complete.
 
-    Where nothing of a step is open (direct commit), a group is updated when its last gradient has
-    come, and its gradients are let go.
+    With direct commit, as nothing about a step is open, a group is updated when its last gradient
+    has come, and its gradients are released.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class DeviceUpdate:
         self._read: list[torch.Tensor] = []
         """Gradients of the last group that was updated in this step's backward."""
         self._computing: torch.cuda.Stream | None = None
-        """Who made them, and has their memory."""
+        """The stream that made them and owns their memory."""
         self._updated: torch.cuda.Event | None = None
-        """Behind the update that reads them."""
+        """The event behind the update that reads them."""
 
     @property
     def layers(self) -> list[LayerState]:
-        """Those on the device that Adam updates."""
+        """The layers on the device that Adam updates."""
         return [
             layer
             for layer in self._layers
@@ -154,13 +154,13 @@ class DeviceUpdate:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of gradients that wait for their update, or that an update reads."""
+        """Bytes of gradients that wait for their update, or that an update reads."""
         waiting = [layer.update.gradient for layer in self.layers]
         waiting += self._read
         return sum(gradient.nbytes for gradient in waiting if gradient is not None)
 
     def whole_group(self, layer: LayerState) -> list[LayerState]:
-        """The layers that are updated with this one, if the gradients of all of them have come."""
+        """The layers updated with this one, if all their gradients have come; otherwise empty."""
         if layer.index not in self._group_of:
             found = batches(self.layers, self._limits)
             self._group_of = {one.index: group for group in found for one in group}
@@ -176,9 +176,9 @@ class DeviceUpdate:
         *,
         leaves_room: bool = False,
     ) -> None:
-        """As :meth:`run`, of one group in backward."""
-        # Of the group before: its update has had the time of this one's backward, so that compute
-        # hardly ever stands still for it.
+        """Queues the updates of one group in backward; for arguments see :meth:`run`."""
+        # Gradients of the group before: its update has had the time of this one's backward, so that
+        # compute hardly ever stands still for it.
         self.let_go()
         gradients = [one.update.gradient for one in group if one.update.gradient is not None]
         self._run(
@@ -188,7 +188,7 @@ class DeviceUpdate:
         self._computing = self._streams.now_computing()
 
     def let_go(self) -> None:
-        """The memory of gradients that updates were given is compute's again."""
+        """Gives the memory of gradients that updates have read back to compute."""
         if self._computing is not None and self._updated is not None:
             # Without this wait compute could write to it while the update still reads.
             # (``record_stream`` would keep it for as long as the host is ahead of the device.)
@@ -196,7 +196,7 @@ class DeviceUpdate:
         self._read, self._updated = [], None
 
     def end_step(self) -> None:
-        """The step is final: layers may move."""
+        """Ends a step that is final: layers may move."""
         self.let_go()
         self._group_of = {}
 
@@ -259,7 +259,7 @@ class DeviceUpdate:
         num_groups: int,
         limits: GroupLimits,
     ) -> _Plan:
-        """The plan of these layers' memory; within ``on_update``."""
+        """The plan for these layers' present memory; to be called within ``on_update``."""
         key = (
             num_groups,
             limits,
@@ -302,7 +302,7 @@ class DeviceUpdate:
             update = layer.update
             assert update.gradient is not None
             if lets_go:
-                # It is dropped below, with the launch that reads it still to run.
+                # It is dropped below, before the launch that reads it has run.
                 self._streams.used_on_update(update.gradient)
             update.apply(batch.updated)
         for observer in observers:

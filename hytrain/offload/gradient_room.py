@@ -1,9 +1,9 @@
 """Room on the device for the passes, while gradients wait there for the CPU's update.
 
-A CPU-placed layer's gradient stays on the device until the worker has fetched it. Where the worker
-is slower than backward, or carries the state of layers that move, many are there at once. The
-placement is planned with a few of them (:attr:`GradientRoom.kept`). What comes beyond that takes
-memory that is free; where the passes need it, they wait for the worker.
+A CPU-placed layer's gradient stays on the device until the worker has fetched it. If the worker
+is slower than backward, or copies the state of layers that move, many are there at once. The
+placement is planned with a few of them (:attr:`GradientRoom.kept`). Any others take free memory; if
+the passes need it, they wait for the worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hytrain.offload.streams import Streams
 
 
 class GradientRoom:
-    """Makes the passes wait where gradients on their way to the host would leave them no memory."""
+    """Makes the passes wait if gradients on their way to the host would leave them no memory."""
 
     def __init__(self, layers: Sequence[LayerState], cpu: CpuUpdater, streams: Streams) -> None:
         self._cpu = cpu
@@ -29,24 +29,24 @@ class GradientRoom:
         self._next_layer = 2 * max(whole, default=0)
         self.kept = self._next_layer + 2 * max(sizes, default=0)
         """Bytes that every placement leaves to gradients in flight: beside those of the layer whose
-        backward runs, one that the worker updates and one that waits, so that both work."""
+        backward runs, one that the worker updates and one that waits, so that neither idles."""
         self._most = self._most_in_forward = 0
         self.is_watching = False
-        """Memory may become short before the next step's last backward."""
+        """Whether memory may become short before the next step's last backward."""
         self.num_waits = 0
-        """Layers' gradients that have been waited for so far."""
+        """How often a pass has waited for the worker to fetch a gradient so far."""
 
     def begin_step(
         self, limit: int, reserve: int, transient: int | None, growth: int | None
     ) -> None:
-        """A step's last backward begins; its activations are there.
+        """Sets the limits of a step whose last backward begins; its activations are there.
 
         Args:
             limit: bytes of the device that this process may use.
             reserve: bytes that stay free; gaps between blocks may take them.
             transient: bytes that a layer's backward allocates and frees beside its gradients.
-                None, before a step has shown them: half of what is free is left to them.
-            growth: the most bytes that a layer's forward leaves to its backward. None, before a
+                None before a step has shown them: half of the free memory is left to them.
+            growth: the most bytes that a layer's forward leaves to its backward. None before a
                 step has shown them: the next forward waits for all gradients.
         """
         allocated = allocated_bytes(self._device)[0]
@@ -64,7 +64,7 @@ class GradientRoom:
         self._most = self._most_in_forward
 
     def stop(self) -> None:
-        """No gradient of this step leaves for the host."""
+        """Stops watching: no gradient of this step leaves for the host."""
         self.is_watching = False
 
     @property
@@ -81,11 +81,11 @@ class GradientRoom:
         return allocated_bytes(self._device)[0] > self._most
 
     def wait(self) -> None:
-        """Until the worker has fetched so many that the pass has room, or all.
+        """Waits until the worker has fetched enough gradients that the pass has room, or all.
 
         Without this wait what the next layer allocates would not fit beside gradients that are
-        still on the device: the placement leaves room to :attr:`kept` of them only. The worker
-        needs nothing of this thread for that: whatever a gradient waits for, other ranks'
+        still on the device: the placement leaves only :attr:`kept` bytes to them. The worker
+        needs nothing from this thread to fetch them: whatever a gradient waits for, other ranks'
         collectives included, was queued before it was sent.
         """
         while self.is_short:

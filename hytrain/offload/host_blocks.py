@@ -1,4 +1,4 @@
-"""Host memory for what leaves the device for a while: taken at once, kept for the next time."""
+"""Host memory for tensors that leave the device temporarily: taken in one block, then reused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hytrain.offload.arena import Arena
 
 _ALIGNMENT = 64
 _MOST_WASTE = 1.25
-"""A kept block of more than so many times what is needed is given back instead."""
+"""A kept block of more than this many times the needed size is given back instead."""
 _REMEDY = (
     "offload less (the argument `include`), raise the limit of this process, or leave the state "
     "where it is"
@@ -20,7 +20,7 @@ _REMEDY = (
 
 
 class HostBlock:
-    """One mapping, cut into tensors that own it: it goes when the last of them does."""
+    """One mapping, cut into tensors that own it: it is freed with the last of them."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class HostBlock:
         """
         Args:
             num_bytes: exact number of bytes, rounded up to whole pages (at least one).
-            device: whose copies use the memory.
+            device: the device whose copies use the memory.
             pin: whether to register it with the driver.
             purpose: what it is for, in an error or a warning.
-            remedy: what the user can do where there is none.
+            remedy: what the user can do if there is none, in an error.
 
         Raises:
             HostMemoryError: the mapping is refused.
@@ -50,7 +50,7 @@ class HostBlock:
     def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Memory for each of the tensors, from the front: same shape, strides and dtype.
 
-        ``tensors``: dense, as :func:`is_dense`; together at most :func:`block_bytes`.
+        ``tensors``: dense, see :func:`is_dense`; their :func:`block_bytes` fit into the block.
         """
         found: list[torch.Tensor] = []
         at = 0
@@ -62,13 +62,15 @@ class HostBlock:
         return found
 
     def close(self) -> None:
-        """Unpins it. No copy may be in flight. Tensors that are still referred to stay readable."""
+        """Unpins the memory. No copy may be in flight. Tensors that are still in use stay valid."""
         self._arena.close()
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, 1-D. What is saved or sent of a tensor is all of its storage; and torch.save
-    refuses tensors of two dtypes in one.
+    """Returns the same memory, 1-D, as a storage of its own.
+
+    Saving or sending a tensor takes all of its storage, and torch.save refuses tensors of two
+    dtypes in one.
     """
     begin = tensor.storage_offset() * tensor.element_size()
     part = tensor.untyped_storage()[begin : begin + tensor.nbytes]
@@ -76,12 +78,12 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pinned_zeros(num_bytes: int, device: torch.device, purpose: str) -> torch.Tensor:
-    """A block's memory, uint8, 1-D: unpinned when the tensor that is returned goes.
+    """Returns a block's memory, uint8, 1-D, which is unpinned when the returned tensor is freed.
 
     No copy may be in flight then.
 
     Raises:
-        HostMemoryError: there is none.
+        HostMemoryError: there is not enough memory.
     """
     block = HostBlock(num_bytes, device, pin=True, purpose=purpose, remedy=STATE_REMEDY)
     (memory,) = block.cut([torch.empty(num_bytes, dtype=torch.uint8, device="meta")])
@@ -96,7 +98,7 @@ def block_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are all of a block of memory, each once, in whatever order."""
+    """Whether the tensor's elements fill a block of memory, each once, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -107,7 +109,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 class HostBlocks:
-    """Blocks that are in use, and pinned ones that wait for the next time."""
+    """Blocks that are in use, and pinned ones that are kept for reuse."""
 
     def __init__(self, device: torch.device, purpose: str) -> None:
         """``device``: whose copies use the memory; ``purpose``: what it is for, in an error or a
@@ -116,7 +118,7 @@ class HostBlocks:
         self._device = device
         self._purpose = purpose
         self._used: list[tuple[HostBlock, bool]] = []
-        """And whether it is to be kept."""
+        """Each block, and whether it is to be kept."""
         self._kept: list[HostBlock] = []
 
     @property
@@ -126,12 +128,12 @@ class HostBlocks:
         return used + sum(block.num_bytes for block in self._kept)
 
     def take(self, tensors: Sequence[torch.Tensor], *, pin: bool) -> list[torch.Tensor]:
-        """Memory for each of the tensors, of the same layout; contents are undefined.
+        """Takes memory for each of the tensors, of the same layout; contents are undefined.
 
-        ``pin``: whether to pin the memory, and to keep it for the next time.
+        ``pin``: whether to pin the memory, and to keep it for reuse.
 
         Raises:
-            HostMemoryError: the host has not that much; nothing has been taken.
+            HostMemoryError: the host does not have that much; nothing has been taken.
         """
         needed = block_bytes(tensors)
         block = self._reuse(needed) if pin else None
@@ -146,12 +148,12 @@ class HostBlocks:
                 self._kept.remove(block)
                 return block
         if self._kept:
-            # What is being taken is of another size: kept as well, memory would grow for ever.
+            # The new block has another size: if both were kept, memory would grow without end.
             self.close_kept()
         return None
 
     def give_back(self) -> None:
-        """Nothing is used any more; pinned blocks are kept, as pinning takes longer than copies."""
+        """Takes all blocks out of use; pinned ones are kept: pinning takes longer than copying."""
         for block, keep in self._used:
             if keep:
                 self._kept.append(block)
@@ -160,7 +162,7 @@ class HostBlocks:
         self._used.clear()
 
     def close_kept(self) -> None:
-        """Gives back what is kept."""
+        """Gives back the blocks that are kept."""
         if self._kept and self._device.type == "cuda":
             # Without this wait a copy from the block could still be in flight.
             torch.cuda.synchronize(self._device)

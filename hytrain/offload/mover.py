@@ -27,27 +27,27 @@ class _Move:
     old_state: torch.Tensor
     gradient: torch.Tensor | None
     event: torch.cuda.Event | None
-    """The worker has only its handle, which would be invalid once torch destroys the event."""
+    """The worker has only the event's handle, which is invalid once torch destroys the event."""
 
 
 class LayerMover:
-    """Re-places layers; the worker carries the bytes."""
+    """Changes the placement of layers; the worker copies the bytes."""
 
     def __init__(self, cpu: CpuUpdater, streams: Streams) -> None:
         self._cpu = cpu
         self._streams = streams
         self._moves: list[_Move] = []
         self._leaving: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
-        """Pinned state that is being copied to the device, and what is behind the copy."""
+        """Pinned state that is being copied to the device, and the event behind the copy."""
 
     def to_gpu(self, layer: LayerState) -> None:
-        """A CPU-placed layer is updated on the device from the next step on.
+        """Moves a layer's state to the device, for its updates from the next step on.
 
-        What is pending is committed on the host first, by the kernel that previewed it.
+        A pending gradient is committed on the host first, by the kernel that previewed it.
 
         Raises:
-            torch.OutOfMemoryError, HostMemoryError: the device, which may be the CPU, has not
-                enough memory for the state; nothing has changed.
+            torch.OutOfMemoryError, HostMemoryError: the device, which may be the CPU, does not
+                have enough memory for the state; nothing has changed.
         """
         if layer.form.optimizer is not None:
             layer.before_update()
@@ -56,10 +56,10 @@ class LayerMover:
         # A move to the host that is under way keeps the state that it reads on the device: without
         # this wait the device would have to hold two.
         self._cpu.wait_moved(layer)
-        layer.before_update()  # what is pending is committed
+        layer.before_update()  # a pending gradient is committed
         memory = self._device_memory(layer)
         # The allocator gives memory in compute's order: without the event the copy could overwrite
-        # what a kernel that is queued still reads there.
+        # what a queued kernel still reads there.
         free = self._streams.new_event()
         if layer.state_ready is None:
             layer.state_ready = self._streams.new_event()
@@ -73,29 +73,29 @@ class LayerMover:
         while True:
             give_back_cached(self._streams.device, size)
             try:
-                with taking_host_memory(_state_of(layer), size):  # where the device is the CPU
+                with taking_host_memory(_state_of(layer), size):  # if the device is the CPU
                     return torch.empty(size, dtype=torch.uint8, device=self._streams.device)
             except torch.OutOfMemoryError:
                 if not self._cpu.unfetched:
                     raise
-                # A placement leaves room to few gradients in flight, and more may be there. Without
-                # this wait a layer that fits would be taken for one that does not.
+                # A placement leaves room for few gradients in flight, and more may be there.
+                # Without this wait a layer that fits would be taken for one that does not.
                 self._cpu.wait_fetched()
                 self._cpu.release_fetched()
 
     def to_cpu(self, layer: LayerState) -> None:
-        """A GPU-placed layer is updated on the host from the next step on.
+        """Moves a layer's state to the host, for its updates from the next step on.
 
         Raises:
-            HostMemoryError: the host has not enough memory for the state or its pinned gradient;
-                nothing has changed.
+            HostMemoryError: the host does not have enough memory for the state or its pinned
+                gradient; nothing has changed.
         """
         if layer.form.optimizer is not None:
             old = layer.state
             self._copy_state(layer, "streamed")
             for part in old:
                 assert isinstance(part, torch.Tensor)
-                # It is dropped here with the copy still to run: compute would write there.
+                # It is dropped here before the copy has run: compute would write there.
                 self._streams.used_on_update(part)
             return
         # The event below then covers an earlier move to the device, too: without this wait the copy
@@ -112,15 +112,15 @@ class LayerMover:
         layer.moving = True
 
     def _copy_state(self, layer: LayerState, placement: Placement) -> torch.cuda.Event | None:
-        """Of a layer that the worker does not know; returns the event behind the copy."""
+        """Copies the state of a layer unknown to the worker; returns the event behind the copy."""
         old = layer.state
         if placement == "gpu":
             memory = self._device_memory(layer)
         else:
             memory = pinned_zeros(layer.bytes_at(placement), self._streams.device, _state_of(layer))
-        # On the update's stream, after compute, whose memory it may have been. State on the device
-        # is written there; that of the host comes from another stream: without the wait the copy
-        # could be half of the step before.
+        # On the update's stream, after compute, which may have used the memory. State on the device
+        # is written on that stream; state on the host, by another one: without the wait half of the
+        # copy could be of the step before.
         with self._streams.on_update():
             self._streams.update_waits(layer.state_ready)
             layer.place(placement, memory)
@@ -138,7 +138,7 @@ class LayerMover:
         layer.update.release_gradient()
 
     def wait(self, layer: LayerState) -> None:
-        """Before a GPU-placed layer's state is used on the update stream."""
+        """Waits for a GPU-placed layer's move, before its state is used on the update stream."""
         if not layer.moving:
             return
         # First until the worker has recorded the event (a wait on an older record would pass at
@@ -168,7 +168,7 @@ class LayerMover:
             elif move.layer.placement == "cpu":
                 move.layer.moving = False
         self._moves = still
-        # Unpinned before the copy is done, it could fault, or read what has come there since.
+        # Were memory unpinned before, the copy could fault, or read what has come there since.
         self._leaving = [(m, e) for m, e in self._leaving if e is not None and not e.query()]
 
     def close(self) -> None:

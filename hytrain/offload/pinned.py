@@ -1,4 +1,4 @@
-"""Pinned memory of the update worker: it follows the layers that are on the host."""
+"""The update worker's pinned memory, which grows and shrinks with the layers on the host."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hytrain.offload.slots import NUM_OUTGOING, SlotPlan
 
 _CACHE_LINE = 64
 _ARENA_BYTES = 64 << 20
-"""Memory is given back in such parts: large enough that registering one costs little beside its
-pages, small beside all of it."""
+"""Size of the parts in which memory is given back: large enough that registering one costs little
+compared with its pages, small compared with all of it."""
 _MOST_ARENAS = 64
-"""Of a slot class, taken at a time."""
+"""The most arenas that are taken for a slot class at a time."""
 
 
 def norm_bytes(num_layers: int) -> int:
-    """Of the layers' norms: a cache line each, as the worker reads one while the device writes the
-    next."""
+    """Bytes of the layers' norms: a cache line each, as the worker reads one while the device
+    writes the next."""
     return num_layers * _CACHE_LINE
 
 
@@ -31,7 +31,7 @@ class _Slots:
     """Slots of one class in memory of their own."""
 
     number: int
-    """Of the class."""
+    """The class's number."""
     count: int
     arena: Arena
 
@@ -39,9 +39,9 @@ class _Slots:
 class PinnedMemory:
     """Gives the worker the slots and buffers that the layers on the host need.
 
-    Slots are swapped, so that other layers' pending gradients may be in any of them: those of
-    layers that have left are *retired* first. The worker gives a retired slot no gradient any more,
-    and an update later it has none; then its memory is given back.
+    Slots are swapped, so that any of them may hold other layers' pending gradients: those of
+    layers that have left are *retired* first. The worker puts no new gradient into a retired slot,
+    which is empty one update later; then its memory is given back.
     """
 
     def __init__(self, plan: SlotPlan, num_norms: int, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class PinnedMemory:
         return sum(arena.num_bytes for arena in self._arenas)
 
     def take_norm(self) -> int:
-        """Address of the next layer's float64."""
+        """Returns the address of the next layer's norm, a float64."""
         return self._norms.take(8, _CACHE_LINE)
 
     def _counts(self) -> list[int]:
@@ -79,11 +79,11 @@ class PinnedMemory:
     def grow(self, worker: _C.UpdateWorker, on_host: Sequence[bool]) -> None:
         """Takes what is missing for the chunks on the host.
 
-        ``worker``: whose it becomes; ``on_host``: for each chunk of the plan, whether its state is
-        on the host.
+        ``worker``: is given the memory; ``on_host``: for each chunk of the plan, whether its state
+        is on the host.
 
         Raises:
-            HostMemoryError: the host has not that much; nothing has been taken.
+            HostMemoryError: the host does not have that much; nothing has been taken.
         """
         outgoing: Arena | None = None
         with ExitStack() as taken:  # all of it, or nothing
@@ -114,7 +114,7 @@ class PinnedMemory:
         return self._plan.classes[number].slot_bytes
 
     def _parts(self, number: int, count: int) -> list[int]:
-        """So many slots in the parts that can be given back."""
+        """Divides ``count`` slots into the parts in which they can be given back."""
         most = max(_ARENA_BYTES // self._slot_bytes(number), -(-count // _MOST_ARENAS), 1)
         return [min(most, count - begin) for begin in range(0, count, most)]
 
@@ -148,7 +148,7 @@ class PinnedMemory:
         return bool(self._retired)
 
     def release(self, worker: _C.UpdateWorker) -> None:
-        """Gives back one part that the worker has let go of: unregistering it takes a while.
+        """Gives back one part that the worker has let go of; unregistering it takes a while.
 
         No copy is in flight there: the worker has waited for the events of all of them.
         """

@@ -15,24 +15,24 @@ from hytrain.kernels.host_limits import describe_free_memory
 logger = logging.getLogger(__name__)
 
 _MAX_REGISTER = 64 << 30
-"""Bytes. Very large single registrations fail on some drivers."""
+"""The most bytes per registration: very large ones fail on some drivers."""
 _PROBE_BYTES = 32 << 20
 _PROBE_COPIES = 3
 
 
 class Pinning:
-    """The registration of one mapping; without it copies are slower and block, but correct."""
+    """The registration of one mapping; without it copies are slower and block, but are correct."""
 
     def __init__(
         self, address: int, num_bytes: int, device: torch.device, purpose: str, *, pin: bool = True
     ) -> None:
         """
         Args:
-            address: where the mapping begins, at a page.
-            num_bytes: whole pages.
-            device: whose copies use the memory; nothing is done for a CPU.
+            address: where the mapping begins, page-aligned.
+            num_bytes: its size, in whole pages.
+            device: the device whose copies use the memory; nothing is done for a CPU.
             purpose: what the memory is for, in the warning that it cannot be pinned.
-            pin: False: nothing is done.
+            pin: if False, nothing is done.
         """
         self._registered: list[int] = []
         if pin and device.type == "cuda":
@@ -50,8 +50,8 @@ class Pinning:
             result = runtime.cudaHostRegister(address + offset, length, 0)
             if int(result) != 0:
                 self.release()
-                # The driver keeps the error, and torch would raise it at the next kernel, whose it
-                # is not. This is the next kernel.
+                # The driver keeps the error, and torch would raise it at the next kernel, however
+                # unrelated. This is the next kernel.
                 with suppress(RuntimeError):
                     torch.zeros(1, device=device)
                 _warn(num_bytes, purpose, int(result), device)
@@ -59,7 +59,7 @@ class Pinning:
             self._registered.append(address + offset)
 
     def release(self) -> None:
-        """Unregisters it. No copy may be in flight. May be called twice."""
+        """Unregisters the memory. No copy may be in flight. May be called twice."""
         for address in self._registered:
             cast(Any, torch.cuda.cudart()).cudaHostUnregister(address)
         self._registered.clear()
@@ -69,7 +69,7 @@ _warned: set[torch.device] = set()
 
 
 def _warn(num_bytes: int, purpose: str, result: int, device: torch.device) -> None:
-    """Once a device: what failed, and what it costs; copies from pageable memory are correct."""
+    """Warns once per device: what failed and what it costs; pageable copies are correct."""
     if device in _warned:
         logger.info("%.2f GiB of host memory for %s are not pinned", num_bytes / 2**30, purpose)
         return
@@ -87,7 +87,7 @@ def _warn(num_bytes: int, purpose: str, result: int, device: torch.device) -> No
 
 @cache
 def measured_loss(device: torch.device) -> str:
-    """Rates of copies to the host, for people; empty where they cannot be had."""
+    """Rates of copies to the host, in words; empty if they cannot be measured."""
     try:
         here = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
         pageable = copy_rate(torch.zeros(_PROBE_BYTES, dtype=torch.uint8), here)
@@ -101,7 +101,7 @@ def measured_loss(device: torch.device) -> str:
 
 
 def copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Bytes a second of the fastest of a few copies between a device and the host."""
+    """Bytes per second of the fastest of a few copies between a device and the host."""
     device = target.device if target.is_cuda else source.device
     seconds: list[float] = []
     for _ in range(_PROBE_COPIES + 1):

@@ -42,7 +42,7 @@ class SlotPlan:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of all outgoing buffers."""
+        """Bytes of all outgoing buffers."""
         return NUM_OUTGOING * self.outgoing_bytes
 
     def counts(self, on_host: Sequence[bool]) -> list[int]:
@@ -59,7 +59,7 @@ class SlotPlan:
         ]
 
     def slot_bytes(self, counts: Sequence[int]) -> int:
-        """Bytes of so many slots of each class."""
+        """Bytes of ``counts`` slots, one count per class."""
         return sum(c.slot_bytes * count for c, count in zip(self.classes, counts, strict=True))
 
     def pinned_bytes(self, on_host: Sequence[bool]) -> int:
@@ -87,7 +87,7 @@ def plan_slots(
         gradient_bytes: bytes of each chunk's gradient.
         outgoing_bytes: bytes of each chunk's outgoing copy.
         keeps_pending: whether gradients stay until the next update commits them; with direct
-            commit the ring alone is needed.
+            commit only the ring is needed.
 
     Returns:
         The plan. A class wastes at most an eighth of a slot, so pinned memory stays close to the

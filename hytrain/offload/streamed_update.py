@@ -1,8 +1,9 @@
 """Updates on the device with state that comes from the host, piece by piece, and goes back there.
 
 It begins when the step's outcome is known: nothing is previewed, and nothing is taken back. Two
-pieces are in flight: one comes, or leaves, while the other is updated. Layers follow in the order
-in which the next forward uses them. Those whose state is on the device lack the copies only.
+pieces are in flight: one comes, or leaves, while the other is updated. Layers are updated in the
+order in which the next forward uses them. If a layer's state is on the device, only the copies are
+left out.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from hytrain.offload.update_groups import IN_FLIGHT
 from hytrain.trace.recorder import Recorder
 
 PIECE_ELEMENTS = 2**25
-"""Of a piece, at most; a larger matrix is one. A copy of 256 MiB takes 5 ms: long beside what
-starting one takes, short beside a step."""
+"""The most elements of a piece; a larger matrix is one piece. A copy of 256 MiB takes 5 ms: long
+compared with starting one, short compared with a step."""
 _WORK_BYTES = 16
-"""An element of what is updated at once: its fp32 gradient, momentum that is kept in fewer bytes, a
-quotient in fp32 and one in half, and products of that size."""
+"""Bytes per element of what is updated at once: its fp32 gradient, momentum that is kept in fewer
+bytes, a quotient in fp32 and one in half precision, and products of that size."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What is updated at once: ``[begin, end)`` of the shard, all of it one parameter's."""
+    """What is updated at once: ``[begin, end)`` of the shard, all of one parameter."""
 
     slot: ParameterSlot
     group: int
@@ -50,8 +51,8 @@ class _Buffer:
 
     Attributes:
         memory: uint8.
-        came: the state has come.
-        left: that of the piece before has left.
+        came: event: the state has come.
+        left: event: the state of the piece before has left.
     """
 
     memory: torch.Tensor
@@ -60,10 +61,10 @@ class _Buffer:
 
 
 class StreamedUpdate:
-    """Makes a step of every layer that has a :class:`DeviceOptimizer`."""
+    """Updates every layer that has a :class:`DeviceOptimizer`."""
 
     def __init__(self, layers: Sequence[LayerState], streams: Streams) -> None:
-        """Takes the buffers, where the state of a layer is on the host."""
+        """Takes the buffers, if the state of any layer is on the host."""
         self.layers = [layer for layer in layers if layer.form.optimizer is not None]
         self._streams = streams
         self._pieces = {layer.index: pieces_of(layer) for layer in self.layers}
@@ -74,25 +75,25 @@ class StreamedUpdate:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of gradients on the device that wait for the step's outcome."""
+        """Bytes of gradients on the device that wait for the step's outcome."""
         gradients = [layer.update.gradient for layer in self.layers]
         return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
     @property
     def buffer_bytes(self) -> int:
-        """Of device memory for pieces."""
+        """Bytes of device memory for pieces."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def fit_buffers(self) -> None:
-        """Has them while any state is on the host, and only then.
+        """Takes the buffers if any state is on the host, and frees them if none is.
 
-        To be called before a step's update, which could not be ended without memory for them.
+        To be called before a step's update, which could not be completed without memory for them.
         """
         is_needed = any(layer.placement == "streamed" for layer in self.layers)
         if is_needed == bool(self._buffers):
             return
-        # Without this wait the first copy could write to memory that a kernel that is queued still
-        # reads; and memory that is given back could be given out with a copy from it in flight.
+        # Without this wait the first copy could write to memory that a queued kernel still reads;
+        # and memory that is given back could be given out with a copy from it in flight.
         self._streams.synchronize()
         self._buffers = []
         if is_needed:
@@ -115,7 +116,7 @@ class StreamedUpdate:
     def begin(self) -> None:
         """Queues the copies of the first pieces: state does not depend on the step's outcome.
 
-        Whether :meth:`run` follows or not, nothing of the state changes by that.
+        Whether :meth:`run` follows or not, this changes no state.
         """
         self._queue = [
             (layer, piece)
@@ -127,7 +128,7 @@ class StreamedUpdate:
             self._bring(number)
 
     def _bring(self, number: int) -> None:
-        """Queues the copy of a piece's state to its buffer, if there is one more."""
+        """Queues the copy of a piece's state to its buffer, if there is such a piece."""
         if number >= len(self._queue):
             return
         layer, piece = self._queue[number]
@@ -144,7 +145,7 @@ class StreamedUpdate:
     def run(
         self, hyper: Sequence[AdamHyper], outcome: torch.Tensor, trace: Recorder | None
     ) -> None:
-        """Queues all updates, behind :meth:`begin`; the host waits for nothing.
+        """Queues all updates, after :meth:`begin`; the host waits for nothing.
 
         ``outcome``: fp32, on the device; the first element is the gradients' scale. ``trace``: is
         told of each layer's update.
@@ -176,7 +177,7 @@ class StreamedUpdate:
         hyper: Sequence[AdamHyper],
         outcome: torch.Tensor,
     ) -> None:
-        """Of state that is on the host; within ``on_update``."""
+        """Updates a piece whose state is on the host; to be called within ``on_update``."""
         buffer = self._buffers[number % IN_FLIGHT]
         arrays = _cut(layer, buffer, piece)
         # Without this wait the update could read state that is still on its way.
@@ -203,7 +204,7 @@ class StreamedUpdate:
         for unit in piece:
             at = slice(unit.begin - piece[0].begin, unit.end - piece[0].begin)
             weight, *states = (x[at].view(unit.shape) for x in arrays)
-            values = [state.float() for state in states]  # themselves where they are kept so
+            values = [state.float() for state in states]  # the same tensors if they are fp32
             own = gradient[unit.begin : unit.end].to(torch.float32, copy=True).mul_(outcome[0])
             low, high = layer.begin + unit.begin, layer.begin + unit.end
             read, parameter = hyper[unit.group].values, unit.slot.parameter
@@ -217,25 +218,25 @@ class StreamedUpdate:
     def _queued(self, layer: LayerState) -> None:
         update = layer.update
         assert update.gradient is not None
-        # It is dropped below, with the launches that read it still to run.
+        # It is dropped below, before the launches that read it have run.
         self._streams.used_on_update(update.gradient)
         # Behind each layer: the first layers' forward need not wait for the last's update. Without
         # the event forward would read weights that are being written.
         update.apply(self._streams.record_update())
 
     def skip(self) -> None:
-        """The step is not made: gradients are dropped, and nothing has changed."""
+        """Skips the step: gradients are dropped, and nothing has changed."""
         for layer in self.layers:
             layer.update.release_gradient()
 
 
 def _state(layer: LayerState, piece: Sequence[_Unit]) -> list[torch.Tensor]:
-    """A piece of a layer's master weights and state tensors, where these are."""
+    """A piece of a layer's master weights and state tensors, wherever these are."""
     return [x[piece[0].begin : piece[-1].end] for x in _tensors(layer.state)]
 
 
 def _cut(layer: LayerState, buffer: _Buffer, piece: Sequence[_Unit]) -> list[torch.Tensor]:
-    """A buffer's memory for a piece of a layer's state."""
+    """A buffer's memory, cut into the tensors of a piece of a layer's state."""
     numel = piece[-1].end - piece[0].begin
     memory = buffer.memory[: layer.form.state_bytes(numel)]
     return _tensors(layer.form.split(memory, numel))
@@ -246,20 +247,20 @@ def _tensors(arrays: StateArrays) -> list[torch.Tensor]:
 
 
 def piece_bytes(layer: LayerState) -> int:
-    """Of the state of a layer's largest piece; 0 where Adam updates it."""
+    """Bytes of the state of a layer's largest piece; 0 if Adam updates it."""
     spans = (piece[-1].end - piece[0].begin for piece in pieces_of(layer))
     return layer.form.state_bytes(max(spans, default=0))
 
 
 def work_bytes(layer: LayerState) -> int:
-    """That its update takes on the device beside state and gradient; 0 where Adam makes it."""
+    """Bytes that a layer's update takes on the device beside state and gradient; 0 for Adam."""
     return _WORK_BYTES * max(
         (unit.numel for piece in pieces_of(layer) for unit in piece), default=0
     )
 
 
 def pieces_of(layer: LayerState) -> list[list[_Unit]]:
-    """A layer's shard cut into pieces of whole units, in order."""
+    """A layer's shard cut into pieces of whole units, in order; empty if Adam updates it."""
     if layer.form.optimizer is None:
         return []
     return in_buckets(_units(layer), lambda unit: unit.numel, PIECE_ELEMENTS)

@@ -14,14 +14,14 @@ import torch
 
 _known_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)  # pyright: ignore[reportPrivateUsage]
-"""The handle of a device's current stream; torch makes a Python object of it at every question."""
+"""Returns the handle of a device's current stream; torch itself makes a Python object per call."""
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """As ``torch.cuda.current_stream``, at a tenth of what it takes the host.
+    """Returns the same as ``torch.cuda.current_stream``, in a tenth of its host time.
 
-    It is asked for in every hook, and a handle is one stream for as long as the process lives: what
-    is kept is the object for a handle, not which stream is current.
+    Every hook asks for it. A handle is one stream for as long as the process lives: what is cached
+    is the object for a handle, not which stream is current.
     """
     index: Any = device.index  # may be None
     if index is None:
@@ -69,12 +69,12 @@ class Streams:
         return event
 
     def record_compute(self, event: torch.cuda.Event | None) -> None:
-        """Records the event on the current stream: compute's, but while gradients are reduced."""
+        """Records the event on the current stream: compute, except while gradients are reduced."""
         if event is not None:
             event.record(current_stream(self.device))
 
     def compute_waits(self, event: torch.cuda.Event | None) -> None:
-        """What the compute stream runs from now on comes after the event."""
+        """Makes all later work of the compute stream wait for the event."""
         if event is not None:
             current_stream(self.device).wait_event(event)
 
@@ -96,12 +96,12 @@ class Streams:
             yield
 
     def empty_on_communication(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for what the communication stream makes; within :meth:`on_communication`.
+        """Allocates what the communication stream will write; within :meth:`on_communication`.
 
-        It is the compute stream's: the allocator keeps what a stream has freed for that stream
-        alone, and shards of gradients would take the GPU's memory twice, once as what backward no
-        longer needs, and once more here. The communication stream comes after whatever used the
-        memory before.
+        The memory is the compute stream's: the allocator keeps what a stream has freed for that
+        stream alone, and shards of gradients would take the GPU's memory twice, once as what
+        backward no longer needs, and once more here. The communication stream waits for whatever
+        used the memory before.
         """
         if not self.is_cuda:
             return torch.empty(numel, dtype=dtype, device=self.device)
@@ -116,7 +116,7 @@ class Streams:
         return tensor
 
     def compute_waits_for_communication(self) -> None:
-        """What the compute stream runs from now on comes after all communication so far."""
+        """Makes all later work of the compute stream wait for all communication so far."""
         if self.is_cuda:
             # Without this wait compute reads shards and weights that are still being received.
             current_stream(self.device).wait_stream(self.communication)
@@ -153,7 +153,7 @@ class Streams:
         return self._compute if current == self.communication else current
 
     def update_waits(self, event: torch.cuda.Event | None) -> None:
-        """What the GPU update's stream runs from now on comes after the event."""
+        """Makes all later work of the GPU update's stream wait for the event."""
         if self.is_cuda and event is not None:
             self.update.wait_event(event)
 
@@ -171,7 +171,7 @@ class Streams:
             tensor.record_stream(self.update)
 
     def all_wait_for_compute(self) -> None:
-        """What any stream runs from now on comes after all compute so far."""
+        """Makes all later work of every other stream wait for all compute so far."""
         if self.is_cuda:
             current = current_stream(self.device)
             for stream in self._others:
@@ -186,7 +186,7 @@ class Streams:
     def copying(
         self, way: Literal["in", "out"], after: Iterable[torch.cuda.Event | None]
     ) -> Generator[None]:
-        """Runs the block on the stream that copies streamed state this way, after some events."""
+        """Runs the block on the stream that copies streamed state this way, after the events."""
         if not self.is_cuda:
             yield
             return
@@ -199,7 +199,7 @@ class Streams:
 
     @contextmanager
     def beside(self) -> Generator[None]:
-        """Runs the block on a stream of its own, in a thread of its own: training goes on."""
+        """Runs the block on a new stream; for a thread other than training's, which goes on."""
         if not self.is_cuda:
             yield
             return
@@ -208,7 +208,7 @@ class Streams:
             yield
 
     def states(self) -> list[tuple[str, str]]:
-        """Each stream's name, and whether what it was given is done; empty on a CPU."""
+        """Each stream's name, and whether it is "idle" or "busy"; empty on a CPU."""
         if not self.is_cuda:
             return []
         streams = {

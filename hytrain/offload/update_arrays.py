@@ -1,4 +1,4 @@
-"""The CPU's update over arrays of its own, as training makes it: for measuring its speed."""
+"""Makes the CPU's update as training does, over its own arrays, to measure its speed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PURPOSE = "measuring the CPU's update, for some milliseconds"
 
 
 def array_bytes(moments: MomentsName) -> float:
-    """That :class:`UpdateArrays` take a parameter: state, two gradients and the outgoing copy."""
+    """Bytes per parameter of :class:`UpdateArrays`: state, two gradients and the outgoing copy."""
     return state_bytes_each(moments) + 3 * 2
 
 
 class UpdateArrays:
     """State, gradients and outgoing copy of some parameters, which the kernel updates.
 
-    Chunk by chunk, as in training: at the end of each the threads wait for the last of them, and
-    with 15 of them on 16 cores that took 5 to 9 % of an update (one H100's host).
+    It does so chunk by chunk, as in training: at the end of each the threads wait for the slowest,
+    which took 5 to 9 % of an update with 15 threads on 16 cores (one H100's host).
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class UpdateArrays:
     ) -> None:
         """
         Args:
-            elements: at least.
-            chunk_elements: of a pass, at most; a multiple of 64.
-            threads: that touch all of it, each its own part, as a layer's state is touched, which
-                decides on which nodes it lies.
+            elements: how many to update at least; rounded up to whole blocks.
+            chunk_elements: the most elements of a pass; a multiple of 64.
+            threads: how many touch the memory, each its own part, as a layer's state is touched,
+                which decides on which nodes it lies.
 
         Raises:
-            HostMemoryError: there is no memory for it.
+            HostMemoryError: there is not enough memory.
         """
         self.elements = n = align_up(elements)  # whole blocks of codes
         # In huge pages, like the memory that training updates.
         how = StateFormat(moments)
-        # Touched: what is only read would all be one page of zeros, which lies in the caches.
+        # Touched: memory that is only read would all be one page of zeros, which is in the caches.
         state, *others = (
             host_zeros(num_bytes, dtype=torch.uint8, purpose=PURPOSE, touch_threads=threads)
             for num_bytes in (how.state_bytes(n), 2 * n, 2 * n, 2 * n)
@@ -67,7 +67,7 @@ class UpdateArrays:
         ]
 
     def _chunk(self, part: slice) -> Callable[..., None]:
-        """The pass over a part of it."""
+        """Returns the pass over a part of the arrays."""
         hyper = AdamHyper(lr=1e-3)
         return partial(
             commit_then_preview,
@@ -79,14 +79,14 @@ class UpdateArrays:
         )
 
     def update(self, threads: int) -> float:
-        """Seconds of the passes that training makes."""
+        """Runs the passes that training makes and returns their seconds."""
         begin = time.perf_counter()
         for chunk in self._chunks:
             chunk(num_threads=threads)
         return time.perf_counter() - begin
 
     def sweep(self, threads: int) -> float:
-        """Seconds of a loop that reads and writes the state and computes nothing."""
+        """Runs a loop that only reads and writes the state, and returns its seconds."""
         moments = native_moments(*self.state[1:], None)
         begin = time.perf_counter()
         _C.read_write(self.state.master.data_ptr(), moments, self.elements, threads)

@@ -1,4 +1,4 @@
-"""Which neighbours are updated together on the device. Plain data: plans count launches by it."""
+"""Which neighbours are updated together on the device. Plain data: plans count launches with it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 _ROOM_SHARE = 0.5
-"""Such a group is updated when 1.5 times as long has passed as all before it took. Forward comes to
-it when it has launched those, and need not wait where launching a layer's forward takes 1.5 times
-as long as the layer's update."""
+"""A group with this share of the elements before it is updated when 1.5 times as long has passed as
+all before it took. Forward comes to it when it has launched those, and need not wait if launching a
+layer's forward takes 1.5 times as long as the layer's update."""
 _NO_LIMIT = 1 << 62
 
 
@@ -17,13 +17,13 @@ class GroupLimits:
     """How much is updated together.
 
     Attributes:
-        first_elements: of the first group. The next forward waits for a layer's whole launch: the
-            first one is small, and each may have twice as many elements as the one before it.
-        most_elements: of any group.
-        most_layers: likewise.
-        alone_elements: a layer of more is updated alone: its launch costs little beside its update,
-            and the event behind that lets the next forward begin sooner.
-        earlier_share: a group may have this share of all elements before it as well.
+        first_elements: the most elements of the first group. The next forward waits for a layer's
+            whole launch: the first one is small, and each may be twice as large as the one before.
+        most_elements: the most elements of any group.
+        most_layers: the most layers of any group.
+        alone_elements: a layer with more is updated alone: its launch costs little compared with
+            its update, and the event behind that lets the next forward begin sooner.
+        earlier_share: a group may always have this share of all elements before it.
     """
 
     first_elements: int = 16 << 20
@@ -33,9 +33,9 @@ class GroupLimits:
     earlier_share: float = 0.0
 
     def leaving_room(self) -> GroupLimits:
-        """Where the host's launches set the pace: fewer groups.
+        """Returns the limits for launch-bound steps: fewer groups.
 
-        The next forward is behind the updates then, large ones as well.
+        The next forward then comes after the updates anyway, even after large ones.
         """
         return replace(self, alone_elements=_NO_LIMIT, earlier_share=_ROOM_SHARE)
 
@@ -45,7 +45,7 @@ LIMITS = GroupLimits()
 IN_FLIGHT = 2
 """Pieces of streamed state on the device: one comes or leaves while the other is updated."""
 ONE_GROUP = GroupLimits(_NO_LIMIT, _NO_LIMIT, _NO_LIMIT, _NO_LIMIT)
-"""Of neighbours that may share a launch."""
+"""Limits with which all neighbours that may share a launch are one group."""
 
 
 def group_begins(
@@ -53,7 +53,8 @@ def group_begins(
 ) -> list[int]:
     """The first layer of each group.
 
-    A group depends on the layers before it only: those of the first K layers are these, cut at K.
+    A group depends only on the layers before it: the first K layers alone have the same groups, cut
+    at K.
 
     ``sizes``: elements of each layer's shard, in order; ``groupable``: whether its update may share
     a launch.

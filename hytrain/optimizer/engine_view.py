@@ -15,8 +15,8 @@ class EngineView:
     Attributes:
         is_boundary: whether the current micro-batch ends a step.
         is_reducing: False inside ``no_sync``.
-        begin_window: the next micro-batch is the first of a step.
-        micro_batches: of a step, as accumulation is now.
+        begin_window: makes the next micro-batch the first of a step.
+        micro_batches: how many a step has, as accumulation is now.
     """
 
     is_boundary: Callable[[], bool]
@@ -27,15 +27,15 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What stays the same for all steps.
+    """Settings that stay the same for all steps.
 
     Attributes:
         unscale: undoes the summation of gradients over ranks (1 / ranks for a mean).
         reduce_every_backward: ZeRO-2: gradients are reduce-scattered in every backward, so that
-            between micro-batches a rank keeps its shard only.
+            between micro-batches a rank keeps only its shard.
         overlap_forward: step() returns before the last layers are updated.
-        refuse_unused: step() raises where a trained parameter got no gradient.
-        communication_dtype: what gradients are reduced in; None: in what they are accumulated.
+        refuse_unused: step() raises if a trained parameter got no gradient.
+        communication_dtype: dtype of gradients as they are reduced; None: as they are accumulated.
         divide_first: ``unscale`` is applied before gradients are reduced: in fp16 their sum over
             ranks would overflow at a smaller loss scale than DeepSpeed's mean.
     """

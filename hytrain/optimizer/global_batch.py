@@ -1,4 +1,4 @@
-"""A rank's share of a global batch, and what of its loss counts in the global mean.
+"""A rank's share of a global batch, and how its loss counts in the global mean.
 
 The mean is over the valid tokens of the global batch, as on one GPU that computes all of it: each
 micro-batch's loss is weighted by its share of them, and gradients are summed over micro-batches and
@@ -37,12 +37,13 @@ class BatchEngine(Protocol):
 
 
 def valid_labels(batch: Any) -> torch.Tensor:
-    """Valid tokens of a causal language model's batch: ``labels[:, 1:] != -100``.
+    """The number of valid tokens of a causal language model's batch: ``labels[:, 1:] != -100``.
 
-    Of a part of a sequence, whose ``shift_labels`` begin with its first token's next one, all.
+    Parts of a sequence have ``shift_labels``, which begin with the first token's next one: of these
+    no column is left out.
 
     Raises:
-        UnsupportedError: the batch has neither, of shape [samples, tokens].
+        UnsupportedError: the batch has neither; ``labels`` need the shape [samples, tokens].
     """
     found: dict[str, Any] = dict(batch) if isinstance(batch, Mapping) else {}
     shifted, labels = found.get(SHIFTED_LABELS), found.get(LABELS)
@@ -58,7 +59,7 @@ def valid_labels(batch: Any) -> torch.Tensor:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model's forward returns: itself, ``.loss``, ``["loss"]`` or the first.
+    """The loss in a model's output: itself, ``.loss``, ``["loss"]`` or the first item.
 
     Raises:
         UnsupportedError: there is no scalar tensor.
@@ -83,10 +84,10 @@ class MicroBatches:
 
     Attributes:
         batches: what the model takes: mappings by name, anything else by position.
-        weights: of each one's loss in the global batch's mean; float64, on the device.
-        device: of the losses.
-        absent: micro-batches that other ranks have more, in whose gathers every rank takes part
-            (ZeRO-3).
+        weights: the weight of each one's loss in the global batch's mean; float64, on the device.
+        device: the losses' device.
+        absent: how many micro-batches other ranks have more, in whose gathers every rank takes
+            part (ZeRO-3).
     """
 
     batches: Sequence[Any]
@@ -100,16 +101,16 @@ class MicroBatches:
         if not isinstance(batch, Mapping):
             return model(*batch)
         if SHIFTED_LABELS in batch and LABELS not in batch:
-            # Transformers' models compute a loss where there are labels, and of the shifted ones.
+            # Models of transformers compute a loss if there are labels, from the shifted ones.
             batch = {**batch, LABELS: batch[SHIFTED_LABELS]}
         return model(**batch)
 
     def mean(self) -> torch.Tensor:
-        """A sum of losses that nothing has been added to."""
+        """A new sum of losses, zero, for :meth:`weigh` to add to."""
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def weigh(self, number: int, output: Any, mean: torch.Tensor) -> torch.Tensor:
-        """The loss to run back, 0-dimensional; what it adds to the global mean goes to ``mean``."""
+        """The loss for backward, 0-dimensional; adds its part of the global mean to ``mean``."""
         loss = loss_of(output).reshape(())
         weight = self.weights[number]
         part = loss.detach().double() * weight

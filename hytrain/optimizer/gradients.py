@@ -4,23 +4,23 @@ A parameter's hook may fire more than once in a backward (weights shared by chec
 tiled losses). The first backward counts firings; later a gradient is final at its recorded count.
 DeepSpeed's tiles say which firing is the last of a use, and count as one, however many they are.
 Layers with a parameter that got no gradient then are never sent early: "not yet" and "not this
-time" cannot be told apart. Where more comes than was counted, one rank takes the layer back, and
-counts that many from then on.
+time" cannot be told apart. With one rank, if a parameter fires more often than was counted, its
+layer is taken back, and the larger count holds from then on.
 
-The first backward itself cannot know. With one rank it takes each parameter's first firing for its
-last, so that gradients leave the GPU as they will later, and takes a layer back where that proves
-wrong: the pipeline overwrites no weights of a step that is sent this way before its end. Updates
-that are committed as gradients come cannot be taken back: there it does so only where the device
-does not hold all gradients to the end, and a layer that proves wrong is an error. Several ranks
-send nothing early then: they have not agreed on an order. Under ZeRO-3 they agree on every use of a
-layer, and where the device does not hold all gradients to the end, a layer that backward goes on
-from is taken for complete (:mod:`hytrain.zero3.recorded_pass`).
+The first backward has no counts yet. With one rank it takes each parameter's first firing for its
+last, so that gradients leave the GPU as they will later, and takes a layer back if that proves
+wrong: the pipeline overwrites no weights before the end of a step that is sent this way. Updates
+that are committed as gradients come cannot be taken back: then the first backward does this only if
+the device cannot hold all gradients to the end, and a layer that proves wrong is an error. Several
+ranks send nothing early in the first backward: they have not agreed on an order. Under ZeRO-3 they
+agree on every use of a layer; if the device cannot hold all gradients to the end, a layer is taken
+for complete when backward goes on from it (:mod:`hytrain.zero3.recorded_pass`).
 
-Gradients of a backward that runs within the model's forward are the first of the next backward.
+Gradients of a backward that runs within the model's forward count as the first of the next one.
 
-Layer by layer, all micro-batches of a step are one backward, and a parameter fires for each of
-them; how often is learned for this mode by itself, and what one micro-batch fired counts. The
-order and who may go early are the same in both modes: ranks may differ in theirs.
+In layer-major mode all micro-batches of a step are one backward, and a parameter fires for each of
+them; its firings per micro-batch are learned separately for this mode. The order of the layers, and
+which may go early, are the same in both modes: ranks may differ in their modes.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from hytrain.optimizer.step_state import StepPhase, StepState
 from hytrain.zero3.schedule import GatherSchedule
 
 _JOINED = 6 << 20
-"""Elements. In layers whose parameters have fewer, on average, all gradients are joined by torch:
-host time matters more there than reading the gradients once more for their norm."""
+"""Elements. If a layer's parameters have fewer on average, torch joins all its gradients: host time
+matters more there than reading the gradients once more for their norm."""
 _TOGETHER = 16 << 20
-"""Likewise: with fewer all gradients are taken over in one launch, when the last one has come.
+"""Likewise: with fewer, all gradients are taken over in one launch, when the last one has come.
 
-So in models up to some 5 B, which one GPU of 80 GB can update: there short batches are bound by
-launches. In larger layers those cost little, and gradients that wait are twice in memory."""
+This is so in models up to about 5 B, which one 80 GB GPU can update: there short batches are bound
+by launches. In larger layers launches cost little, and gradients that wait are in memory twice."""
 
 
 class Reducer(Protocol):
-    """Who takes layers' final gradients: :class:`~hytrain.optimizer.reduction.GradientReducer`."""
+    """What takes layers' final gradients: :class:`~hytrain.optimizer.reduction.GradientReducer`."""
 
     def consume(self, gradient: LayerGradient) -> None: ...
     def consume_part(self, gradient: LayerGradient) -> None: ...
@@ -70,11 +70,11 @@ class Reducer(Protocol):
 
 @dataclass(slots=True)
 class _Arrivals:
-    """What of the current backward's gradients has come.
+    """The arrivals of the current backward's gradients so far.
 
     Attributes:
-        firings_before: gradients that had come before it, on this rank.
-        assume_single_use: parameters' first gradients are taken for their last.
+        firings_before: gradients that had come before this backward, on this rank.
+        assume_single_use: each parameter's first gradient is taken for its last.
         next: position in the record's order.
         has_parts: parts of gradients have been reduced.
         has_grown: a layer was taken back: more came than expected.
@@ -90,10 +90,10 @@ class _Arrivals:
 class GradientCollector:
     """Hooks on every trained parameter; calls back once a layer's gradient is final.
 
-    The reducer is called in one order on all ranks, each layer once a backward; without
-    ``collectives`` there is one. Where ``direct``, updates are committed as gradients come, and
+    The reducer is called in the same order on all ranks, for each layer once per backward; without
+    ``collectives`` there is one rank. If ``direct``, updates are committed as gradients come, and
     cannot be withdrawn. ``begin_backward`` is called at the first gradient of a backward that was
-    not announced; where it returns False, autograd keeps the gradient until the next backward.
+    not announced; if it returns False, autograd keeps the gradient until the next backward.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class GradientCollector:
         self._is_shared = collectives is not None and collectives.world_size > 1
         self._direct = direct
         self._can_withdraw = not self._is_shared and not direct
-        """The first backward may consume layers too early: it can take them back.
+        """Whether the first backward may consume layers too early, and take them back.
 
-        With other ranks, these would have to take the same ones back.
+        With other ranks, these would have to take the same layers back.
         """
         for layer in self.layers:
             places = [(slot.offset, slot.numel) for slot in layer.layout.slots]
@@ -131,11 +131,11 @@ class GradientCollector:
         self._device = device
         most = max((layer.layout.size for layer in gradients), default=0)
         self.zeros = Zeros(most, device, is_reduced=self._is_shared)
-        """For gradients of layers that got none."""
+        """Stand-ins for the gradients of layers that got none."""
         self.record: FiringRecord | None = None
-        """None: nothing has come yet, or what was learned did not hold."""
+        """What was learned; None: nothing has come yet, or what was learned did not hold."""
         self.reduce_schedule: GatherSchedule | None = None
-        """Layers are consumed when it says so; else as soon as they are complete, in order."""
+        """Says when layers are consumed; None: in order, as soon as they are complete."""
         self._now = _Arrivals()
         self._has_kept = False  # a backward within a forward has left gradients with autograd
         self.num_firings = 0
@@ -143,10 +143,10 @@ class GradientCollector:
         self._hooks = [LayerHooks(layer, self._hook) for layer in self.layers]
         self._parameters = [p for hooks in self._hooks for p in hooks.parameters]
         self._may_use_single_hooks = not self._is_shared
-        """Layers may get one hook each, when the next backward has ended.
+        """Whether layers may get one hook each when the next backward has ended.
 
-        With other ranks layers are consumed as the schedule that all follow has it, whichever of
-        their gradients this rank has by then: each must have been taken.
+        With other ranks, a layer is consumed when the schedule that all follow says so, whichever
+        of its gradients this rank has by then: each of these must have been taken.
         """
 
     @property
@@ -161,7 +161,7 @@ class GradientCollector:
         self._hooks.clear()  # each refers to this object
 
     def renew_hooks(self) -> None:
-        """Parameters are in other memory: autograd may have new nodes that add up gradients."""
+        """Puts hooks on anew: parameters in other memory may have new accumulation nodes."""
         for hooks in self._hooks:
             hooks.hook_each()
 
@@ -169,8 +169,8 @@ class GradientCollector:
     def may_come(self) -> bool:
         """Whether the graph that is running may bring a trained parameter a gradient.
 
-        Where it comes to none of them it still may if one wants a gradient: parts of the model
-        that were run without a graph (reentrant checkpointing) run one of their own.
+        Even if it comes to none of them, one that requires a gradient may get one: parts of the
+        model that were run without a graph (reentrant checkpointing) run one of their own.
         """
         accumulators = (node for hooks in self._hooks for node in hooks.accumulators)
         if any(will_run(node) for node in accumulators):
@@ -184,11 +184,11 @@ class GradientCollector:
         return self.record is not None and layer_major in self.record.expected
 
     def may_be_early(self, *, layer_major: bool) -> bool:
-        """Whether the next backward of this kind may consume layers that it must take back."""
+        """Whether the next backward of this mode may consume layers too early."""
         return self._can_withdraw and not self.knows(layer_major=layer_major)
 
     def scale(self, unreduced: float, reduced: float) -> None:
-        """Multiplies what is kept for the next step: this rank's own, and what was reduced."""
+        """Multiplies the gradients kept for the next step: this rank's own, and reduced ones."""
         for layer in self.layers:
             layer.flush()
             for kept, factor in ((layer.unreduced_grad, unreduced), (layer.reduced_shard, reduced)):
@@ -197,7 +197,7 @@ class GradientCollector:
             layer.copied_whole = False  # its squares are no longer known
 
     def begin(self) -> None:
-        """A backward has begun (:meth:`StepState.begin_backward`)."""
+        """Prepares for a backward that has begun (:meth:`StepState.begin_backward`)."""
         backward, record = self._step.backward, self.record
         early, layer_major = backward.reduces, backward.layer_major
         if layer_major:
@@ -223,9 +223,9 @@ class GradientCollector:
                 layer.remaining = len(layer.fired)
 
     def layer_done(self, index: int) -> None:
-        """All micro-batches are back at a layer: its gradient looks complete.
+        """Consumes a layer that the backward of all micro-batches has passed, if it looks complete.
 
-        Counts tell it anyhow, but where none have been learned.
+        Only needed while no counts have been learned: later they tell.
         """
         layer = self.layers[index]
         is_reduced = layer.progress is Progress.REDUCED
@@ -233,8 +233,8 @@ class GradientCollector:
             self._close(layer)
 
     def _hook(self, layer: LayerGradient, index: int) -> Hook:
-        # It runs for every parameter of every micro-batch: where those are small, what it takes
-        # the host is what they take. So all of the usual case is here, and calls little.
+        # It runs for every parameter of every micro-batch: if these are small, its host time is
+        # what they take. So the usual case is all here, with few calls.
         number, last = layer.layout.index, len(layer.layout.slots) - 1
         # Python does not see what autograd's nodes refer to: a cycle through one is never freed.
         owner, step = weakref.ref(self), self._step
@@ -268,7 +268,7 @@ class GradientCollector:
                 layer.take(index, gradient, collector._device)
             # Dropped at once: zero_grad() or a second backward could write to a tensor that stays
             # there, and autograd would add the next micro-batch to it. The copy is queued on the
-            # stream that made the gradient, so its memory is reused after the copy only.
+            # stream that made the gradient, so its memory is reused only after the copy.
             parameter.grad = None
             if not vars(parameter).get(IS_READY, True):
                 return
@@ -278,7 +278,7 @@ class GradientCollector:
             if collector.reduce_schedule is not None:
                 layer.uses_before = collector.reduce_schedule.uses_made
             if collector.record is None and layer.fired[index] > 1:
-                layer.remaining = -1  # once more than once: not before the end of this backward
+                layer.remaining = -1  # more than once: final only at the end of this backward
             layer.remaining -= 1
             if layer.remaining == 0:
                 collector._finish(layer)
@@ -304,7 +304,7 @@ class GradientCollector:
                 collector._drop_single_hooks()
                 return
             if not vars(hooks.parameters[last]).get(IS_READY, True):
-                return  # autograd adds up
+                return  # more is to come: autograd adds it up
             if layer.progress is not Progress.COMING:
                 collector._take_more(layer, last)
             gradients = hooks.take()
@@ -323,7 +323,7 @@ class GradientCollector:
         return hook
 
     def _use_single_hooks(self) -> None:
-        """Layers whose parameters get one gradient each have one hook from now on."""
+        """Gives one hook to each layer whose parameters get one gradient each."""
         self._may_use_single_hooks = False
         for hooks in self._hooks:
             hooks.use_single_hook(self._single_hook(hooks))
@@ -337,7 +337,7 @@ class GradientCollector:
                 self._take_some(hooks.layer, gradients)
 
     def _take_some(self, layer: LayerGradient, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients that autograd has kept of a layer; others may come."""
+        """Takes gradients of a layer that autograd has kept; others may come."""
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -350,23 +350,23 @@ class GradientCollector:
                 self._finish(layer)
 
     def take_kept(self) -> None:
-        """A backward has begun: takes what one within its forward has left, as its first."""
+        """Takes, as this backward's first gradients, those that one within its forward has left."""
         if self._has_kept:
             self._has_kept = False
             for hooks in self._hooks:
                 self._take_some(hooks.layer, hooks.take())
 
     def take_left(self) -> None:
-        """Autograd has finished: takes gradients that no hook has told of.
+        """Takes gradients that no hook has reported, once autograd has finished.
 
-        Those of layers whose last one was not what it was, and of parameters whose memory somebody
-        has changed since the hooks were put on.
+        They are of layers whose last gradient was not the usual parameter's, and of parameters
+        whose memory somebody has changed since the hooks were put on.
 
         Raises:
             GradientOrderError: one has come after its layer's last.
         """
         if not self._step.in_backward or not with_gradient(self._parameters):
-            return  # as a rule
+            return  # the usual case
         for hooks in self._hooks:
             left = hooks.left()
             if not left:
@@ -385,7 +385,7 @@ class GradientCollector:
         return any(hooks.left() for hooks in self._hooks)
 
     def _finish(self, layer: LayerGradient) -> None:
-        """A layer has its last gradient, and is consumed with it."""
+        """Marks a layer's gradient as complete, and consumes it as soon as the order allows."""
         layer.progress = Progress.COMPLETE
         if self.record is None:
             self._close(layer)
@@ -393,7 +393,7 @@ class GradientCollector:
             self._advance()
 
     def _take_more(self, layer: LayerGradient, index: int) -> None:
-        """A parameter gets a gradient after its layer was taken for complete."""
+        """Takes a layer back that gets a gradient after it was taken for complete, if possible."""
         if layer.progress is Progress.REDUCED and not self._can_withdraw:
             backward, usual = self._step.backward, 0
             if self.record is not None and backward.layer_major in self.record.expected:
@@ -407,16 +407,16 @@ class GradientCollector:
         self._withdraw(layer)
 
     def _withdraw(self, layer: LayerGradient) -> None:
-        """The layer was taken for complete, and it was not: it waits for the end of backward."""
+        """Takes back a layer that was not complete: it waits for the end of backward."""
         self._reducer.withdraw_gradient(layer)
         layer.progress = Progress.COMING
         layer.remaining = -1
         self._now.has_grown = True
 
     def take_back(self, index: int) -> None:
-        """Weights of a layer whose gradient was consumed are used again in this backward.
+        """Takes back a consumed layer whose weights are used again in this backward.
 
-        Where they are recomputed with, more of the gradient will come.
+        If something is recomputed with them, more of the gradient will come.
 
         Raises:
             GradientOrderError: it cannot be taken back.
@@ -447,7 +447,7 @@ class GradientCollector:
         )
 
     def _advance(self) -> None:
-        """Consumes, in the agreed order, what is final."""
+        """Consumes final gradients in the agreed order."""
         if self.reduce_schedule is not None:
             self.reduce_schedule.gradient_final()
             return
@@ -461,12 +461,12 @@ class GradientCollector:
                 now.next += 1  # complete() takes it
                 continue
             if layer.progress is Progress.COMING:
-                return  # layers behind it wait: reductions must have one order on all ranks
+                return  # later layers wait: reductions must have one order on all ranks
             now.next += 1
             self._close(layer)
 
     def close_if_final(self, index: int) -> bool:
-        """Consumes a layer's gradient if it is complete; whether it has been consumed."""
+        """Consumes a layer's gradient if it is complete; returns whether it has been consumed."""
         if not self._step.is_open:
             return False  # in the forward of a pass that goes on to backward; marks are old ones
         layer = self.layers[index]
@@ -475,7 +475,7 @@ class GradientCollector:
         return layer.progress is Progress.REDUCED
 
     def close(self, index: int) -> None:
-        """Consumes what there is of a layer's gradient, unless it has been consumed."""
+        """Consumes a layer's gradient as far as it has come, unless it has been consumed."""
         if self.layers[index].progress is not Progress.REDUCED:
             self._close(self.layers[index])
 
@@ -483,7 +483,7 @@ class GradientCollector:
     def lacks_room(self) -> bool:
         """Whether gradients that stay to the end of this backward take memory that it needs.
 
-        A first step layer by layer is a trial, which committed updates would not let begin anew.
+        The first layer-major step is a trial, which could not begin anew after committed updates.
         """
         backward = self._step.backward
         is_trial = backward.layer_major and self._direct
@@ -495,10 +495,10 @@ class GradientCollector:
         return all(self.layers[index].fired)
 
     def reduce_so_far(self, index: int, *, is_all: bool) -> None:
-        """The first backward goes on from a layer: what there is of its gradient is reduced.
+        """Reduces what has come of a layer's gradient when the first backward goes on from it.
 
-        On all ranks, whether they have anything or not. It is consumed if that ``is_all``; else it
-        stays in ``reduced_shard``, and what comes later is added.
+        All ranks take part, whether they have any of it or not. It is consumed if that ``is_all``
+        of it; else it stays in ``reduced_shard``, and what comes later is added.
         """
         layer = self.layers[index]
         if not self._step.in_backward or not self._step.backward.reduces:
@@ -533,7 +533,7 @@ class GradientCollector:
     def unused(self) -> list[str]:
         """Names of trained parameters that got no gradient in the last backward on this rank.
 
-        None where it has no samples of a global batch: the other ranks' gradients are the batch's.
+        Empty if it has no samples of a global batch: the batch's gradients are the other ranks'.
         """
         if self._step.sums_over_ranks and not self.has_fired:
             return []
@@ -545,20 +545,21 @@ class GradientCollector:
         ]
 
     def end_graph(self) -> None:
-        """The backward is over; more gradients belong to another one."""
+        """Ends the backward; later gradients belong to another one."""
         if not self._step.in_backward:
             return
         self._step.end_backward()
         for layer in self.layers:
             if layer.waiting:
-                # A layer with unused parameters still waits for theirs. A CUDA graph of the model's
-                # would write the next forward over the gradients that it has returned.
+                # A layer with unused parameters still waits for theirs. A model in a CUDA
+                # graph would, in its next forward, overwrite the gradients that it has returned.
                 layer.flush()
 
     def complete(self, *, consume: bool) -> None:
-        """The backward is over: what it left incomplete is taken as it is, and the rest consumed.
+        """Completes a backward; what it left incomplete is taken as it is.
 
-        Or it stays in ``unreduced_grad``, for the next micro-batch to add to.
+        With ``consume`` all that is left is consumed; else it stays in ``unreduced_grad``, for the
+        next micro-batch to add to.
         """
         self.take_left()
         self.end_graph()
@@ -594,7 +595,7 @@ class GradientCollector:
         self.zeros.forget()
 
     def _wholly_reduced(self) -> set[int]:
-        """Layers of which no rank has anything that has not been reduced; may be a collective."""
+        """Layers whose gradient is wholly reduced on all ranks; may be a collective."""
         if not self._now.has_parts or self.reduce_schedule is None:
             return set()
         missing = [
@@ -604,7 +605,7 @@ class GradientCollector:
         return {index for index, flag in enumerate(found) if not flag}
 
     def _learn(self, layer_major: bool, *, is_new: bool) -> None:
-        """What a backward teaches; a collective if it is the first of its mode."""
+        """Learns from a backward; a collective if it is the first of its mode."""
         if self.record is None:
             self.record = self._agree_on_order()
         record, schedule = self.record, self.reduce_schedule
@@ -628,7 +629,7 @@ class GradientCollector:
         schedule.learn_reduces(record.order, record.early, uses_before)
 
     def _agree_on_order(self) -> FiringRecord | None:
-        """A collective; None where no rank has seen a gradient."""
+        """Agrees with all ranks on an order, a collective; None if no rank has seen a gradient."""
         order = sorted(range(len(self.layers)), key=lambda i: self.layers[i].last_firing)
         early = [all(count > 0 for count in layer.fired) for layer in self.layers]
         if self._collectives is None:
@@ -637,7 +638,7 @@ class GradientCollector:
         return None if agreed is None else FiringRecord(*agreed)
 
     def _for_each(self, fired: list[int]) -> list[int]:
-        """What one micro-batch fired; 0, as for a parameter that is not used, where they differ."""
+        """Firings of one micro-batch; 0, as for an unused parameter, if micro-batches differ."""
         times = self._step.backward.micro_batches
         return [0 if count % times else count // times for count in fired]
 

@@ -1,7 +1,7 @@
 """Reads hyper-parameters from an optimizer's parameter groups, every step.
 
-Schedulers write into ``param_groups``; ``.defaults`` is never looked at. What a step cannot follow,
-an option that the kernels do not have or other parameters in a group, is refused by that step.
+Schedulers write into ``param_groups``; ``.defaults`` is never looked at. A step refuses what it
+cannot follow: an option that the kernels do not have, or other parameters in a group.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _DECOUPLED = {"AdamW": True, "Adam": False}
 _MUON = "MuonWithAuxAdam"
 """DeepSpeed's class, and that of Muon's author; importing it would compile its kernels."""
 _OPTIONS = ("amsgrad", "maximize", "differentiable")
-"""Of torch's Adam, and not of the kernels."""
+"""Options of torch's Adam that the kernels do not have."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer decays weights apart from the gradient: AdamW, not Adam with L2.
 
-    Of Muon, its auxiliary Adam's; nothing of one that is registered.
+    For Muon, whether its auxiliary Adam does; for a registered optimizer it means nothing.
 
     Raises:
-        ConfigError: Muon is given what is no matrix.
+        ConfigError: Muon is given what is not a matrix, or ``use_muon`` is contradictory.
         UnsupportedError: it is none of these, or uses an option that the kernels do not have.
     """
     kind = type(optimizer)
@@ -56,14 +56,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def device_optimizers(optimizer: torch.optim.Optimizer) -> list[DeviceOptimizer | None]:
-    """Of each parameter group, what updates it on the device wherever its state is; None: Adam."""
+    """For each parameter group, what updates it on the device wherever its state is; None: Adam."""
     found = registered(type(optimizer))
     is_muon = type(optimizer).__name__ == _MUON
     return [MUON if is_muon and group["use_muon"] else found for group in optimizer.param_groups]
 
 
 def _check_muons(index: int, group: Mapping[str, Any]) -> None:
-    """A parameter is updated by Muon where its group says so, not by its own ``use_muon``."""
+    """Checks a group of Muon's: its ``use_muon`` decides, and a parameter's own must agree."""
     by_muon = bool(group["use_muon"])
     for parameter in group["params"]:
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -99,7 +99,7 @@ class HyperParameters:
         """Steps that each parameter group has made; skipped ones do not count."""
         self._decoupled = decoupled
         self._device_optimizers = device_optimizers(optimizer)
-        # Of the groups as the engine was built: state is laid out by that.
+        # The groups' parameters when the engine was built, by which state is laid out.
         self._built = [list(group["params"]) for group in optimizer.param_groups]
 
     @property
@@ -113,9 +113,9 @@ class HyperParameters:
         self.optimizer.param_groups = groups
 
     def check(self) -> None:
-        """Every group still has its parameters; groups that were copied with them are as good.
+        """Checks that every group still has its parameters; copies of groups that have will do.
 
-        Once a step: identities are compared, microseconds where there are a thousand parameters.
+        Once a step: identities are compared, which takes microseconds for a thousand parameters.
 
         Raises:
             UnsupportedError: groups or their parameters are others, or in another order.
@@ -144,7 +144,7 @@ class HyperParameters:
         )
 
     def read(self) -> tuple[AdamHyper, ...]:
-        """The hyper-parameters as they are now, of the step that comes, one a group.
+        """The current hyper-parameters, for the step to come, one item per group.
 
         Raises:
             KernelArgumentError: a value is outside its range.
@@ -178,7 +178,7 @@ class HyperParameters:
         )
 
     def words(self) -> dict[str, str]:
-        """What :meth:`read` finds, by the words for it: for comparing ranks."""
+        """What :meth:`read` finds, by descriptions: for comparing ranks."""
         return {
             f'"{name}" of parameter group {index}': str(value)
             for index, hyper in enumerate(self.read())
@@ -186,5 +186,5 @@ class HyperParameters:
         }
 
     def count_step(self) -> None:
-        """Every group has made a step."""
+        """Counts a step of every group."""
         self.steps = [step + 1 for step in self.steps]

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeptState:
-    """What of an optimizer outlives a step; what checkpoints read and write."""
+    """The part of an optimizer that outlives a step, and that checkpoints read and write."""
 
     def __init__(self, passes: PassTracker, hyper: HyperParameters) -> None:
         self._passes = passes
@@ -36,7 +36,7 @@ class KeptState:
 
     @property
     def form(self) -> StateFormat:
-        """How master weights and moments are kept: Adam's, if there are any."""
+        """How master weights and moments are kept; those of Adam's layers, if there are any."""
         forms = [layer.form for layer in self.layers]
         return next((form for form in forms if form.optimizer is None), forms[0])
 
@@ -46,7 +46,7 @@ class KeptState:
         return self.pipeline.streams.device
 
     def synchronize(self) -> None:
-        """All weights are the newest: what was previewed but not stepped is withdrawn."""
+        """Makes all weights the newest; withdraws what was previewed but not stepped."""
         self._passes.check_open()
         for state in self.pipeline.layers:
             self._passes.before_use(state)
@@ -56,16 +56,16 @@ class KeptState:
         self.pipeline.streams.synchronize()
 
     def come_to_rest(self) -> None:
-        """As :meth:`synchronize`; also where states are off the device, which has made it so."""
+        """Like :meth:`synchronize`; also works with states off the device, where all is at rest."""
         if not self._passes.away or self._passes.open_step.is_closed:
             self.synchronize()
         else:
             self.pipeline.streams.synchronize()
 
     def finish_weights(self) -> None:
-        """Before the end: weights that stay the model's are those of the last step.
+        """Makes the weights that stay the model's those of the last step, before the engine ends.
 
-        A collective, where some are not yet. That it fails is only warned of.
+        A collective, if some are not yet. A failure is only warned of.
         """
         # A forked child has none of the threads that updates would be waited for.
         if self._passes.open_step.is_closed or os.getpid() != self._process:
@@ -79,20 +79,20 @@ class KeptState:
             logger.warning("the model's weights are not those of the last step: %s", error)
 
     def flush(self) -> None:
-        """As :meth:`synchronize`, and every master weight and moment is that of the last step."""
+        """Like :meth:`synchronize`; also makes all master weights and moments the last step's."""
         self.synchronize()
         self.written.adopt()
         self.pipeline.flush()
 
     def begin_reading(self) -> None:
-        """Before the state is read beside training: no update of a step that is not final runs."""
+        """Prepares reads of the state beside training: no update of an unfinished step runs."""
         self._passes.check_open()
         if any(state.update.sent for state in self.layers):
             self.synchronize()
         self.written.adopt()
 
     def forget_gradients(self) -> None:
-        """Before state is replaced: nothing of the step so far stays, and nothing is pending."""
+        """Prepares for new state: nothing of the step so far stays, and nothing is pending."""
         for layer in self.layers:
             layer.before_change()
         if self.pipeline.norm.settings.direct:
@@ -107,7 +107,7 @@ class KeptState:
         self.flush()
 
     def publish_masters(self) -> None:
-        """The training copy becomes the master weights', on all ranks; a collective."""
+        """Makes the training copy from the master weights, on all ranks; a collective."""
         pipeline = self.pipeline
         with torch.no_grad():
             for layer in pipeline.layers:
@@ -124,10 +124,10 @@ class KeptState:
                 weights.frozen.storage.mark_overwritten()
         pipeline.wait_all()
         pipeline.streams.synchronize()
-        self.written.ignore()  # of the weights that were loaded before their master weights
+        self.written.ignore()  # weights that were loaded before their master weights
 
     def settle(self, what: str) -> None:
-        """Master weights and moments of this rank become those of the last step.
+        """Makes master weights and moments of this rank those of the last step.
 
         Not a collective: other ranks' updates are not waited for.
 

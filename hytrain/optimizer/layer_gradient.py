@@ -13,22 +13,22 @@ from hytrain.model.layout import LayerLayout
 
 
 class Zeros:
-    """Gradients of layers that have got none in a backward.
+    """Zeros for layers that got no gradient in a backward.
 
-    A rank without samples has no other ones, and its host runs far ahead of the collectives that
-    read them: each a tensor of its own, those of all layers would be there at once.
+    A rank without samples has only these, and its host runs far ahead of the collectives that read
+    them: if each were a tensor of its own, those of all layers would be in memory at once.
     """
 
     def __init__(self, most: int, device: torch.device, *, is_reduced: bool) -> None:
-        """With several ranks (``is_reduced``) what is taken is only read: all layers may have the
-        same zeros, of the largest layer's (``most``) elements; otherwise each has its own."""
+        """With several ranks (``is_reduced``) zeros are only read: all layers share the same ones,
+        as many as the largest layer's elements (``most``); otherwise each has its own."""
         self._most = most
         self._device = device
         self._is_reduced = is_reduced
         self._shared: dict[torch.dtype, torch.Tensor] = {}
 
     def take(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """1-D, of so many elements."""
+        """Returns ``size`` zeros, 1-D."""
         if not self._is_reduced:
             return torch.zeros(size, dtype=dtype, device=self._device)
         if dtype not in self._shared:
@@ -36,37 +36,37 @@ class Zeros:
         return self._shared[dtype][:size]
 
     def forget(self) -> None:
-        """Nothing more is taken in this backward; what was taken stays."""
+        """Drops the shared zeros when no more are needed; what was taken stays."""
         self._shared.clear()
 
 
 class Progress(Enum):
-    """Of a layer's gradient in one backward."""
+    """How far a layer's gradient has come in one backward."""
 
     COMING = "coming"
     COMPLETE = "complete"
     """The last of it has come."""
     REDUCED = "reduced"
-    """What was there is reduced, and sent to its update if the step's may begin."""
+    """What had come is reduced, and sent to its update if the step's updates may begin."""
 
 
 @dataclass(slots=True)
 class LayerGradient:
-    """One layer's gradient on its way.
+    """One layer's gradient, from autograd to its update.
 
     Attributes:
         unreduced_grad: this rank's own gradient of the whole layer, flat; None while there is none.
-            What there is of it is there once :meth:`flush` was called.
-        parts: each parameter's part of ``unreduced_grad``, 1-D; empty before one was asked for.
+            All that has come is in it only after :meth:`flush`.
+        parts: each parameter's part of ``unreduced_grad``, 1-D; empty until one is asked for.
         together: gradients wait for each other and are taken over in one launch: by ``copier``, or
-            joined where there is none.
+            joined if there is none.
         waiting: gradients by parameter that are not in ``unreduced_grad`` yet.
         reduced_shard: this rank's shard of what was reduced before (earlier micro-batches, or a
             step that was withdrawn).
-        last_index: the parameter that the latest gradient was of.
+        last_index: the parameter of the latest gradient.
         uses_before: uses of layers that this backward had made at the last firing.
         progress: how far the current backward has come with it.
-        copier: sums the squares of what it copies; None where nobody wants them before the
+        copier: sums the squares of what it copies; None if they are not needed before the
             reduction.
         copied_whole: ``unreduced_grad`` is what the copier copied, each parameter once, and nothing
             else.
@@ -111,7 +111,7 @@ class LayerGradient:
         return self.parts[index].view(gradient.shape)
 
     def take(self, index: int, gradient: torch.Tensor, device: torch.device) -> None:
-        """Takes a parameter's gradient over, or adds it to what has come; nobody else has it."""
+        """Takes a parameter's gradient over, or adds it to what has come; nobody else uses it."""
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if self.together:
@@ -136,7 +136,7 @@ class LayerGradient:
             self.written[index] = True
 
     def take_all(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Takes each parameter's gradient over, once; nobody else has them."""
+        """Takes each parameter's gradient over, once; nobody else uses them."""
         if self.waiting:
             self.flush()
         if torch.is_grad_enabled():  # create_graph
@@ -144,7 +144,7 @@ class LayerGradient:
         self._write(range(len(gradients)), gradients)
 
     def flush(self) -> None:
-        """Writes what waits, in the stream that made it: before ``unreduced_grad`` is used."""
+        """Writes waiting gradients, in the stream that made them, to ``unreduced_grad``."""
         if not self.waiting:
             return
         waiting, self.waiting = self.waiting, {}
@@ -176,21 +176,21 @@ class LayerGradient:
             add_together([parts[i] for i in more], [gradients[i] for i in more])
 
     def _may_join(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether all parameters' gradients are taken over in one go."""
+        """Whether all parameters' gradients can be taken over in one launch."""
         if self.layout.gaps and self.copier is None:
             return False  # one after the other they are not the layer's flat space
         dtype = self.dtype if self.copier is None else gradients[0].dtype
         return [gradient.dtype for gradient in gradients].count(dtype) == len(gradients)
 
     def move(self, unreduced_grad: torch.Tensor | None, reduced_shard: torch.Tensor | None) -> None:
-        """What there is of the gradient is in other memory from now on; see :meth:`flush`."""
+        """Points the gradient to other memory that holds it from now on, after :meth:`flush`."""
         self.unreduced_grad, self.reduced_shard = unreduced_grad, reduced_shard
         self.parts = []
 
     def fill(self, zeros: Zeros) -> None:
-        """Zeros where no gradient was written: padding, and parameters unused this time.
+        """Writes zeros where there is no gradient: padding, and parameters unused this time.
 
-        What there is is complete then, and may only be read.
+        The gradient is complete then, and may only be read.
         """
         if self.waiting:
             self.flush()
@@ -228,7 +228,7 @@ class LayerGradient:
 
     @property
     def squares(self) -> torch.Tensor | None:
-        """Partial sums of the squares of ``unreduced_grad``; None where they are not known."""
+        """Partial sums of the squares of ``unreduced_grad``; None if they are not known."""
         if self.copier is None or not self.copied_whole or not all(self.written):
             return None
         return self.copier.squares
@@ -236,13 +236,13 @@ class LayerGradient:
 
 @dataclass(slots=True)
 class FiringRecord:
-    """What backwards have taught.
+    """What was learned from backward passes.
 
     Attributes:
-        order: of the layers, the same on all ranks, by the first backward.
-        early: which of them may go before the end of a backward; likewise.
-        expected: by mode, layer-major or not, of those that were seen: for each layer and
-            parameter, how often its hook fires for one micro-batch.
+        order: order of the layers, learned in the first backward; the same on all ranks.
+        early: for each layer, whether it may go before the end of a backward; likewise.
+        expected: for each mode that was seen, layer-major or not, and each layer and parameter:
+            how often its hook fires for one micro-batch.
     """
 
     order: list[int]

@@ -1,10 +1,10 @@
 """Hooks that make a layer's weights ready before they are used.
 
-A block's forward waits for its layer; other modules wait for the parameters that they own. What
-belongs to a module whose forward was not seen in the last pass (weights used from elsewhere) is
+A block's forward waits for its layer; other modules wait for the parameters that they own. The
+weights of a module whose forward was not seen in the last pass (they are used from elsewhere) are
 waited for at the start of the model's forward (under ZeRO-3 the gather schedule does that). A
-weight that is read elsewhere than in such a forward, by code of torch's, is waited for when it is
-read (:mod:`hytrain.model.weight_reads`).
+weight that torch's code reads outside of such a forward is waited for when it is read
+(:mod:`hytrain.model.weight_reads`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hytrain.zero3.layer_weights import LayerWeights
 
 
 class _Hook:
-    """A hook of a model that copies of the model do not have: their weights are their own.
+    """A hook that does nothing in copies of the model, whose weights are their own.
 
-    torch.compile is kept out of it: what a hook waits for and gathers is no part of a graph.
+    torch.compile does not trace it: what a hook waits for and gathers is not part of a graph.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -60,10 +60,10 @@ class LayerGuards:
         self._seen_before: set[nn.Module] | None = None
         self._saved: SavedWeights | None = None
         self._needed = WeakIdKeyDictionary()
-        """Output of modules -> the layers of each of these modules, the outermost one first."""
+        """Output tensor -> the layers of each module that returned it, the outermost one first."""
         weights.when_held = self._layer_held
         self._watched = [w for place in range(len(layers)) for w in self._watch(place)]
-        # Those are there in the whole of every pass (unguarded_layers).
+        # Borrowed layers stay gathered during every pass (unguarded_layers).
         borrowed = _borrowed(model, weights.layers) if weights.is_sharded else {}
         for module, indices in self._guarded.items():
             used = [layers[index] for index in sorted(indices - borrowed.get(module, set()))]
@@ -81,7 +81,7 @@ class LayerGuards:
 
     @contextmanager
     def reading_names(self) -> Generator[None]:
-        """While it lasts, state_dict() waits for nothing: names and shapes are read, no weights."""
+        """Context in which state_dict() waits for nothing: only names and shapes are read."""
         self._reads_names = True
         try:
             yield
@@ -90,7 +90,7 @@ class LayerGuards:
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Around a forward: where it is recorded, weights that autograd saves are seen as well."""
+        """Context of a forward: if it is recorded, weights that autograd saves are seen as well."""
         schedule = self._owner.weights.active
         if schedule is None or schedule.knows("train") or not torch.is_grad_enabled():
             yield
@@ -111,7 +111,7 @@ class LayerGuards:
                 self._saved = None
 
     def close(self) -> None:
-        """The parameters are plain ones again. May be called twice."""
+        """Makes the parameters plain ones again. May be called twice."""
         for watched in self._watched:
             watched.close()
 
@@ -151,7 +151,7 @@ class LayerGuards:
         return hook
 
     def _needed_behind(self, tensor: torch.Tensor, layers: Sequence[LayerWeights]) -> None:
-        """The layers' weights are needed from a module's output on, in its backward.
+        """Notes that backward needs the layers' weights from a module's output on.
 
         A module may return what its last submodule has returned. Backward then has to enter the
         outer one first: the inner one's weights must be there when the tensor's gradient goes on.
@@ -193,10 +193,10 @@ class LayerGuards:
         self._owner.end_forward()
 
     def _watch(self, place: int) -> Iterator[WatchedParameters]:
-        """Has a layer's weights tell of reads that no hook tells of.
+        """Watches a layer's weights for reads that no hook reports.
 
-        A parameter that autograd's nodes refer to is nothing that Python can collect: were the
-        engine reachable from it, neither would ever be freed.
+        Python cannot collect a parameter that autograd's nodes refer to: if the engine were
+        reachable from it, neither would ever be freed.
         """
         layer, owner = self._owner.weights.layers[place], weakref.ref(self._owner)
 
@@ -221,13 +221,13 @@ class LayerGuards:
             yield reads
 
     def _layer_held(self) -> None:
-        """A user's function reads weights in this pass, perhaps to save them for its backward."""
+        """Reports saved weights no more: a user's function may save weights for its backward."""
         if self._saved is not None:
             self._saved.stop()
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors of a module's output: itself, or within mappings, sequences, sets and records."""
+    """The tensors in a value: itself, or within mappings, sequences, sets and records."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -246,9 +246,9 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 def unguarded_layers(model: nn.Module, layers: Sequence[LayerWeights]) -> list[int]:
     """Layers that no module's hooks can gather when they are used.
 
-    A module around other layers, as the root is, owns some of their parameters: between those
-    layers nothing tells when it uses them, nor in backward. Or they are tied into another layer's
-    block: to gather them in it would be to give that layer up, in whose computation they are used.
+    A module around other layers, such as the root, owns some of their parameters: no hook tells
+    when it uses them between those layers, or in backward. Or they are tied into another layer's
+    block: to gather them there would be to give up that layer, in whose computation they are used.
     """
     found = {index for indices in _borrowed(model, layers).values() for index in indices}
     layer_of, inside = _places(layers)
@@ -274,7 +274,7 @@ def _borrowed(model: nn.Module, layers: Sequence[LayerWeights]) -> dict[nn.Modul
 
 
 def _places(layers: Sequence[LayerWeights]) -> tuple[dict[int, int], dict[nn.Module, int]]:
-    """``id(parameter)`` -> its layer; module -> the layer in whose block it is."""
+    """Two mappings: ``id(parameter)`` -> its layer; module -> the layer in whose block it is."""
     layer_of = {id(slot.parameter): layer.index for layer in layers for slot in layer.slots}
     inside = {
         module: layer.index
@@ -305,7 +305,7 @@ def modules_of_layers(
 
 
 def _entries(block: nn.Module) -> Iterable[nn.Module]:
-    """The modules of a block whose forward is called: of a mere container, what it contains."""
+    """The modules of a block whose forward is called: itself, or what a mere container contains."""
     if not is_container(block):
         return [block]
     return [entry for child in block.children() for entry in _entries(child)]

@@ -1,7 +1,7 @@
-"""Where autograd tells of a layer's gradients: at each of its parameters, or at the last one only.
+"""Hooks that report a layer's gradients: on each of its parameters, or on the last one only.
 
-The hooks are those of the nodes that add to ``parameter.grad``, which come after all hooks of the
-parameters: what a user masks or clips there, in a hook registered at any time, is what is taken.
+They are on the nodes that add to ``parameter.grad``, which run after all hooks of the parameters:
+what a user's hook there masks or clips is taken as the hook returns it, whenever it was registered.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class LayerHooks:
         self.layer = layer
         self.parameters = [slot.parameter for slot in layer.layout.slots]
         self.accumulators: list[Node] = []
-        """Of its parameters, in their order; they live as long as they are here."""
+        """Accumulation nodes of its parameters, in order; they live as long as they are here."""
         self._handles: list[RemovableHandle] = []
         self.has_single_hook = False
-        """One hook takes all."""
+        """Whether one hook takes all gradients of the layer."""
         # What autograd adds up by itself must be what the layer would have added up, in its dtype.
         self._may_use_single_hook = layer.together and all(
             parameter.dtype == layer.dtype for parameter in self.parameters
@@ -38,13 +38,13 @@ class LayerHooks:
         self.hook_each()
 
     def hook_each(self) -> None:
-        """Each parameter has its hook, on the node that adds to its gradient now."""
+        """Gives each parameter its hook, on the node that adds to its gradient now."""
         self.remove()
         self.has_single_hook = False
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             for index, slot in enumerate(self.layer.layout.slots):
                 parameter, is_trained = slot.parameter, slot.parameter.requires_grad
-                # There is no node of one that is frozen, which may be thawed.
+                # A frozen parameter, which may be thawed, has no node.
                 parameter.requires_grad_(True)
                 node = accumulator(parameter)
                 parameter.requires_grad_(is_trained)
@@ -52,9 +52,9 @@ class LayerHooks:
                 self._handles.append(node.register_hook(self._each(self.layer, index)))
 
     def use_single_hook(self, hook: Hook) -> None:
-        """From the next backward on the hook is called for the parameter that came last in this.
+        """Puts a hook on the parameter that came last only, from the next backward on.
 
-        Nothing where a parameter of the layer came several times, or not at all.
+        Does nothing if a parameter of the layer came several times, or not at all.
         """
         if self.has_single_hook or not self._may_use_single_hook or set(self.layer.fired) != {1}:
             return
@@ -64,14 +64,14 @@ class LayerHooks:
         self.has_single_hook = True
 
     def drop_single_hook(self) -> None:
-        """Each parameter has its hook again, for good; also for what is still to come."""
+        """Gives each parameter its hook again, for good; also for what is still to come."""
         self._may_use_single_hook = False
         if self.has_single_hook:
             self.hook_each()
 
     def take(self) -> list[torch.Tensor | None]:
-        """The gradients that autograd has kept, by parameter; it keeps them no longer."""
-        # Without it reads of weights would be looked for, at microseconds a parameter.
+        """Takes away the gradients that autograd has kept, by parameter."""
+        # Otherwise reads of weights would be looked for, at microseconds a parameter.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             gradients = [parameter.grad for parameter in self.parameters]
             for parameter in self.parameters:
@@ -79,7 +79,7 @@ class LayerHooks:
         return gradients
 
     def left(self) -> list[int]:
-        """Parameters whose gradients autograd keeps: no hook has taken them."""
+        """Indices of parameters whose gradients autograd keeps: no hook has taken them."""
         return with_gradient(self.parameters)
 
     def _remove_hooks(self) -> None:
@@ -94,12 +94,12 @@ class LayerHooks:
 
 
 IS_READY = "ds_grad_is_ready"
-"""Of a parameter; False where DeepSpeed's tiles say that more of a gradient comes from the same
-use. Looked up where it is needed: a function would be a call more for each layer of each step."""
+"""Attribute of a parameter; False if DeepSpeed's tiles say that more of a gradient comes from the
+same use. Looked up inline: a function would cost one more call for each layer of each step."""
 
 
 def with_gradient(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Which of them autograd keeps a gradient of."""
-    # Without it reads of weights would be looked for, at microseconds a parameter.
+    """Indices of the parameters whose gradient autograd keeps."""
+    # Otherwise reads of weights would be looked for, at microseconds a parameter.
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
         return [index for index, p in enumerate(parameters) if p.grad is not None]

@@ -1,6 +1,6 @@
 """Loss scaling: fp16 gradients kept in range (Micikevicius et al. 2018, section 3.2).
 
-A loss is multiplied by the scale before it runs back, and the update divides by it again, in fp32.
+A loss is multiplied by the scale before backward, and the update divides by it again, in fp32.
 The rule by which the scale moves is the scaler's, DeepSpeed's own or torch's.
 """
 
@@ -14,11 +14,11 @@ import torch
 from hytrain.errors import LossGraphError, LossScaleError
 
 _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "clean_steps")
-"""What of a scaler moves."""
+"""The attributes of a scaler that change."""
 
 
 def check_graph(loss: object, rank: int) -> None:
-    """Before a loss runs back; DeepSpeed says of one without a graph that it is no scalar.
+    """Refuses a loss without a graph, of which DeepSpeed would say that it is not a scalar.
 
     Raises:
         LossGraphError: it has no graph.
@@ -40,25 +40,25 @@ class LossScaler(Protocol):
     dynamic: bool
 
     def update_scale(self, overflow: bool) -> None:
-        """A step was made, or skipped since a gradient had an inf or NaN."""
+        """Moves the scale: a step was made, or skipped because a gradient had an inf or NaN."""
         ...
 
 
 class GradScalerRule:
-    """torch.amp.GradScaler's, with its defaults: what DeepSpeed has under fp16 autocast."""
+    """The rule of torch.amp.GradScaler with its defaults, DeepSpeed's under fp16 autocast."""
 
     dynamic = True
     min_scale = 2.0**-24
-    """torch's goes on to zero, and skips every step."""
+    """torch's scale goes down to zero, and then skips every step."""
     _GROWTH_INTERVAL = 2000
 
     def __init__(self) -> None:
         self.cur_scale = 65536.0
         self.clean_steps = 0
-        """Since the scale has moved."""
+        """Steps without overflow since the scale last moved."""
 
     def update_scale(self, overflow: bool) -> None:
-        """Half of the scale after an overflow; twice as much after 2000 steps without any."""
+        """Halves the scale after an overflow; doubles it after 2000 steps without any."""
         self.clean_steps = 0 if overflow else self.clean_steps + 1
         if overflow:
             self.cur_scale *= 0.5
@@ -68,34 +68,34 @@ class GradScalerRule:
 
 
 class LossScaling:
-    """What losses are multiplied by; the same on all ranks, since they skip the same steps."""
+    """The scale of losses; the same on all ranks, because they skip the same steps."""
 
     def __init__(self, scaler: LossScaler | None) -> None:
         """``scaler`` says how the scale moves; None: there is no scale."""
         self.scaler = scaler
         self.external: float | None = None
-        """A scale that the user has set and moves; it stands for the scaler's."""
+        """A scale that the user sets and moves; it replaces the scaler's."""
         self._is_applied = False
 
     @property
     def scale(self) -> float:
-        """What the next loss is multiplied by; 1.0 for nothing."""
+        """The factor of the next loss; 1.0 without scaling."""
         if self.external is not None:
             return self.external
         return 1.0 if self.scaler is None else float(self.scaler.cur_scale)
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss, times the scale."""
+        """Returns the loss times the scale."""
         self._is_applied = True
         return loss * self.scale if self.is_used else loss
 
     @property
     def is_used(self) -> bool:
-        """Whether losses must be scaled before they run back."""
+        """Whether losses must be scaled before backward."""
         return self.external is not None or self.scaler is not None
 
     def check_applied(self) -> None:
-        """A backward that the engine has not begun.
+        """Checks a backward that the engine has not begun.
 
         Raises:
             LossScaleError: its loss was not scaled, although the update divides by the scale.
@@ -107,20 +107,20 @@ class LossScaling:
             )
 
     def end_backward(self) -> None:
-        """The next loss must be scaled anew."""
+        """Notes that the next loss must be scaled anew."""
         self._is_applied = False
 
     def end_step(self, *, overflow: bool) -> None:
         """Moves the scale.
 
         Raises:
-            LossScaleError: it is as small as it may be, and a gradient has overflowed again.
+            LossScaleError: it is as small as allowed, and a gradient has overflowed again.
         """
         scaler = self.scaler
         if scaler is None:
             return
         smallest = getattr(scaler, "min_scale", None)
-        # DeepSpeed's scaler raises a bare Exception there.
+        # DeepSpeed's scaler raises a bare Exception then.
         is_due = getattr(scaler, "delayed_shift", 1) == 1 or vars(scaler).get("cur_hysteresis") == 1
         if overflow and scaler.dynamic and is_due and scaler.cur_scale == smallest:
             raise LossScaleError(
@@ -137,7 +137,7 @@ class LossScaling:
         return {} if self.scaler is None else _moving(self.scaler)
 
     def deepspeed_state(self) -> dict[str, Any]:
-        """As DeepSpeed's optimizers save it; a scaler that is not DeepSpeed's is left out."""
+        """The state as DeepSpeed's optimizers save it; no scaler unless it is DeepSpeed's."""
         scaler = self.scaler
         own = {"dynamic_loss_scale": scaler is not None and scaler.dynamic}
         if scaler is None or isinstance(scaler, GradScalerRule):
@@ -145,12 +145,12 @@ class LossScaling:
         return {**own, "loss_scaler": scaler}
 
     def load(self, stored: object) -> None:
-        """Goes on from where a checkpoint's was: :meth:`state`, or a scaler of DeepSpeed's."""
+        """Restores a checkpoint's state: what :meth:`state` gave, or a scaler of DeepSpeed's."""
         if self.scaler is None or stored is None:
             return
         values = stored if isinstance(stored, Mapping) else _moving(stored)
         for name in vars(self.scaler).keys() & _STATE & values.keys():
-            # A static scale is the configuration's.
+            # A static scale comes from the configuration.
             if self.scaler.dynamic:
                 setattr(self.scaler, name, values[name])
 

@@ -1,6 +1,6 @@
-"""Cuts a model: its layers, where each parameter is, who owns what, and what is sharded.
+"""Cuts a model into layers: where each parameter is, which rank owns what, what is sharded.
 
-Numbers and names only: nothing is moved, and the model may be on the meta device.
+Only numbers and names are computed: nothing is moved, and the model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hytrain.zero3.plan import GatherSettings, most_live, persistent_layers
 
 MOST_ELEMENTS = 2**30
 """Of a block that is not cut. Its gradient is on the GPU twice, as autograd makes it and as it is
-reduced: 4 GiB in bf16, a twentieth of 80 GiB. Blocks of a dense 70 B have 0.9 B parameters, those
-of a mixture of 30 B 0.6 B: they stay whole."""
+reduced: 4 GiB in bf16, a twentieth of 80 GiB. Blocks of a dense model of 70 B have 0.9 B
+parameters, those of a mixture of experts of 30 B have 0.6 B: they stay whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class CutPart:
     Attributes:
         layout: their flat space; its index counts parts of the same kind.
         sizes: elements that each rank owns.
-        is_sharded: a rank keeps the training copy of what it owns only.
+        is_sharded: a rank keeps the training copy only of what it owns.
         optimizer: what updates them, if not Adam.
     """
 
@@ -53,7 +53,7 @@ class CutPart:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of the training copy, of the widest dtype where there are several."""
+        """Bytes of an element of the training copy, of the widest dtype if there are several."""
         return max(segment.dtype.itemsize for segment in self.layout.segments)
 
 
@@ -70,7 +70,7 @@ class CutLayer:
 
     @property
     def sharded(self) -> list[CutPart]:
-        """What is gathered for a use of the layer."""
+        """The parts that are gathered for a use of the layer."""
         return [part for part in self.parts if part.is_sharded]
 
 
@@ -89,8 +89,8 @@ def cut_model(
         group_of: ``id(parameter)`` -> index of its parameter group, for the trained ones.
         config: how layers are found and shards are cut.
         num_ranks: ranks that share the weights.
-        gathers: DeepSpeed's keys where weights are sharded (ZeRO-3); None: they are whole.
-        optimizers: of each parameter group; (): Adam is that of all.
+        gathers: DeepSpeed's keys if weights are sharded (ZeRO-3); None: they are whole.
+        optimizers: one for each parameter group; (): Adam for all.
 
     Raises:
         ConfigError: the section does not fit the model or the ranks.
@@ -110,7 +110,7 @@ def cut_model(
     owned = partition(sizes, num_ranks, config.shard_fractions)
     whole = set(range(len(sizes))) if gathers is None else persistent_layers(sizes, gathers)
     if gathers is not None:
-        # Where a layer has pieces, all of them are gathered.
+        # If a layer has pieces, all of them are gathered.
         whole -= set(compress(count(), (len(each) > 1 for each in pieces for _ in each)))
     parts = iter(
         CutPart(
@@ -137,9 +137,9 @@ def _owners(
     num_ranks: int,
     fractions: Sequence[float] | None,
 ) -> dict[int, int]:
-    """``id(parameter)`` -> its rank, of those whose optimizer takes whole matrices.
+    """``id(parameter)`` -> its rank, for parameters whose optimizer takes whole matrices.
 
-    So that each is made orthogonal once, and nothing is gathered for it.
+    Each matrix is thus made orthogonal once, and nothing is gathered for it.
     """
     whole: list[nn.Parameter] = []
     for layer in layers:
@@ -157,10 +157,10 @@ _Items = list[tuple[str, nn.Parameter]]
 def _pieces(
     layer: LayerParameters, optimizers: Mapping[int, DeviceOptimizer | None]
 ) -> list[LayerParameters]:
-    """Of a layer's trained parameters: one, or several of a block that has very many.
+    """Cuts a layer's trained parameters into pieces: one, or several if a block has very many.
 
     A piece has its own gradient, state and update, and moves by itself; a parameter is not cut.
-    One gather brings all of them: the block's modules tell of it as a whole. What another optimizer
+    One gather brings all pieces: the block's modules report it as a whole. What another optimizer
     updates is a piece of its own.
     """
     kinds: dict[DeviceOptimizer | None, _Items] = {}
@@ -180,7 +180,7 @@ def _pieces(
 def _of_size(parameters: _Items) -> list[_Items]:
     if sum(p.numel() for _, p in parameters) <= MOST_ELEMENTS:
         return [parameters]
-    # A block's norms get their gradients last: together with one, a large one would wait for it.
+    # A block's norms get their gradients last: a large parameter in their piece would wait.
     alone = [[item] for item in parameters if item[1].numel() > MOST_ELEMENTS // 4]
     small: list[_Items] = []
     elements = 0

@@ -1,8 +1,8 @@
-"""Takes everything off the device between two phases, and brings it back, bit for bit.
+"""Moves everything off the device between two phases, and back, bit for bit.
 
-What holds a tensor is given one on the host in its place, so that whatever is read meanwhile is
-memory that is there: parameters are views of the host's copy. Nothing that trains runs until all of
-it is back (:meth:`PassTracker.check_open`).
+Each holder of a tensor is given one on the host in its place, so that whatever is read meanwhile is
+valid memory: parameters are views of the host's copy. No training pass runs until everything is
+back (:meth:`PassTracker.check_open`).
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ logger = logging.getLogger(__name__)
 
 
 class StateKind(str, Enum):
-    """What can leave the device; names as DeepSpeed's ``OffloadStateTypeEnum``."""
+    """Kinds of states that can leave the device, named as in DeepSpeed's OffloadStateTypeEnum."""
 
     optim_states = "optim_states"
     """Adam's moments of layers that are updated on the device."""
     hp_params = "hp_params"
-    """Their fp32 master weights."""
+    """fp32 master weights of layers that are updated on the device."""
     lp_params = "lp_params"
-    """The training copy, or this rank's shard of it, and parameters that are not trained."""
+    """The training copy, or this rank's shard of it, and frozen parameters."""
     lp_grads = "lp_grads"
     """Gradients of a step that is not final."""
     contiguous_grad_buffer = "contiguous_grad_buffer"
-    """Zeros that stand for gradients of layers that have got none."""
+    """Zeros that stand in for the gradients of layers that got none."""
 
 
 def kinds_to_offload(include: Container[Any] | None, device: Any) -> frozenset[StateKind]:
-    """What is to leave the device, of DeepSpeed's arguments: its enums, or their names.
+    """The kinds that DeepSpeed's arguments (its enums, or their names) ask to move to the host.
 
-    What cannot be walked through is asked for each name; None: everything. "none" is no device.
+    A container that is not iterable is asked for each name. None: everything; device "none":
+    nothing.
 
     Raises:
-        ConfigError: a name that is none.
+        ConfigError: ``include`` is a string, or has an unknown name.
         UnsupportedError: another device than "cpu" and "none".
     """
     where = _name(device)
@@ -86,7 +87,7 @@ def _name(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """Who holds tensors, and how it is given others in their place."""
+    """Tensors of one holder, and how it is given others in their place."""
 
     kind: StateKind
     tensors: list[torch.Tensor]
@@ -94,7 +95,7 @@ class _Holder:
 
 
 class OffloadedStates:
-    """What of an optimizer is on the host instead of the device, for now."""
+    """The states of an optimizer that are temporarily on the host instead of the device."""
 
     def __init__(
         self,
@@ -112,18 +113,18 @@ class OffloadedStates:
 
     @property
     def kinds(self) -> frozenset[StateKind]:
-        """What is away."""
+        """The kinds that are away."""
         return frozenset(map(StateKind, self._passes.away))
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is used for it, or kept for the next time."""
+        """Bytes of host memory in use for states that are away, or kept for the next time."""
         return self._blocks.num_bytes
 
     # -- to the host -----------------------------------------------------------------------------
 
     def offload(self, kinds: Collection[StateKind], *, pin: bool, non_blocking: bool) -> None:
-        """Frees the device's memory of what is named and is still there; a collective.
+        """Moves kinds that are still on the device to the host, freeing its memory; a collective.
 
         Raises:
             ConfigError: a backward is running, gathered weights are in use, or updates are
@@ -136,7 +137,7 @@ class OffloadedStates:
         if not self.kinds:
             self._come_to_rest()
         self._kept.pipeline.streamed.give_back()
-        # In a call of its own: what it refers to on the device is gone when it returns.
+        # In a call of its own: its references to device tensors are gone when it returns.
         self._move(coming, pin=pin, non_blocking=non_blocking)
         self._split_what_stays()
         if StateKind.contiguous_grad_buffer in coming:
@@ -165,7 +166,7 @@ class OffloadedStates:
             self._kept.pipeline.streams.synchronize()
 
     def _come_to_rest(self) -> None:
-        """No update is under way, no layer is gathered, and no move has been begun."""
+        """Brings everything to rest: no update runs, no layer is gathered, no move has begun."""
         weights, pipeline = self._kept.weights, self._kept.pipeline
         if weights.gatherer.pinned:
             raise ConfigError(
@@ -210,7 +211,7 @@ class OffloadedStates:
         return holders
 
     def _split_what_stays(self) -> None:
-        """What stays of a layer's state gets memory of its own: all of it was one block."""
+        """Gives what stays of a layer's state memory of its own: all of it was one block."""
         staying: list[StatePart] = [p for p, kind in _KIND_OF.items() if kind not in self.kinds]
         if len(staying) == len(_KIND_OF):
             return
@@ -222,11 +223,11 @@ class OffloadedStates:
     # -- and back --------------------------------------------------------------------------------
 
     def reload(self, *, non_blocking: bool) -> None:
-        """Brings back what has left; nothing where nothing has.
+        """Brings back what has left, if anything.
 
         Raises:
             torch.OutOfMemoryError: the device has not enough memory; what has come back stays, and
-                the rest can be asked for again.
+                another call can bring the rest.
         """
         if not self.kinds:
             return
@@ -236,7 +237,7 @@ class OffloadedStates:
             for tensor, copy in zip(came, holder.tensors, strict=True):
                 tensor.copy_(copy, non_blocking=True)
             holder.put(came)
-            self._away.pop()  # what has come back stays, should there be no memory for the next
+            self._away.pop()  # what has come back stays, if there is no memory for the next
         pipeline, weights = self._kept.pipeline, self._kept.weights
         pipeline.streamed.fit_buffers()  # here, as a step may be open: its update comes next
         self._join_states()
@@ -253,14 +254,14 @@ class OffloadedStates:
         self._passes.away = frozenset()
 
     def _join_states(self) -> None:
-        """A layer's state is one block again, to be given back whole when the layer moves."""
+        """Makes a layer's state one block again, to be given back whole when the layer moves."""
         for layer in self._kept.layers:
             if layer.placement == "gpu" and not layer.is_one_block:
                 parts = [layer.state_part(part) for part in _KIND_OF]
                 layer.set_state(torch.cat(parts))
 
     def close(self) -> None:
-        """Before the end: a model whose weights are on the host keeps them, in plain memory."""
+        """Releases everything; weights that are on the host stay the model's, in plain memory."""
         for holder in self._away:
             if holder.kind is StateKind.lp_params:
                 holder.put([copy.clone() for copy in holder.tensors])
@@ -314,7 +315,7 @@ def _data_setter(parameter: nn.Parameter) -> Callable[[Sequence[torch.Tensor]], 
 def _with_memory_of_their_own(
     parameters: Sequence[nn.Parameter], device: torch.device
 ) -> list[nn.Parameter]:
-    """Those that lie dense in memory that nothing else lies in; others keep theirs."""
+    """Dense parameters on the device that are alone in their memory; others are not moved."""
     users: dict[int, int] = {}
     for parameter in parameters:
         address = parameter.untyped_storage().data_ptr()

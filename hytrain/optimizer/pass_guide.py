@@ -1,4 +1,4 @@
-"""What the hooks on a model's modules say, turned into waits and gathers of weights."""
+"""Turns what the hooks on a model's modules report into waits and gathers of weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONLY_SHARDS = (
 
 
 class PassGuide:
-    """Told of every use of weights by :class:`~hytrain.optimizer.layer_guards.LayerGuards`."""
+    """Gets weights ready when :class:`~hytrain.optimizer.layer_guards.LayerGuards` calls."""
 
     def __init__(self, passes: PassTracker, kept: KeptState) -> None:
         self.passes = passes
@@ -30,7 +30,7 @@ class PassGuide:
         self._kept = kept
 
     def begin_forward(self) -> None:
-        """The model's forward begins, and is about to enter its modules."""
+        """Begins the model's forward, which is about to enter its modules."""
         passes, schedule = self.passes, self.weights.active
         if schedule is not None and torch._C._are_functorch_transforms_active():  # pyright: ignore
             raise UnsupportedError(
@@ -43,29 +43,29 @@ class PassGuide:
             return
         passes.enter_model()
         if schedule is not None:
-            # What is there still, of a backward or of a forward that raised, is no module's now.
+            # What is still gathered for a backward, or a forward that raised, is no module's now.
             self.weights.forbid_reads()
             self.weights.settle()  # which may close layers that an unannounced backward left
             for state in passes.pipeline.layers:
-                # What is gathered ahead must not be what a later step would make it.
+                # Weights gathered ahead must not be those that a later step would make.
                 if state.update.sent:
                     passes.before_use(state)
             schedule.begin("train" if torch.is_grad_enabled() else "eval")
 
     def end_forward(self) -> None:
-        """The model's forward is over."""
+        """Ends the model's forward."""
         passes, schedule = self.passes, self.weights.active
         if schedule is not None and not passes.open_step.layer_major and not passes.is_in_graph:
             schedule.end()
-        # Whatever was not used is made ready now: every rank gathers every layer, in one order,
-        # and reads of parameters between forward and backward see the newest weights.
+        # Layers that were not used are made ready now: every rank gathers every layer, in one
+        # order, and reads of parameters between forward and backward see the newest weights.
         for state in passes.pipeline.layers:
             if state.update.sent or not state.update.waited:
                 passes.before_use(state)
         passes.end_forward()
 
     def enter_forward(self, layers: Sequence[LayerWeights]) -> None:
-        """A module that uses the layers' weights begins its forward, perhaps to recompute it."""
+        """Gets weights ready for a module that begins its forward, perhaps to recompute it."""
         passes = self.passes
         if graph_task() != -1 and not passes.is_in_graph:
             passes.notice_recomputation()
@@ -79,8 +79,8 @@ class PassGuide:
                         passes.before_use(state)  # what was sent is withdrawn
         states = layers[0].trained
         if passes.timer.in_forward and states:
-            # The time of others counts as the layer's before them. A block waits for all of its
-            # pieces before it begins: it is the last one's.
+            # The time of other modules counts as that of the layer before them. A block waits for
+            # all of its pieces before it begins: its time is the last piece's.
             passes.timer.enter(states[-1].index)
 
     def _enter_sharded(self, layers: Sequence[LayerWeights]) -> None:
@@ -99,8 +99,8 @@ class PassGuide:
                 passes.timer.wait_ends(layer.index)
             elif schedule is not None:
                 schedule.use(layer.index)
-            # Not before: on its way to this use the schedule may give the layer up, and gather it
-            # anew, where this rank has left other uses out.
+            # Not earlier: on its way to this use the schedule may give the layer up, and gather it
+            # anew, if this rank has left out other uses.
             for part in layer.sharded:
                 part.allow_reads()
 
@@ -114,7 +114,7 @@ class PassGuide:
             )
 
     def leave_forward(self, layers: Sequence[LayerWeights]) -> None:
-        """The module's computation is queued."""
+        """Lets go of the layers' weights: the module's computation is queued."""
         schedule = self.weights.active
         for layer in layers:
             for part in layer.sharded:
@@ -125,16 +125,16 @@ class PassGuide:
                 schedule.leave(layer.index)
 
     def mark_forward(self) -> ForwardMark:
-        """For the outputs of the forward that ends: backward tells of it."""
+        """The mark of the forward that ends, for its outputs: backward names the forward by it."""
         schedule = self.weights.active
         return ForwardMark() if schedule is None else schedule.mark_forward()
 
     def backward_begins(self, mark: ForwardMark, _gradient: object) -> None:
-        """Autograd has come to the model's output.
+        """Notes that autograd has come to the model's output, and begins an unannounced backward.
 
-        A forward that went past the engine was not announced. A layer that is held must be
-        there before the first use that no hook tells of; and in a part of the model that runs a
-        graph of its own (reentrant checkpointing) that graph's end would be taken for the end.
+        The backward of a forward that bypassed the engine was not announced. A held layer must be
+        there before the first use that no hook reports; and if a part of the model runs a graph of
+        its own (reentrant checkpointing), that graph's end would be taken for the end.
         """
         if not self.passes.is_in_graph:
             self.passes.forward_task = None  # the forward has ended, or a later one has failed
@@ -143,15 +143,15 @@ class PassGuide:
             self.weights.active.reach(mark, keeps_graph=keeps_graph())
 
     def needed_in_backward(self, layers: Sequence[LayerWeights]) -> None:
-        """Autograd has come to a module that uses the layers' weights."""
+        """Gathers the layers' weights: autograd has come to a module that uses them."""
         schedule = self.weights.active
         if schedule is None:
             return
         if not self.passes.is_in_graph:
             self.passes.begin_unannounced()
         if torch.is_grad_enabled():
-            # create_graph: the graph of this backward saves weights, and no module tells when it is
-            # run back. Without memory they would be read all the same.
+            # create_graph: the graph of this backward saves weights, and no hook tells when that
+            # graph runs backward. Weights without memory would be read all the same.
             self.weights.hold_all()
         for layer in layers:
             schedule.use(layer.index)
@@ -159,14 +159,14 @@ class PassGuide:
                 part.allow_reads()
 
     def read_trained(self, layer: LayerWeights) -> None:
-        """The user's code is about to read trained weights that are whole on every rank.
+        """Makes trained weights that are whole on every rank current for a read by the user's code.
 
         Several ranks gather what the others have updated: a collective then, as a forward is.
 
         Raises:
             UnsupportedError: a backward is running, their update has begun and cannot be taken
                 back.
-            ConfigError: between backward and step, where updates are committed directly.
+            ConfigError: between backward and step, if updates are committed directly.
         """
         passes, schedule = self.passes, self.weights.active
         if schedule is not None and schedule.is_open:
@@ -177,10 +177,10 @@ class PassGuide:
                 passes.before_use(state)
 
     def read_sharded(self, layer: LayerWeights, name: str, *, was_read: bool) -> None:
-        """The user's code is about to read weights outside of the modules that own them (ZeRO-3).
+        """Holds a layer that the user's code is about to read outside of its modules (ZeRO-3).
 
         In a forward the layer stays from now on, in this pass and all later ones, and in their
-        backward: nothing tells of the use there. A collective: all ranks make the same use.
+        backward: no hook reports the use there. A collective: all ranks make the same use.
 
         Raises:
             UnsupportedError: it is no forward, and they are not gathered; or an extension has
@@ -221,7 +221,7 @@ class PassGuide:
         self.weights.hold(layer)
 
     def read_weights(self) -> None:
-        """All weights are about to be read: the newest ones.
+        """Makes all weights the newest: they are about to be read.
 
         Raises:
             UnsupportedError: they are not on this rank (ZeRO-3).

@@ -1,9 +1,8 @@
 """Forward and backward passes between two steps: which gradients count, and for what.
 
-Hooks and DeepSpeed's engine tell of the passes; layers' gradients go to the update pipeline as they
-become final. All micro-batches of a step layer by layer are in
-:mod:`hytrain.layer_major.layer_passes`; the order of a step is in
-:mod:`hytrain.engine.zero_optimizer`.
+Hooks and DeepSpeed's engine report the passes; layers' gradients go to the update pipeline as they
+become final. Layer-major passes are in :mod:`hytrain.layer_major.layer_passes`; the order of a step
+is in :mod:`hytrain.engine.zero_optimizer`.
 """
 
 from __future__ import annotations
@@ -80,9 +79,9 @@ class PassTracker:
         """The graph task in which the model's forward runs, -1 for none; None outside of it."""
         self._has_warned_of_drop = False
         self.away: frozenset[str] = frozenset()
-        """Kinds of states that are off the device (offload_states): every pass is refused."""
+        """Kinds of states that are off the device (offload_states): if any, passes are refused."""
         self.trace: Recorder | None = None
-        """Is told of the passes; None while no step is recorded."""
+        """Recorder of the passes; None while no step is recorded."""
         layers = pipeline.layers
         gradients = [LayerGradient(layer.layout, layer.gradient_dtype) for layer in layers]
         self.reducer = GradientReducer(
@@ -107,7 +106,7 @@ class PassTracker:
 
     @contextmanager
     def summing_over_ranks(self) -> Generator[None]:
-        """Around a step whose losses are weighted by their parts of the global batch.
+        """Context of a step whose losses are weighted by their shares of the global batch.
 
         Gradients of earlier backward passes count as they would in any other step.
         """
@@ -126,7 +125,7 @@ class PassTracker:
     # -- backward ------------------------------------------------------------------------------
 
     def backward_prologue(self) -> None:
-        """The engine's forward output receives its gradient: a backward has begun."""
+        """Begins a backward: the engine's forward output receives its gradient."""
         step = self.open_step
         if step.in_backward and step.backward.graph_task not in (-1, graph_task()):
             self._drop_aborted()
@@ -137,21 +136,21 @@ class PassTracker:
         self.open_step.enter_graph(graph_task())
 
     def announce_backward(self) -> None:
-        """engine.backward() is about to run."""
+        """Begins the backward that engine.backward() is about to run."""
         self.clean_up_aborted()
         self.begin_backward()
         self.open_step.announce()
 
     def begin_unannounced(self) -> bool:
-        """A backward that went past the engine, seen in a hook. Its end must be seen too.
+        """Begins a backward that bypassed the engine and was seen in a hook; watches for its end.
 
         Returns:
-            Whether it is one of the engine's. One that runs within the model's forward is not, as
-            DeepSpeed's TiledFusedLogitsLoss has it: its uses of weights are the forward's, and what
-            it brings is kept in ``parameter.grad`` for the backward that follows.
+            Whether it is one of the engine's. One within the model's forward is not (DeepSpeed's
+            TiledFusedLogitsLoss runs one): its uses of weights are the forward's, and its gradients
+            are kept in ``parameter.grad`` for the backward that follows.
 
         Raises:
-            LossScaleError: its loss was not scaled, where losses must be.
+            LossScaleError: its loss was not scaled, although losses must be.
         """
         if self.forward_task not in (None, graph_task()):
             if self.scaling.is_used and not self._is_for_inputs:
@@ -171,8 +170,8 @@ class PassTracker:
     def _is_for_inputs(self) -> bool:
         """Whether the backward that runs gives no trained parameter a gradient.
 
-        ``torch.autograd.grad`` of an input does not, nor a backward through weights that are frozen
-        for the time. Taken for a micro-batch's, its layers would be reduced as zeros.
+        ``torch.autograd.grad`` of an input does not, nor a backward through weights that are
+        temporarily frozen. If it counted as a micro-batch's, layers would be reduced as zeros.
         """
         if self.open_step.in_backward or graph_task() == -1:
             return False
@@ -180,7 +179,7 @@ class PassTracker:
 
     def _begin_for_inputs(self) -> None:
         if self.open_step.for_inputs:
-            return  # told by several outputs
+            return  # several outputs report it
         self.check_open()
         self.forward_task = None
         if self.collectives.world_size > 1:
@@ -192,10 +191,10 @@ class PassTracker:
         self.weights.begin("inputs")
 
     def notice_recomputation(self) -> None:
-        """A forward within a backward that nothing has announced: checkpointing recomputes.
+        """Begins an unannounced backward, in which checkpointing is recomputing a forward.
 
-        Reentrant checkpointing runs a graph of its own behind it, whose hooks would be the first
-        to be called: the end of that inner graph would be taken for the end of the backward.
+        Reentrant checkpointing then runs a graph of its own, whose hooks would be the first to be
+        called: the end of that inner graph would be taken for the end of the backward.
 
         Raises:
             LossScaleError: as in :meth:`begin_unannounced`.
@@ -204,9 +203,9 @@ class PassTracker:
             self.begin_unannounced()
 
     def begin_backward(self, *, micro_batches: int = 1, follows: bool = False) -> None:
-        """A backward begins; nothing where one has begun already.
+        """Begins a backward, unless one has begun already.
 
-        ``micro_batches``: that go back as one, layer-major.
+        ``micro_batches``: how many run backward as one, layer-major.
         ``follows``: this rank only takes part in the gathers of the other ranks' backward.
         """
         self.check_open()
@@ -222,7 +221,7 @@ class PassTracker:
             self.pipeline.wait_all()
             is_boundary = self._engine.is_boundary()
             # In train_batch ranks may have different numbers of micro-batches: they reduce once a
-            # step. Where weights are gathered they all take part in all of them.
+            # step. If weights are gathered, all ranks take part in all micro-batches.
             every = (
                 self.settings.reduce_every_backward
                 and self.collectives.world_size > 1
@@ -243,7 +242,7 @@ class PassTracker:
                 self.collector.take_kept()
 
     def meet_in_backward(self) -> None:
-        """The ranks say that they are about to reduce, where each backward does; a collective."""
+        """Tells the other ranks of a reduction to come, if every backward reduces; a collective."""
         # In train_batch ranks reduce once a step, however many micro-batches they have.
         if self.settings.reduce_every_backward and not self.open_step.sums_over_ranks:
             what = "the reduction of a backward pass's gradients"
@@ -262,16 +261,16 @@ class PassTracker:
         self.open_step.begin_update()
 
     def end_micro_batch(self) -> None:
-        """A backward that was not followed by a step is over.
+        """Completes a backward that was not followed by a step.
 
-        What it began to reduce it must reduce whole: the other ranks do.
+        What it began to reduce must be reduced wholly: the other ranks do so.
         """
         self.collector.complete(
             consume=self.open_step.backward.reduces and self.collectives.world_size > 1
         )
 
     def end_backward(self) -> None:
-        """The autograd engine has finished; more gradients belong to another backward."""
+        """Ends a backward: autograd has finished, later gradients belong to another backward."""
         with span("end_backward"):
             self.collector.take_left()
             self.weights.end()  # in which other ranks may reduce layers still
@@ -281,7 +280,7 @@ class PassTracker:
             self.trace.end_backward()
 
     def backward_epilogue(self) -> None:
-        """DeepSpeed's end of backward: several ranks reduce now what they have left out.
+        """Ends a backward at DeepSpeed's call; several ranks then reduce what they left out.
 
         The others wait in these reductions. Whatever this rank does next, before step(), may be a
         collective in which it would wait for them: the user's own, or a read of state.
@@ -291,9 +290,9 @@ class PassTracker:
             self.weights.end()
             return
         self.end_backward()
-        # Where nothing has fired, more gradients of this micro-batch may come.
+        # If nothing has fired, more gradients of this micro-batch may come.
         may_be_over = self.open_step.backward.is_announced or self.collector.has_fired
-        # In train_batch nothing comes between, and a rank without samples does it in step().
+        # In train_batch nothing comes in between, and a rank without samples does it in step().
         is_own_affair = self.collectives.world_size == 1 or self.open_step.sums_over_ranks
         if self.open_step.backward.reduces and may_be_over and not is_own_affair:
             self.end_micro_batch()
@@ -301,7 +300,7 @@ class PassTracker:
     # -- forward -------------------------------------------------------------------------------
 
     def before_use(self, state: LayerState) -> None:
-        """The layer's weights are about to be read."""
+        """Makes a layer's weights current: they are about to be read."""
         self.clean_up_aborted()
         update, timer = state.update, self.timer
         if update.sent:
@@ -325,7 +324,7 @@ class PassTracker:
         return is_running and graph_task() != -1
 
     def begin_forward(self, *, enters_model: bool = True) -> None:
-        """The model's forward begins, or its own hook is still to tell of it."""
+        """Begins the model's forward, or prepares for it before the model's own hook is called."""
         self.check_open()
         if self.open_step.layer_major:
             return  # one of several, which count as one
@@ -337,15 +336,15 @@ class PassTracker:
             self.trace.begin_forward()
 
     def enter_model(self) -> None:
-        """The model's forward is about to enter its modules: the engine's own, no recomputation."""
+        """Notes that the engine's own forward, no recomputation, is about to enter its modules."""
         if self.forward_task is not None and self.collector.has_left:
-            # The last one has failed behind a backward within it. If it is repeated, what that has
-            # brought comes again.
+            # The last forward failed after a backward within it. If it is repeated, the gradients
+            # of that backward come again.
             self._drop_aborted()
         self.forward_task = graph_task()
 
     def end_forward(self) -> None:
-        """The model's forward is over."""
+        """Ends the model's forward."""
         if not self.open_step.layer_major:
             if not self.is_in_graph:
                 self.forward_task = None
@@ -353,10 +352,10 @@ class PassTracker:
             if self.trace is not None and not self.is_in_graph:
                 self.trace.end_forward()
 
-    # -- beside other ranks' passes, and after what has failed ----------------------------------
+    # -- beside other ranks' passes, and after failed passes ------------------------------------
 
     def join_micro_batch(self) -> None:
-        """Takes part in the gathers of a micro-batch that other ranks have and this one has not."""
+        """Takes part in the gathers of a micro-batch that other ranks have and this one lacks."""
         schedule = self.weights.active
         if schedule is None:
             return
@@ -366,7 +365,7 @@ class PassTracker:
         self.end_backward()
 
     def join_forward(self, kind: Literal["train", "eval"] = "eval") -> None:
-        """Takes part in the gathers of a forward that other ranks make."""
+        """Takes part in the gathers of a forward that other ranks run."""
         if self.weights.active is not None:
             self.begin_forward()
             self.weights.active.follow(kind)
@@ -374,9 +373,9 @@ class PassTracker:
                 self.before_use(state)
 
     def clean_up_aborted(self) -> None:
-        """Drops what a backward left that an exception of the user's model or hooks has ended.
+        """Drops what is left of a backward that an exception in the user's model or hooks ended.
 
-        It never said that it was over; but it is, where no autograd graph is being run.
+        It never reported its end; but it is over if autograd runs no graph.
         """
         step = self.open_step
         if step.layer_major:
@@ -405,7 +404,7 @@ class PassTracker:
         self.open_step.abort()
 
     def refuse_aborted(self) -> None:
-        """Drops what an aborted backward left; there is no step before another backward.
+        """Drops what an aborted backward left; refuses a step before the next backward.
 
         Raises:
             AbortedBackwardError: the last backward ended with an exception.
@@ -414,18 +413,18 @@ class PassTracker:
         self.open_step.refuse_aborted()
 
     def abandon_step(self) -> None:
-        """The step will not be taken: nothing of the micro-batches that came stays."""
+        """Gives up the step: nothing of its micro-batches so far stays."""
         # What is committed cannot be taken back; the next forward says so.
         if not (self.pipeline.is_partly_committed or self.pipeline.is_torn):
             self.timer.invalidate()
             self.forget_step()
-            # A call of step() would make one of zeros: decay and momentum act.
+            # Otherwise step() would make a step of zeros, in which decay and momentum act.
             self.open_step.abort()
 
     def forget_step(self) -> None:
-        """As :meth:`discard_gradients`; and the next micro-batch is the first of a step."""
+        """Discards all gradients; the next micro-batch is the first of a step."""
         self.discard_gradients()
-        # Or the step would be taken early, without what was discarded, and so would all later ones.
+        # Else the step would be taken early, without what was discarded, and so would later ones.
         self._engine.begin_window()
 
     def discard_gradients(self) -> None:
@@ -441,7 +440,7 @@ class PassTracker:
     def drop_gradients(self) -> None:
         """Drops the gradients of this step so far: those of all micro-batches since the last step.
 
-        A collective, where there are any. Where step() follows without another backward, it is
+        A collective, if there are any. If step() follows without another backward, it is
         skipped: nothing is updated. (DeepSpeed's stages drop some of them or none.)
 
         Raises:
@@ -461,7 +460,7 @@ class PassTracker:
         if not self.open_step.has_gradients:
             return  # they were an aborted backward's
         self.collectives.meet("zero_grad() with gradients of a step")
-        # Where updates are committed directly the rest of a step's last backward would be, too.
+        # If updates are committed directly, the rest of a step's last backward would be, too.
         if not (self.open_step.begun and self.pipeline.norm.settings.direct):
             self.end_micro_batch()
         self.timer.invalidate()
@@ -488,7 +487,7 @@ class PassTracker:
             raise ConfigError(f"{what} while a backward is running: call it before or after")
         if not any(state.update.sent for state in self.pipeline.layers):
             return
-        # On every rank, also where no layer is updated by the CPU: the others raise this.
+        # On every rank, also if no layer is updated by the CPU: the others raise this.
         if self.pipeline.norm.settings.direct:
             raise ConfigError(
                 f"{what} between backward and step: without clipping and overflow check updates "
@@ -501,7 +500,7 @@ class PassTracker:
     # -- states that are off the device ----------------------------------------------------------
 
     def refuse_away(self) -> None:
-        """A StatesOffloadedError unless everything is on the device."""
+        """Raises a StatesOffloadedError unless everything is on the device."""
         if self.away:
             raise StatesOffloadedError(
                 "the engine was used while its states are off the device (engine.offload_states: "
@@ -516,13 +515,13 @@ class PassTracker:
         self.weights.forget()
 
     def check_open(self) -> None:
-        """The engine can be used.
+        """Refuses an engine that cannot be used.
 
         Raises:
             EngineClosedError: it was destroyed.
             StatesOffloadedError: its states are off the device.
             AbortedStepError: its last step failed midway.
-            WorkerError: so did its update worker.
+            WorkerError: its update worker failed as well.
         """
         if self.open_step.is_closed:
             raise EngineClosedError(

@@ -1,6 +1,6 @@
-"""A stream of random numbers for each micro-batch, whichever order their parts are computed in.
+"""A stream of random numbers for each micro-batch, in whatever order their parts are computed.
 
-Dropout draws from torch's default generators. Where micro-batches take turns layer by layer they
+Dropout draws from torch's default generators. If micro-batches take turns layer by layer, they
 would draw from one another's numbers; with a stream each, the order does not matter.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 
 State = list[torch.Tensor]
-"""Of the default generators: the CPU's and, with a GPU, the device's."""
+"""States of the default generators: the CPU's and, with a GPU, the device's."""
 
 
 class MicroBatchRandomness:
-    """While it lasts, the default generators are those of the micro-batch chosen last.
+    """Context in which the default generators are those of the micro-batch chosen last.
 
-    The seeds come from the CPU's default generator, which goes on behind them afterwards; the
-    device's goes on where it was.
+    The seeds come from the CPU's default generator, which afterwards continues after them; the
+    device's continues where it was.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -35,17 +35,17 @@ class MicroBatchRandomness:
         self.replay(self._outside)
 
     def state(self) -> State:
-        """Where the generators are now."""
+        """The current states of the generators."""
         return [generator.get_state() for generator in self._generators]
 
     def replay(self, state: State) -> None:
-        """The generators go on from there; no micro-batch is chosen any more."""
+        """Sets the generators to these states; no micro-batch is chosen any more."""
         self._current = -1
         for generator, value in zip(self._generators, state, strict=True):
             generator.set_state(value)
 
     def choose(self, number: int) -> None:
-        """The generators go on where this micro-batch has got to."""
+        """Sets the generators to where this micro-batch's stream has got to."""
         if number == self._current:
             return
         if self._current >= 0:
@@ -59,6 +59,6 @@ class MicroBatchRandomness:
         self._current = number
 
     def restart(self) -> None:
-        """Every micro-batch begins its stream anew."""
+        """Restarts the stream of every micro-batch."""
         self._states = [None] * len(self._states)
         self._current = -1

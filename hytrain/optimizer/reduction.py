@@ -1,4 +1,4 @@
-"""Layers' gradients, once they are complete: reduced over the ranks, and sent to their updates."""
+"""Reduces layers' complete gradients over the ranks, and sends them to their updates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hytrain.trace.recorder import Recorder
 
 
 class GradientReducer:
-    """Who the collector gives layers' gradients to."""
+    """Reduces the gradients that the collector passes on, and sends or withdraws updates."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class GradientReducer:
         self.on_reduced_gradient: Callable[[LayerState, torch.Tensor], None] | None = None
         """Observer of every final reduced gradient shard, for tests and tools."""
         self.trace: Recorder | None = None
-        """Is told of gradients; None while no step is recorded."""
+        """Recorder of gradients; None while no step is recorded."""
 
     @property
     def unscale(self) -> float:
-        """What step() multiplies a reduced gradient with, beside clipping."""
+        """The factor by which step() multiplies a reduced gradient, besides clipping."""
         is_mean = self._step.sums_over_ranks or self._settings.divide_first
         return (1.0 if is_mean else self._settings.unscale) / self._scaling.scale
 
@@ -57,7 +57,7 @@ class GradientReducer:
     # -- from the collector ----------------------------------------------------------------------
 
     def consume(self, gradient: LayerGradient) -> None:
-        """A layer's gradient of this backward is complete (called in one order on all ranks)."""
+        """Reduces a complete gradient and, if updates may begin, sends it (all ranks alike)."""
         state, begun = self._pipeline.layers[gradient.layout.index], self._step.begun
         if self.trace is not None and begun:
             self.trace.gradient(state.index)
@@ -72,12 +72,12 @@ class GradientReducer:
             self._placement.gradient(state.index)
 
     def consume_part(self, gradient: LayerGradient) -> None:
-        """What there is of a layer's gradient is reduced into ``reduced_shard``."""
+        """Reduces what has come of a layer's gradient into ``reduced_shard``."""
         with self._pipeline.reducing():
             self._reduce_part(gradient, self._pipeline.layers[gradient.layout.index])
 
     def withdraw_gradient(self, gradient: LayerGradient) -> None:
-        """More of a gradient has come that this backward took for complete."""
+        """Takes a layer back whose gradient this backward wrongly took for complete."""
         state = self._pipeline.layers[gradient.layout.index]
         if state.update.sent:
             self._placement.timer.invalidate()
@@ -86,7 +86,7 @@ class GradientReducer:
     # -- reduction -------------------------------------------------------------------------------
 
     def _reduce_part(self, gradient: LayerGradient, state: LayerState) -> None:
-        """Within :meth:`UpdatePipeline.reducing`."""
+        """Reduces it into ``reduced_shard``; within :meth:`UpdatePipeline.reducing`."""
         unreduced_grad = gradient.release()
         assert unreduced_grad is not None
         shard = self.reduce(state, unreduced_grad)
@@ -97,8 +97,8 @@ class GradientReducer:
     def reduce(self, state: LayerState, unreduced_grad: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a layer's gradient; within :meth:`UpdatePipeline.reducing`.
 
-        The sum over ranks, of the same dtype; the mean where the settings divide first. Ownership
-        of ``unreduced_grad`` passes to this call.
+        It is the sum over ranks, of the same dtype; the mean if the settings divide first.
+        Ownership of ``unreduced_grad`` passes to this call.
         """
         if self._collectives.world_size == 1:
             return unreduced_grad
@@ -119,7 +119,7 @@ class GradientReducer:
         """This rank's shard of a layer's gradient, as step() would apply it, to be read only.
 
         A collective, after :meth:`PassTracker.withdraw_updates`. Summed over micro-batches, and
-        over ranks as :meth:`reduce` has it; not clipped. What there is stays where it is.
+        over ranks as in :meth:`reduce`; not clipped. The gradient itself stays where it is.
         """
         gradient = self._gradients[state.index]
         shard = gradient.reduced_shard
@@ -147,7 +147,7 @@ class GradientReducer:
         self._pipeline.send(state, shard, squares)
 
     def send_held(self) -> None:
-        """Layers whose gradient was reduced by an earlier backward, or withdrawn since."""
+        """Sends layers whose gradient was reduced by an earlier backward, or withdrawn since."""
         for gradient in self._gradients:
             state = self._pipeline.layers[gradient.layout.index]
             if not state.update.sent:

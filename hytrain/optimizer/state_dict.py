@@ -22,7 +22,7 @@ _MASTER = "fp32"
 
 
 def state_dict(state: KeptState) -> dict[str, Any]:
-    """This rank's part of the state, as DeepSpeed's ZeRO optimizers give it.
+    """Returns this rank's part of the state, as DeepSpeed's ZeRO optimizers do.
 
     ``engine.save_checkpoint`` is the better way: what it saves can be loaded on another number
     of ranks, in another layout, and has the rest of the engine.
@@ -57,14 +57,14 @@ def load_state_dict(
 ) -> None:
     """Restores what :func:`state_dict` gave on this rank of a job of the same layout.
 
-    A collective. The training copy becomes the master weights'; gradients since the last step
+    A collective. The training copy is made from the master weights; gradients since the last step
     are forgotten.
 
-    ``given``: this rank's, or a sequence with that of every rank, as DeepSpeed takes it.
+    ``given``: this rank's state, or a sequence of every rank's, as DeepSpeed takes it.
 
     Raises:
-        CheckpointError: it is something else, or another layout's, on whichever rank; nothing
-            was touched.
+        CheckpointError: on some rank it is something else, or of another layout; nothing was
+            touched.
     """
     found: Any = given
     if isinstance(given, Sequence) and len(given) == state.collectives.world_size:
@@ -84,7 +84,7 @@ def load_state_dict(
 
 
 def _why_not(state: KeptState, found: Any) -> str | None:
-    """What keeps a state from being loaded; None: nothing."""
+    """Why a state cannot be loaded; None if it can."""
     mine = [(layer.name, layer.begin, layer.end) for layer in state.layers]
     sizes = [len(group["params"]) for group in state.hyper.groups]
     if not isinstance(found, Mapping) or found.get(_FORMAT) != _VERSION:

@@ -12,12 +12,12 @@ from hytrain.kernels.clipping import Outcome
 from hytrain.offload.update_pipeline import UpdatePipeline
 
 RECENT_STEPS = 1000
-"""Steps whose figures are kept, of some 200 bytes each."""
+"""Number of last steps whose figures are kept, about 200 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStatistics:
-    """One step, on this rank.
+    """The figures of one step on this rank.
 
     Attributes:
         step: steps made so far, skipped ones not counted.
@@ -27,13 +27,13 @@ class StepStatistics:
         gradient_wait_seconds: time that the CPU worker had a layer but waited for its gradient.
         outgoing_wait_seconds: time that it waited for a buffer to be copied to the device.
         issue_seconds: time that it spent queueing copies on the device.
-        exposed_seconds: time that compute stood still for weights in between.
-        hidden_share: 1 - exposed / update, in [0, 1]; 1 where the CPU updated nothing.
-        grad_norm: the unscaled gradient's norm; None where the host did not wait for it.
-        clip_coefficient: 1.0 where clipping did not act; None as above.
-        skipped: whether the step was skipped: for an inf or NaN, or since zero_grad() left nothing.
-        to_host_bytes_per_second, to_device_bytes_per_second: of the copies of gradients and of new
-            weights; None where there were none, or none was timed (without a GPU).
+        exposed_seconds: time that compute waited for weights in between.
+        hidden_share: 1 - exposed / update, in [0, 1]; 1 if the CPU updated nothing.
+        grad_norm: the unscaled gradient's norm; None if the host did not wait for it.
+        clip_coefficient: 1.0 if clipping did not act; None as above.
+        skipped: whether it was skipped: for an inf or NaN, or because zero_grad() left nothing.
+        to_host_bytes_per_second, to_device_bytes_per_second: rates of the copies of gradients and
+            of new weights; None if there were none, or none was timed (without a GPU).
     """
 
     step: int
@@ -65,7 +65,7 @@ class StatisticsRecorder:
         """Reads the worker's and the compute stream's figures since the last call.
 
         Returns:
-            The worker's.
+            The worker's figures.
         """
         now = time.perf_counter()
         worker = pipeline.cpu.worker.take_statistics()
@@ -103,7 +103,7 @@ class StatisticsRecorder:
         return self._recent[-1]
 
     def recent(self) -> list[StepStatistics]:
-        """Of the last steps, oldest first."""
+        """The last steps' figures, oldest first."""
         return list(self._recent)
 
 

@@ -1,4 +1,4 @@
-"""Where the passes between two optimizer steps have got to: one phase, and what may follow it."""
+"""How far the passes between two optimizer steps have come: a phase, and what may follow it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hytrain.errors import AbortedBackwardError
 
 
 class StepPhase(Enum):
-    """What there is of the next optimizer step."""
+    """How far the next optimizer step has come."""
 
     IDLE = "idle"
     """No gradient since the last step."""
     BACKWARD = "backward"
-    """Autograd runs a micro-batch's backward, or those of all of them layer by layer."""
+    """Autograd runs a micro-batch's backward or, layer-major, that of all of them."""
     OPEN = "open"
     """Autograd has finished; layers of this micro-batch may not have been consumed."""
     ACCUMULATED = "accumulated"
@@ -48,13 +48,13 @@ _FOLLOWS: dict[StepPhase, tuple[StepPhase, ...]] = {
 
 @dataclass(slots=True)
 class Backward:
-    """What the current backward is, or the last one since the last step was.
+    """The current backward, or the last one since the last step.
 
     Attributes:
         reduces: it passes layers on as they become final.
         layer_major: several micro-batches go back through the layers together.
-        micro_batches: how many, 1 at least.
-        graph_task: of autograd, -1 where it is not known.
+        micro_batches: how many, at least 1.
+        graph_task: autograd's graph task, -1 if unknown.
         is_announced: it was begun by engine.backward(), so it is a micro-batch's.
     """
 
@@ -66,7 +66,7 @@ class Backward:
 
 
 class StepState:
-    """The phase, and what is known of the step that it is part of.
+    """The phase, and what is known of its step.
 
     Every attribute is assigned here only; each method is one transition, or begins or ends a mode.
     """
@@ -76,9 +76,9 @@ class StepState:
         self._resumed = StepPhase.IDLE  # after INPUTS
         self.backward = Backward()
         self.begun = False
-        """The hyper-parameters of this step's updates have been read: some may have begun.
+        """Whether hyper-parameters of this step's updates have been read: some may have begun.
 
-        Not so between the micro-batches of a step, where there are gradients and no updates."""
+        False between the micro-batches of a step, when there are gradients and no updates."""
         self.sums_over_ranks = False
         """A mode: gradients are summed over ranks, not averaged; losses are weighted."""
         self.layer_major = False
@@ -96,7 +96,7 @@ class StepState:
 
     @property
     def for_inputs(self) -> bool:
-        """Whether a backward runs that is no part of a step."""
+        """Whether a backward runs that is not part of a step."""
         return self.phase is StepPhase.INPUTS
 
     @property
@@ -113,51 +113,51 @@ class StepState:
 
     def _enter(self, phase: StepPhase) -> None:
         if self.phase is StepPhase.CLOSED:
-            return  # what passes that were cut off still tell changes nothing
+            return  # late reports of passes that were cut off change nothing
         assert phase in _FOLLOWS[self.phase], f"{phase} after {self.phase}"
         self.phase = phase
 
     # -- backward --------------------------------------------------------------------------------
 
     def begin_backward(self, *, reduces: bool, micro_batches: int = 1) -> None:
-        """A backward of the step begins: one micro-batch's, or of so many layer by layer."""
+        """Begins a backward of the step: one micro-batch's, or layer-major that of several."""
         self._enter(StepPhase.BACKWARD)
         self.backward = Backward(reduces, self.layer_major, micro_batches)
 
     def announce(self) -> None:
-        """The backward that has begun is engine.backward()'s."""
+        """Marks the backward that has begun as engine.backward()'s."""
         self.backward.is_announced = True
 
     def enter_graph(self, task: int) -> None:
-        """The backward that has begun runs in this autograd graph task."""
+        """Notes the autograd graph task in which the backward that has begun runs."""
         self.backward.graph_task = task
 
     def end_backward(self) -> None:
-        """Autograd has finished; nothing where it had before."""
+        """Notes that autograd has finished, unless it had before."""
         if self.phase is StepPhase.BACKWARD:
             self._enter(StepPhase.OPEN)
 
     def complete(self) -> None:
-        """No more gradients of the backward that has ended are waited for."""
+        """Notes that no more gradients of the backward that has ended are waited for."""
         self._enter(StepPhase.ACCUMULATED)
 
     def begin_inputs(self) -> None:
-        """A backward begins that leaves the step as it is."""
+        """Begins a backward that leaves the step as it is."""
         self._resumed = self.phase
         self._enter(StepPhase.INPUTS)
 
     def end_inputs(self) -> None:
-        """It is over, or was given up."""
+        """Ends that backward, which is over or was given up."""
         self._enter(self._resumed)
 
     # -- the update ------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
-        """Updates may begin from here on."""
+        """Lets updates begin from here on."""
         self.begun = True
 
     def end(self) -> None:
-        """The step is final, or skipped, or nothing of it is left."""
+        """Ends the step: it is final, or skipped, or nothing of it is left."""
         self._enter(StepPhase.IDLE)
         self.begun = False
         self.backward = Backward()
@@ -165,11 +165,11 @@ class StepState:
     # -- steps that do not come to their end -----------------------------------------------------
 
     def abort(self) -> None:
-        """A backward, or the step, has ended with an exception; what it left is discarded."""
+        """Notes that a backward, or the step, raised an exception; what it left is discarded."""
         self._enter(StepPhase.ABORTED)
 
     def refuse_aborted(self) -> None:
-        """There is no step before another backward.
+        """Refuses a step between an aborted backward and the next one.
 
         Raises:
             AbortedBackwardError: the last backward ended with an exception.
@@ -183,32 +183,32 @@ class StepState:
             )
 
     def drop(self) -> None:
-        """zero_grad() has discarded the gradients."""
+        """Notes that zero_grad() has discarded the gradients."""
         self._enter(StepPhase.DROPPED)
 
     def skip_dropped(self) -> bool:
-        """Whether step() has nothing to update with; if so, it is over."""
+        """Whether step() has nothing to update with; if so, the step is over."""
         was_dropped = self.phase is StepPhase.DROPPED
         if was_dropped:
             self._enter(StepPhase.IDLE)
         return was_dropped
 
     def begin_batch(self) -> None:
-        """A step over a global batch begins; a rank without samples makes no backward in it."""
+        """Begins a step over a global batch; a rank without samples runs no backward in it."""
         if self.phase in _NEW:
             self._enter(StepPhase.IDLE)
         if not self.is_open:
-            self.backward = Backward()  # what was reduced before it is no part of its reductions
+            self.backward = Backward()  # what was reduced before is not part of its reductions
 
     def close(self) -> None:
-        """The engine is destroyed."""
+        """Enters the last phase: the engine is destroyed."""
         self.phase = StepPhase.CLOSED
 
     # -- modes -----------------------------------------------------------------------------------
 
     @contextmanager
     def summing_over_ranks(self) -> Generator[None]:
-        """While it lasts, gradients are summed over ranks."""
+        """Context in which gradients are summed over ranks."""
         self.sums_over_ranks = True
         try:
             yield
@@ -217,8 +217,8 @@ class StepState:
 
     @contextmanager
     def layer_by_layer(self) -> Generator[None]:
-        """While it lasts, several forwards, or backward passes of several micro-batches, count as
-        one; a backward that is still open behind it counts as aborted."""
+        """Context in which several forwards, or backward passes of several micro-batches, count as
+        one; a backward that is still open after it counts as aborted."""
         self.layer_major = True
         try:
             yield

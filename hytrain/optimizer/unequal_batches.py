@@ -35,7 +35,7 @@ class UnequalBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        """``shuffle`` gives each epoch an order of its own, the same on all ranks, of ``seed``.
+        """``shuffle`` gives each epoch its own order by ``seed``, the same on all ranks.
 
         Raises:
             ConfigError: the dataset is smaller than a global batch, or there is no such rank.
@@ -55,7 +55,7 @@ class UnequalBatchSampler(Sampler[list[int]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is over this epoch's order."""
+        """Sets the epoch whose order the next iteration has."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -81,10 +81,10 @@ class UnequalBatchSampler(Sampler[list[int]]):
 
 
 class DealtSizes:
-    """Tells once where micro-batches are not as large as they were assigned.
+    """Warns once if micro-batches do not have the sizes that they were assigned.
 
     The loss is right all the same, as it is weighted by valid tokens; but the global batch is not
-    the one that was asked for, and a plan's times and memory are of other steps.
+    the one that was asked for, and a plan's times and memory are those of other steps.
     """
 
     def __init__(self, shares: BatchShares, rank: int) -> None:
@@ -93,7 +93,7 @@ class DealtSizes:
         self._is_told = False
 
     def watch(self, micro_batches: Iterator[Any]) -> Iterator[Any]:
-        """A step's micro-batches, as they come; fewer where there are no more."""
+        """Yields a step's micro-batches, and checks them; fewer if there are no more."""
         for number, size in enumerate(self.sizes):
             try:
                 batch = next(micro_batches)
@@ -113,7 +113,7 @@ class DealtSizes:
 
 
 def _samples(batch: Any) -> int | None:
-    """What a micro-batch's tensors agree on as their first dimension; None: they do not."""
+    """The first dimension of a micro-batch's tensors; None if they do not agree on it."""
     if isinstance(batch, Mapping):
         values = list(cast("Mapping[Any, Any]", batch).values())
     else:

@@ -1,4 +1,4 @@
-"""What users write into weights becomes the master weights'; see docs/weights.md.
+"""Adopts what users write into weights as master weights; see docs/weights.md.
 
 A write is noticed by torch's count of in-place writes. Updates are not counted by torch; the engine
 counts each one itself, so that a backward through a graph that saved old weights is an error. A
@@ -45,9 +45,9 @@ class WrittenWeights:
             return [parameter._version - overwrites for parameter in self._parameters]
 
     def restore_views(self) -> None:
-        """Parameters that were put elsewhere are the training copy again; then :meth:`adopt`.
+        """Makes parameters that were put elsewhere the training copy again; then :meth:`adopt`.
 
-        Without gradients they may be elsewhere: averaged weights are evaluated so.
+        Without gradients they may be elsewhere: this is how averaged weights are evaluated.
         """
         moved: list[str] = []
         for state in self._pipeline.layers:
@@ -67,7 +67,7 @@ class WrittenWeights:
             )
 
     def adopt(self) -> None:
-        """Weights that somebody has written to since the last call become the master weights."""
+        """Adopts, as master weights, weights that were written to since the last call."""
         counts = self._count()
         if counts == self._counts:
             return
@@ -86,7 +86,7 @@ class WrittenWeights:
         self._pipeline.streams.synchronize()
 
     def adopt_slots(self, layer: LayerState, slots: Sequence[ParameterSlot]) -> None:
-        """:meth:`LayerState.adopt_written`; warns once where unchanged elements are rounded."""
+        """:meth:`LayerState.adopt_written`; warns once if unchanged elements are rounded."""
         layer.adopt_written(slots)
         is_whole = layer.form.rounds_away and layer.before_write is None
         if is_whole and slots and not self._has_warned_of_rounding:
@@ -100,5 +100,5 @@ class WrittenWeights:
             )
 
     def ignore(self) -> None:
-        """What has been written to weights so far is in their master weights already."""
+        """Ignores writes to weights so far: their master weights have them already."""
         self._counts = self._count()

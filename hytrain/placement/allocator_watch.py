@@ -1,8 +1,8 @@
 """Tells the user when the GPU's allocator works against the steps.
 
-Where no cached block fits and the driver has no more, torch's allocator waits for the device, gives
+If no cached block fits and the driver has no more, torch's allocator waits for the device, gives
 everything back that it had cached, and asks again: a retry. It costs tens of milliseconds, and a
-job whose blocks do not fit into each other's gaps pays that in every step, in silence.
+job whose blocks do not fit into each other's gaps pays that in every step, silently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hytrain.placement.memory_probe import LOOK_EVERY
 logger = logging.getLogger(__name__)
 
 _TIGHT = 0.9
-"""Planned share of a GPU's memory beyond which gaps between blocks are what it lacks: an H200 with
+"""Planned share of a GPU's memory beyond which gaps between blocks may exhaust it: an H200 with
 22.4 GiB, 21.4 of them planned, failed at 18.7 allocated and 3.5 in gaps, under ZeRO-3; one with 24
 GiB, filled by the solver, at 19.0 and 4.5."""
 
@@ -36,13 +36,13 @@ def advise_on_gaps(
     before: float = 0.0,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Warns where a GPU's memory is to be filled, and torch's allocator leaves gaps there.
+    """Warns if a GPU's memory is to be filled, and torch's allocator leaves gaps there.
 
     Args:
         planned: bytes that a plan, or a number of GPU layers, takes at most.
         limit: bytes that this process may use.
-        before: bytes planned until now: if they filled the memory too, nothing is said again.
-        environment: the process's: the allocator's settings can be read nowhere else.
+        before: bytes planned until now: if they filled the memory too, there is no new warning.
+        environment: the process's variables, the only place to read the allocator's settings.
     """
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     settings = ",".join(environment.get(name, "") for name in names)
@@ -58,9 +58,9 @@ def advise_on_gaps(
 
 
 class AllocatorWatch:
-    """Warns once, when there were retries between two looks and again before the next one.
+    """Warns once, when there were retries in two successive intervals between looks.
 
-    Layers that move, and sequences that become longer, may cost a retry each, which is no harm.
+    Layers that move, and sequences that become longer, may cost a retry each, which is harmless.
     """
 
     def __init__(self, retries: Callable[[], int] | None) -> None:

@@ -1,11 +1,11 @@
-"""What has failed is left alone for a while, for twice as long each time."""
+"""Leaves alone what has failed, for twice as long each time."""
 
 from __future__ import annotations
 
 FIRST_PAUSE = 100
-"""Steps; some seconds to minutes, in which another process's load or memory may have gone."""
+"""Steps: seconds to minutes, in which another process's load may end or its memory be freed."""
 _LONGEST_PAUSE = 1600
-"""Steps; what is tried this seldom costs nothing."""
+"""Steps: what is tried this seldom costs nothing."""
 
 
 class Backoff:
@@ -16,7 +16,7 @@ class Backoff:
         self._until = 0
 
     def fail(self, step: int) -> int:
-        """It has failed at this step; returns the step from which on it may be tried again."""
+        """Notes a failure at this step; returns the step from which on it may be tried again."""
         self._until = step + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         return self._until

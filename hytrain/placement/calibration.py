@@ -1,4 +1,4 @@
-"""What the GPU's update takes, measured once at start: before any layer is updated there."""
+"""Measures the GPU's update once at the start, before any layer is updated there."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hytrain.model.state_format import StateFormat
 from hytrain.placement.step_timer import Clock
 
 _ELEMENTS = 1 << 24
-"""256 MiB of state and gradient on a GPU for some milliseconds: beyond its caches."""
+"""256 MiB of state, gradient and weights on a GPU, for some milliseconds: beyond its caches."""
 _ELEMENTS_ON_CPU = 1 << 20
 _REPEATS = 5
 
 
 def accumulation_seconds_per_parameter(device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds a parameter by which adding a gradient to earlier ones takes longer than copying it.
+    """Seconds per parameter that adding a gradient to earlier ones takes longer than copying it.
 
-    On the current stream, as backward does it.
+    Measured on the current stream, as in backward.
     """
     n = _ELEMENTS if device.type == "cuda" else _ELEMENTS_ON_CPU
     gradient, held = (torch.zeros(n, dtype=dtype, device=device) for _ in range(2))
@@ -53,12 +53,12 @@ def gpu_seconds_per_parameter(
     moments: MomentsName = FP32,
     master: MasterName = FP32,
 ) -> float:
-    """Seconds a parameter of the Adam update on the device, with the device to itself.
+    """Seconds per parameter of the Adam update on the device, with the device to itself.
 
-    A process measures it once for a device: on a CPU that stands in for one, buffers of this size
+    A process measures it once per device: on a CPU that stands in for one, buffers of this size
     come from the heap and leave holes there, megabytes with each engine that is built.
 
-    ``dtype``: of gradients and training copy.
+    ``dtype``: that of gradients and training copy.
     """
     n = _ELEMENTS if device.type == "cuda" else _ELEMENTS_ON_CPU
     how = StateFormat(moments, master=master)

@@ -1,8 +1,8 @@
 """How many layers the GPU updates: the solvers, and whether a move there is worth it.
 
 The published closed form balances backward and updates. The pipeline solver predicts the step for
-every number of GPU layers from measured costs, and adds what steps took longer than was predicted
-for them: a difference that is known at the numbers where training has been.
+every number of GPU layers from measured costs, and adds by how much measured steps exceeded their
+prediction: that is known for the numbers with which training has run.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hytrain.placement.memory import Bounds
 Method = Literal["pipeline", "closed_form"]
 
 WITHIN_BEST = 0.01
-"""The fewest GPU layers are taken whose step is at most this much longer than the shortest; as much
-must be won by a move for speed. Medians of steps are not known better."""
+"""Share of the step: the fewest GPU layers are taken whose step is at most this much longer than
+the shortest, and a move for speed must gain more. Medians of steps are no more exact."""
 
 CPU_SLACK = 0.05
-"""Share by which updates on the CPU are taken to be slower than measured. With one GPU layer too
-few a step is as much longer as that layer's update on the CPU takes; with one too many, by its
-update on the GPU, a twentieth of it."""
+"""Share by which updates on the CPU are assumed to be slower than measured. One GPU layer too few
+makes a step longer by that layer's update on the CPU; one too many, by its update on the GPU, which
+takes a twentieth of that."""
 
 LITTLE_GAIN = 0.05
-"""Share of the step: a move that wins less may be one for noise, and waits for a backoff."""
+"""Share of the step: a move that gains less may follow noise, and waits for a backoff."""
 
 SAVING_COST = 0.005
-"""Share of the step that a move may cost to be made for GPU memory: less than is noticed."""
+"""Share of the step that a move for GPU memory may cost: less than is noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def solve(
     residuals: Mapping[int, float] | None = None,
     room: Room | None = None,
 ) -> Solution:
-    """The number of GPU layers.
+    """Finds the number of GPU layers.
 
     ``pipeline`` takes the smallest predicted step with updates on the CPU 5 % slower than measured
     and, within 1 % of it, the fewest GPU layers; ``closed_form`` rounds the published formula,
@@ -77,13 +77,13 @@ def solve(
     fits (pipeline).
 
     Args:
-        costs: what each layer takes.
+        costs: each layer's times.
         method: the solver.
         bounds: which numbers fit in memory.
         alpha: GPU over CPU update time for the closed form; None: from ``costs``.
         residuals: seconds by which steps with some numbers of GPU layers took longer than
-            predicted; the closed form takes no notice of them.
-        room: what the GPU holds of gradients on their way to the host; None: all of them.
+            predicted; the closed form ignores them.
+        room: room on the GPU for gradients on their way to the host; None: for all of them.
 
     Raises:
         PlacementError: no number fits, ``bounds`` is of another number of layers, ``alpha`` is
@@ -95,7 +95,7 @@ def solve(
     ratio = costs.alpha if alpha is None else alpha
     share = closed_form(costs.backward_seconds, costs.cpu_seconds, ratio)
     added = _corrections(residuals or {}, num_layers)
-    # However wrong a prediction was, no step takes less than nothing.
+    # However wrong a prediction was, no step takes less than 0 s.
     predictions = tuple(
         replace(candidate, step_seconds=max(0.0, candidate.step_seconds + more))
         for candidate, more in zip(predict(costs, room=room).candidates, added, strict=True)
@@ -125,10 +125,10 @@ def solve(
 
 
 def _corrections(residuals: Mapping[int, float], num_layers: int) -> list[float]:
-    """What to add to the predictions for 0..L GPU layers: on lines between what is known.
+    """What to add to the predictions for 0..L GPU layers, interpolated between known numbers.
 
-    What steps take longer than predicted with the most GPU layers that are known is the update
-    threads' work, as far as is known: it is gone where all layers are on the GPU.
+    If steps with the largest known number of GPU layers exceed their prediction, that is taken for
+    the update threads' work, which is gone with all layers on the GPU.
     """
     known = dict(residuals)
     if not known:
@@ -162,12 +162,12 @@ def _with_slack(costs: StepCosts) -> StepCosts:
 def worth_moving(solution: Solution, here: int, *, least_gain: float = WITHIN_BEST) -> bool:
     """Whether to move from the present number of GPU layers to the solution's.
 
-    True where the present number does not fit, or where the move wins more than ``least_gain``.
-    Where 1 % is enough, also a move that frees the GPU of at least ``max(2, 10 % of L)`` layers for
-    a step at most 0.5 % longer.
+    True if the present number does not fit, or if the move gains more than ``least_gain``.
+    If a gain of 1 % is enough, also for a move that frees the GPU of at least ``max(2, 10 % of L)``
+    layers for a step at most 0.5 % longer.
 
     Args:
-        solution: of a solver.
+        solution: what a solver found.
         here: GPU layers now.
         least_gain: share of the step.
 
@@ -231,7 +231,7 @@ def closed_form(t_backward: float, t_update: float, alpha: float) -> float:
         k = (t_U - t_B) / ((1 + alpha) * t_U), clamped to [0, 1]
 
     It leaves out copies, pipeline fill, unequal layers, memory and the overlap with the next
-    forward pass; see :mod:`hytrain.cost.prediction` for what does not.
+    forward pass; :mod:`hytrain.cost.prediction` does not.
 
     Args:
         t_backward: seconds of the backward pass, t_B.

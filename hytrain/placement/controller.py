@@ -1,7 +1,7 @@
-"""Decides how many layers are on the GPU, again and again, and has layers moved there.
+"""Decides repeatedly how many layers are on the GPU, and has layers moved accordingly.
 
-It keeps all decisions, moves a few layers a step towards the last one, and decides for another
-number where a side turns out to have not enough memory.
+It keeps all decisions, moves a few layers per step towards the last one, and decides for another
+number if a side turns out to have too little memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from hytrain.placement.refused_memory import RefusedMemory
 logger = logging.getLogger(__name__)
 
 _SAME_MEMORY = 1.02
-"""A GPU counts as large as another that has at most this much more memory: drivers differ."""
+"""A GPU counts as no smaller than one with at most this many times its memory: drivers differ."""
 
 
 @dataclass(slots=True)
@@ -56,8 +56,8 @@ class _Workload:
     """What steps of this workload have shown.
 
     Attributes:
-        residuals: for numbers of GPU layers, seconds that measured steps add to what is predicted.
-        predicted: seconds of the last steps at the present placement, as predicted.
+        residuals: by number of GPU layers, seconds that measured steps take beyond the prediction.
+        predicted: predicted seconds of the last steps at the present placement.
         little_moves: when a move that gains little may be made again.
     """
 
@@ -82,7 +82,7 @@ class PlacementController:
         """
         Args:
             layers: all layers in forward order, the first of them GPU-placed.
-            first: the decision that they are placed by now, with their sizes.
+            first: the decision by which they are placed now, with their sizes.
             solves: whether it decides by itself, or a user or a plan does.
         """
         self.moves = LayerMoves(layers, mover)
@@ -92,17 +92,17 @@ class PlacementController:
         """Whether state of layers on the host is streamed to updates on the GPU."""
         self._staging_bytes = first.staging_bytes
         self._beside_whole = first.staging_bytes + first.save_bytes
-        """Bytes of the host beside state, where master weights are whole that could be split."""
+        """Host bytes beside the state, if master weights that could be split are whole."""
         self._least_here = first.bounds.min_gpu_layers
-        """The fewest layers on the GPU with which the host held the others when memory was last
-        looked at."""
+        """The fewest layers on the GPU with which the others fitted on the host when memory was
+        last checked."""
         self._solver = solver
         self.solves = solves
         self.decisions: list[Decision] = [first]
         self._warned = False
 
     def see_other_workload(self) -> None:
-        """The workload is another one: what was measured for the last one tells nothing."""
+        """Forgets what was measured: the workload is another one."""
         self._workload = _Workload()
 
     @property
@@ -122,7 +122,7 @@ class PlacementController:
         return self.solves and step % self._solver.interval == 0 and self.moves.is_settled
 
     def add_step(self, seconds: float) -> None:
-        """A step of the present placement took so long; call it only when settled."""
+        """Adds the time of a step at the present placement; to be called only when settled."""
         self._workload.launch_bound.add_step(self.num_gpu_layers, seconds)
 
     def consider(
@@ -138,11 +138,11 @@ class PlacementController:
         """Decides anew; sets ``target``.
 
         Args:
-            estimate: gives what the last steps took, layer by layer; where launch-bound steps have
-                settled it is not called, which would take the host as long as many launches.
+            estimate: returns what the last steps took, layer by layer. It takes the host as long as
+                many launches, and is not called once launch-bound steps have settled.
             seconds: what these steps took in all; None: as predicted from the estimate.
-            num_steps: measured steps that both are medians of.
-            launch_bound: the GPU waits for the host to launch its kernels.
+            num_steps: how many measured steps both are medians of.
+            launch_bound: whether the GPU waits for the host to launch its kernels.
         """
         allowed, here = self._allowed(step, limits), self.num_gpu_layers
         is_known, is_certain = self.decisions[-1].costs is not None, num_steps >= MANY_STEPS
@@ -151,14 +151,14 @@ class PlacementController:
         )
         compared = self._workload.launch_bound
         if is_known and compared.is_settled and compared.choose(here, allowed, here) == here:
-            return  # the GPU waits for the host's launches: the less the host does the better
+            return  # the GPU waits for the host's launches: the less the host does, the better
         costs = estimate()
         if costs is None:
             return
         costs = self.with_late(costs, limits)
         room = partial(gradient_room, self.layer_bytes, limits)
         if seconds is not None:
-            # Some costs are known sooner than steps that show a change: of both it is the median.
+            # Some costs show a change sooner than steps do: the medians of both are compared.
             predicted = predict(costs, gpu_layers=[here], room=room)
             self._workload.predicted.append(predicted.step_seconds[0])
             measured = median(list(self._workload.predicted)[-num_steps:])
@@ -173,7 +173,7 @@ class PlacementController:
             room=room,
         )
         number, reason = self._choose(step, solution, is_certain=is_certain)
-        # Warns once why nothing moves.
+        # If nothing moves, the first such decision logs why.
         if number != here or not is_known or self._has_other_room(step, costs, allowed):
             self.decide(
                 step,
@@ -188,12 +188,12 @@ class PlacementController:
             )
 
     def with_late(self, costs: StepCosts, limits: MemoryLimits) -> StepCosts:
-        """The same with the layers that would be updated late, by what the host has room for."""
+        """Adds to the costs which layers would be updated late, by the host's room."""
         first = first_late_layers(self.layer_bytes, limits, self._beside_whole)
         return replace(costs, late_from=tuple(first)) if first else costs
 
     def _has_other_room(self, step: int, costs: StepCosts, allowed: Bounds) -> bool:
-        """Whether the host has no room for all whole master weights on it, or for many more."""
+        """Whether the host lacks room for its whole master weights, or has room for many more."""
         if not costs.late_from or not self._refused.allows_forms(step):
             return False
         here, num_layers = self.num_gpu_layers, len(self.layer_bytes)
@@ -205,7 +205,7 @@ class PlacementController:
         """The number to move to, and why."""
         here, solved = self.num_gpu_layers, solution.gpu_layers
         if self._solver.method == "closed_form":
-            # It is there to reproduce the published system: it is followed as it is.
+            # It reproduces the published system and is followed as it is.
             return solved, solution.reason
         if self._workload.launch_bound.is_seen:
             number = self._workload.launch_bound.choose(here, solution.bounds, solved)
@@ -220,7 +220,7 @@ class PlacementController:
         return here, f"{stay} too little; {solution.reason}"
 
     def _see_launches(self, step: int, launch_bound: bool, *, is_certain: bool) -> None:
-        """Whether this workload's steps are launch-bound, which only shows with few CPU updates."""
+        """Notes whether steps are launch-bound, which shows only with few updates on the CPU."""
         if launch_bound or not is_certain:
             self._workload.launch_bound.is_seen |= launch_bound
         elif self._workload.launch_bound.is_seen and self._workload.little_moves.is_over(step):
@@ -235,7 +235,7 @@ class PlacementController:
             return True
         moves = self._workload.little_moves.is_over(step) and worth_moving(solution, here)
         if moves:
-            # Noise, and what else runs on the host, make it small gains without end.
+            # Noise, and other load on the host, let it see small gains without end.
             self._workload.little_moves.fail(step)
         return moves
 
@@ -250,19 +250,19 @@ class PlacementController:
         return reason if number == num_layers else f"{reason}, as many as fit"
 
     def consider_idle(self, step: int, limits: MemoryLimits, reason: str) -> None:
-        """Decides for a rank whose GPU has time for every update, or makes them anyway.
+        """Decides for a rank whose GPU has time for every update, or makes them in any case.
 
         Sets ``target`` to the most layers that fit there: the host's cores and memory bandwidth are
         left to ranks that need them, and a step waits for no update on this rank's CPU.
 
-        ``reason``: why all that fits is to be there.
+        ``reason``: why all layers that fit are to be there.
         """
         allowed, here = self._allowed(step, limits), self.num_gpu_layers
         most = allowed.max_gpu_layers
         if most == here or (most > here and not self._workload.little_moves.is_over(step)):
             return
         if most < here:
-            self._workload.little_moves.fail(step)  # others have taken memory there: not to and fro
+            self._workload.little_moves.fail(step)  # others have taken memory: no moves to and fro
         self.decide(
             step,
             most,
@@ -274,18 +274,18 @@ class PlacementController:
         )
 
     def _fitting(self, step: int, limits: MemoryLimits) -> Bounds:
-        """What fits, as far as is known, and has not turned out not to."""
+        """The bounds as far as they are known, without what has lately turned out not to fit."""
         fitting = bounds(self.layer_bytes, limits, self._staging_bytes)
         fitting = self._refused.within(fitting, step)
         self._least_here = fitting.min_gpu_layers
         return fitting
 
     def _allowed(self, step: int, limits: MemoryLimits) -> Bounds:
-        """The same, or the placement at hand alone where nothing fits."""
+        """The bounds of :meth:`_fitting`, or only the present placement if nothing fits."""
         allowed = self._fitting(step, limits)
         if allowed.fits:
             return allowed
-        # Both sides are full. The placement at hand works as it is; the host would not hold more.
+        # Both sides are full. The present placement works; the host would not hold more.
         here = self.num_gpu_layers
         if not self._warned:
             self._warned = True
@@ -301,7 +301,7 @@ class PlacementController:
         return Bounds(allowed.num_layers, here, here)
 
     def decide(self, step: int, gpu_layers: int, reason: str, **found: Any) -> None:
-        """Sets the target; ``found`` are other fields of the decision than those of the last."""
+        """Sets the target; ``found``: fields of the decision that differ from the last one's."""
         last, other = self.decisions[-1], {"decider": "training", "corrections": ()}
         other |= {"predicted_seconds": None, "measured_seconds": None}
         limits = found.get("limits", last.limits)
@@ -344,9 +344,9 @@ class PlacementController:
         )
 
     def resume(self, step: int, history: Sequence[Decision]) -> None:
-        """The decisions of this run follow on those of an earlier one.
+        """Continues the decisions of an earlier run.
 
-        Where the earlier run had the same layers and the same GPU memory, this one starts where
+        If the earlier run had the same layers and the same GPU memory, this one starts where
         that ended; its first solve comes when its own times are known.
         """
         mine = [replace(decision, step=step) for decision in self.decisions[-1:]]
@@ -367,7 +367,7 @@ class PlacementController:
         return earlier.limits.gpu <= now.limits.gpu * _SAME_MEMORY
 
     def measured(self, seconds: float) -> None:
-        """What the step takes with the last decision, once it is carried out."""
+        """Notes the step's seconds with the last decision, once that is carried out."""
         if self.decisions[-1].measured_seconds is None:
             self.decisions[-1] = replace(self.decisions[-1], measured_seconds=seconds)
 
@@ -382,7 +382,7 @@ class PlacementController:
             self._workload.predicted.clear()
 
     def _see_missing(self, step: int, missing: MissingMemory) -> None:
-        """A layer could not be moved: another target, for a while."""
+        """Sets another target for a while, since a layer could not be moved."""
         here, reason = self.num_gpu_layers, missing.reason
         if missing.what == "gpu":
             # The allocator could not even serve this: the next forward needs some slack.
@@ -401,10 +401,10 @@ class PlacementController:
         logger.warning("%s", reason)
 
     def retreat(self, step: int, limits: MemoryLimits) -> bool:
-        """The user's own allocation found no memory on the GPU: some layers leave it, at once.
+        """Moves some layers off the GPU at once, as an allocation of the user's found no memory.
 
         Returns:
-            Whether any could: the host must have memory for them.
+            Whether any could be moved: the host must have memory for them.
         """
         here = self.num_gpu_layers
         self._fitting(step, limits)  # what the host holds now
@@ -416,12 +416,12 @@ class PlacementController:
         return self.num_gpu_layers < here
 
     def _fewer(self, layers: int) -> int:
-        """So many GPU layers less than now, as far as the host holds them."""
+        """The number of GPU layers with ``layers`` fewer than now, as far as the host has room."""
         here = self.num_gpu_layers
         return max(here - layers, min(here, self._least_here), 0)
 
     def _refuse_more(self, step: int, layers: int, reason: str) -> None:
-        """So many layers leave the GPU, which has no memory for them."""
+        """Has ``layers`` layers leave the GPU, which has no memory for them."""
         fewer = self._fewer(layers)
         again = self._refused.refuse_more_than(fewer, step)
         self.decide(

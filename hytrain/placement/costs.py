@@ -1,4 +1,4 @@
-"""What a decision is made from: seconds and bytes of every layer on one rank. Plain data."""
+"""The memory of every layer on one rank, and the limits that a decision obeys. Plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hytrain.formats.moment_kinds import FP32, SPLIT, MasterName, MomentsName, state_bytes
 
 PIECE = ", piece "
-"""Behind the name of a large block, in those of its pieces but the first one."""
+"""What follows a large block's name in the names of its pieces, the first one's excepted."""
 _SIDES = {"before", "after"}
 
 
@@ -20,15 +20,16 @@ class LayerBytes:
         parameters: elements of this rank's shard.
         gradient_itemsize: bytes of an element of the gradient that waits for its update.
         keeps_pending: whether a CPU-placed layer's gradient waits on the host for its commit; not
-            where updates are committed directly.
+            if updates are committed directly.
         weights_itemsize: bytes of an element of the training copy that comes back.
         moments: how Adam's moments are kept ("hytrain.moments").
         master: how master weights are kept ("hytrain.master").
-        host_master: how they are on the host, where that is another way.
-        streamed_states: of a layer that is updated on the GPU with state from the host, how many
-            tensors its optimizer has beside master weights; None: Adam's, and on the CPU.
-        piece_bytes: of its state, that are copied to the GPU at once.
-        work_bytes: on the GPU, that the update of such a piece takes beside them.
+        host_master: how they are kept on the host, if differently.
+        streamed_states: for a layer that is updated on the GPU with state from the host, how many
+            tensors its optimizer has beside master weights; None: Adam updates it, on the CPU if
+            its state is there.
+        piece_bytes: bytes of its state that are copied to the GPU at once.
+        work_bytes: bytes on the GPU that its update takes beside state and gradient.
     """
 
     name: str
@@ -50,13 +51,13 @@ class LayerBytes:
 
     @property
     def may_be_late(self) -> bool:
-        """Whether its update can wait until backward has ended, which split master weights on the
-        host ask for."""
+        """Whether its update can wait until backward has ended, as split master weights on the
+        host require."""
         return self.master == SPLIT and self.keeps_pending
 
     @property
     def state_bytes(self) -> int:
-        """Of master weights and both moments, on the GPU."""
+        """Bytes of master weights and both moments, on the GPU."""
         return state_bytes(self.moments, self.parameters, self.master, self.streamed_states)
 
     @property
@@ -73,7 +74,7 @@ def num_blocks(layers: Sequence[LayerBytes]) -> int:
 
 
 def layers_words(layers: Sequence[LayerBytes]) -> str:
-    """How many, and which of them are no blocks."""
+    """The number of layers in words, and which of them are no blocks."""
     first_words = [layer.name.partition(" ")[0] for layer in layers]
     sides = _SIDES.intersection(first_words)
     blocks, pieces = num_blocks(layers), sum(word not in _SIDES for word in first_words)
@@ -89,27 +90,27 @@ def counted(number: int, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """What a rank may use, in bytes.
+    """The memory that a rank may use, in bytes.
 
     Attributes:
-        gpu: memory of the GPU that this process may use in all; None where layers "on the GPU" and
+        gpu: memory of the GPU that this process may use in all; None if layers "on the GPU" and
             layers on the host share one memory (no GPU): the GPU then bounds nothing.
-        gpu_reserve: kept free of it: fragmentation, other libraries, the user's peaks.
+        gpu_reserve: part of it that stays free: fragmentation, other libraries, the user's peaks.
         gpu_base: peak of everything but the optimizer state and the waiting gradients of
             GPU-placed layers: training copy, activations, gradients in flight. Before the first
             step only the training copy is known.
         host: memory that this rank may still take for state (its share of what the machine or the
             cgroup has left).
-        host_reserve: kept free of it.
+        host_reserve: part of it that stays free.
         gpu_base_at: for each layer, in forward order, the part of ``gpu_base`` in use while that
-            layer's backward runs; empty where it has not been measured. The gradients of
+            layer's backward runs; empty if it has not been measured. The gradients of
             GPU-placed layers pile up as backward goes down while activations are released, so
             that the two do not add up at one moment.
-        host_base: of ``host``, what offloaded activations will take still.
-        kept_gradients: of all layers, on the GPU from one micro-batch to the next, and not in
-            ``gpu_base``: until that is measured.
-        shares_host: the GPU's memory is the host's: what the GPU takes comes out of ``host``, where
-            what it has already counts as left.
+        host_base: part of ``host`` that offloaded activations have yet to take.
+        kept_gradients: gradients of all layers that stay on the GPU from one micro-batch to the
+            next and are not in ``gpu_base``, until that is measured.
+        shares_host: whether the GPU's memory is the host's: what the GPU takes comes out of
+            ``host``, in which the memory that it has already counts as free.
     """
 
     gpu: int | None

@@ -1,4 +1,4 @@
-"""What this rank may use of memory now; asked for seldom, since asking takes the host a while."""
+"""The memory that this rank may use now; queried seldom, since a query takes the host a while."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hytrain.placement.memory_probe import LOOK_EVERY, MemoryProbe
 
 
 class CurrentLimits:
-    """The last answer, until it is too old or known to be wrong."""
+    """Keeps the last answer until it is too old or known to be wrong."""
 
     def __init__(
         self,
@@ -24,9 +24,9 @@ class CurrentLimits:
     ) -> None:
         """
         Args:
-            first: what there was before the first step.
+            first: the limits before the first step.
             host: this rank's part of its host.
-            host_bytes: gives what this rank holds of the host already.
+            host_bytes: returns how many bytes of the host this rank holds already.
         """
         self._probe = probe
         self._solver = solver
@@ -37,7 +37,7 @@ class CurrentLimits:
         self._asked_at = 0
 
     def at(self, step: int) -> MemoryLimits:
-        """What there is at this step."""
+        """The limits at this step."""
         if self._limits is None or step - self._asked_at >= LOOK_EVERY:
             self._asked_at = step
             first = self._first
@@ -48,10 +48,10 @@ class CurrentLimits:
         return self._limits
 
     def add_measured(self) -> None:
-        """The probe has seen another step."""
+        """Adopts what the probe has measured in another step."""
         if self._limits is not None:
             self._limits = self._probe.with_base(self._limits)
 
     def forget(self) -> None:
-        """State has moved: there is more or less than there was."""
+        """Drops the last answer: state has moved, and free memory has changed."""
         self._limits = None

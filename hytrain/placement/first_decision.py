@@ -20,18 +20,18 @@ from hytrain.placement.records import Decision
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:
-    """What a rank's first decision is made from, beside memory.
+    """What a rank's first decision is made from, beside the limits of memory.
 
     Attributes:
         layers: this rank's shards, in forward order; split master weights are split on both sides.
         gradients: bytes of each layer's gradient as one rank computes it.
         staging_bytes: pinned staging on the host.
         largest_parameter: elements of the largest parameter.
-        rank: this one.
+        rank: this rank's number.
         num_ranks: ranks that share the state.
-        shards_weights: ZeRO-3 keeps shards of the training copy only: the first backward keeps no
-            whole gradients.
-        micro_batches: of a step, as accumulation is now.
+        shards_weights: whether ZeRO-3 keeps only shards of the training copy: the first backward
+            keeps no whole gradients.
+        micro_batches: how many a step has with the present accumulation.
         summed_gradients: bytes of gradients that a step of several keeps from one to the next.
     """
 
@@ -52,10 +52,10 @@ class StateSizes:
 
     @property
     def first_backward_bytes(self) -> int:
-        """What gradients take on the GPU in it, beside those that wait there for an update."""
+        """GPU bytes of gradients in the first backward, beside those that wait for an update."""
         if self.shards_weights:
             return 2 * max(self.gradients)  # one is reduced, or sent, while the next one comes
-        # That of several ranks learns the order of the layers and keeps all until its end.
+        # On several ranks it learns the order of the layers and keeps all gradients until its end.
         return sum(self.gradients) if self.num_ranks > 1 else 0
 
 
@@ -71,9 +71,9 @@ def state_sizes(
     stage: int,
     micro_batches: int,
 ) -> StateSizes:
-    """The sizes of layers whose state need not be there yet; ``micro_batches``: of a step."""
+    """The sizes of layers whose state need not exist yet; ``micro_batches``: those of a step."""
     plan, summed = slot_plan(states, cpu), 0
-    # Layer by layer the first step keeps them where a committed update would not let it begin anew.
+    # Layer-major, the first step keeps them only if committed updates would not let it restart.
     if config.accumulation != "layer_major" or cpu.direct:
         is_reduced = stage >= 2 and num_ranks > 1
         summed = sum(
@@ -94,7 +94,7 @@ def state_sizes(
 
 
 def _layer_bytes(state: LayerState, *, direct: bool) -> LayerBytes:
-    """What a layer takes on this rank."""
+    """A layer's memory on this rank."""
     return LayerBytes(
         state.name,
         state.shard_size,
@@ -110,11 +110,11 @@ def _layer_bytes(state: LayerState, *, direct: bool) -> LayerBytes:
 
 
 def decide_first(config: HyTrainConfig, sizes: StateSizes, limits: MemoryLimits) -> Decision:
-    """Where a rank's layers are to begin with.
+    """Decides where a rank's layers are at first.
 
     A fixed ``gpu_fraction`` is taken as it is. Otherwise the first step runs at the smallest k that
-    fits, or at ``solver.start``: activations are not known yet. Where none fits, that is what the
-    decision's ``bounds`` say.
+    fits, or at ``solver.start``: activations are not known yet. If none fits, the decision's
+    ``bounds`` say so.
 
     Each rank chooses by itself how master weights on the host are kept: results are the same, bit
     for bit.
@@ -123,7 +123,7 @@ def decide_first(config: HyTrainConfig, sizes: StateSizes, limits: MemoryLimits)
         ConfigError: ``solver.start`` is for another number of ranks.
     """
     if sizes.num_ranks == 1 or sizes.shards_weights:
-        # Elsewhere what is known has all gradients of the first backward, which are no fewer.
+        # Otherwise ``gpu_base`` has all gradients of the first backward, which are no fewer.
         limits = replace(limits, kept_gradients=sizes.kept_gradients)
     fitting = bounds(sizes.layers, limits, sizes.staging_bytes)
     number, reason = _first_number(config, sizes, fitting)

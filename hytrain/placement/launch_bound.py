@@ -1,11 +1,11 @@
 """Launch-bound steps: all layers that fit go to the GPU, unless fewer there prove faster.
 
-The GPU waits for the host to launch its kernels then. It has time for the updates, while updates on
-the CPU take cores and memory bandwidth from the launching thread, by an amount that no step at
-another placement shows. What fewer GPU layers can win is what the GPU takes to update the others
-and to launch that; on every host measured so far it was less than all that fits has won. Such hosts
-drift by 10 % and more, so that the solver's choice and all that fits are compared in turns, once
-for a workload.
+In such steps the GPU waits for the host to launch its kernels. It has time for the updates, while
+updates on the CPU take cores and memory bandwidth from the launching thread, by an amount that no
+step at another placement shows. Fewer GPU layers save the time of updating the others on the GPU
+and of launching that; on every host measured so far it was less than all that fits has gained. Such
+hosts drift by 10 % and more, so that the solver's choice and all that fits are compared in turns,
+once per workload.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections import deque
 from hytrain.placement.memory import Bounds
 
 VISIT_STEPS = 8
-"""Steps of one way before the next: a visit to a bad one costs little, its median holds."""
+"""Steps of a visit to one way of running: a bad one costs little, and the median is reliable."""
 LEAST_GAIN = 0.04
-"""Share of the step that the other way must win in both comparisons: twice by more than noise."""
+"""Share of the step that the other way must gain in both comparisons: twice more than noise."""
 
 
 class PairedTrial:
-    """The other way to run a step, the present one, and both again if the other seemed faster.
+    """A trial of another way to run a step and the present one, repeated if the other seems faster.
 
-    Steps of one machine differ by 10 to 30 % within a minute: only what is measured next to each
-    other is compared, and what seems better has to be so twice.
+    Steps of one machine differ by 10 to 30 % within a minute: only successive visits are compared,
+    and what seems better has to be so twice.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class PairedTrial:
         return len(self._visits) % 2 == 0
 
     def add_visit(self, seconds: float) -> bool | None:
-        """A visit is over, whose median step took so long.
+        """Adds a visit whose median step took ``seconds``.
 
         Returns:
             whether the other way is faster; None while that is open.
@@ -53,12 +53,12 @@ class PairedTrial:
 
 
 class LaunchBoundPlacement:
-    """Where layers are while steps are launch-bound."""
+    """Decides where layers are while steps are launch-bound."""
 
     def __init__(self) -> None:
         self.is_seen = False
-        """Steps of this workload were: with few layers on the GPU a wait for the CPU may hide it,
-        so that it is not forgotten until the workload is another one."""
+        """Whether steps of this workload were launch-bound: with few layers on the GPU a wait for
+        the CPU may hide that, so that it is not forgotten then."""
         self._trial = PairedTrial()
         self._most: int | None = None
         self._other: int | None = None
@@ -68,26 +68,26 @@ class LaunchBoundPlacement:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is being compared any more."""
+        """Whether nothing is being compared any more."""
         return self._fewer_are_faster is not None
 
     def add_step(self, gpu_layers: int, seconds: float) -> None:
-        """A step took so long at a settled placement."""
+        """Adds the time of a step at a settled placement."""
         if gpu_layers != self._here:
             self._here = gpu_layers
             self._steps.clear()
         self._steps.append(seconds)
 
     def choose(self, here: int, allowed: Bounds, solved: int) -> int | None:
-        """Where to be next; None: fewer than all that fit are faster, the solver's choice holds.
+        """The next number of GPU layers; None: the solver's choice holds.
 
-        ``solved``: the number that the solver would choose.
+        It does if fewer than all that fit are faster. ``solved``: the number that it would choose.
         """
         most = allowed.max_gpu_layers
         if here == self._most and allowed.allow(here) and not _is_more(here, allowed):
-            most = here  # free memory wavers
+            most = here  # free memory fluctuates
         self._most = most
-        # Memory may have changed since: what does not fit any more is not gone to.
+        # Memory may have changed since: a number that no longer fits is not chosen.
         other = allowed.clamp(solved if self._other is None else self._other)
         if other != self._other:
             self._other, self._trial = other, PairedTrial()
@@ -105,6 +105,6 @@ class LaunchBoundPlacement:
 
 
 def _is_more(here: int, allowed: Bounds) -> bool:
-    """Whether so much more fits than here that it is no mere wavering of free memory."""
+    """Whether more layers fit than are here, by more than free memory fluctuates."""
     fits = allowed.max_gpu_layers
     return fits - here >= (1 if fits == allowed.num_layers else allowed.notable_layers)

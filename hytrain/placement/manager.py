@@ -50,7 +50,7 @@ class PlacementManager:
         """This rank's part of its host."""
         self._peak_inputs = peak_inputs
         self.threads = threads
-        """Of the CPU's updates."""
+        """The threads of the CPU's updates."""
         estimator.update_threads = threads.num_threads
         self.timer = StepTimer(len(pipeline.layers), pipeline.streams.device)
         pipeline.observer = self.timer
@@ -62,7 +62,7 @@ class PlacementManager:
         )
         self._schedule = SolveSchedule(controller, estimator, self._limits.at)
         self.tuned_threads = tuned_threads
-        """Tries numbers of them; None: it is fixed."""
+        """Tries numbers of threads; None: the number is fixed."""
 
     def memory_peaks(self) -> dict[str, PhasePeak]:
         """What each phase takes at most where the layers are now; see :func:`predict_peaks`."""
@@ -88,8 +88,8 @@ class PlacementManager:
             return
         probe, room = self._probe, self._pipeline.room
         all_there = self.controller.num_gpu_layers == len(self._bytes)
-        # Where updates are committed directly no gradient is planned to stay until the step, as all
-        # of them do in the first backward if there is room: the collector asks for that.
+        # With direct commit no gradient is planned to stay until the step, but in the first
+        # backward all of them do if there is room: the collector asks for that.
         if all_there and self._bytes[0].keeps_pending:
             room.stop()  # without asking for limits, which takes the host a while
         elif (limits := self._limits.at(self._schedule.steps)).gpu is not None:
@@ -107,11 +107,11 @@ class PlacementManager:
             self._probe.gradient(index, self._pipeline.waiting_on_device, room.in_flight)
 
     def end_backward(self, num_firings: int) -> None:
-        """Every layer's has; the outcome is being computed.
+        """Every layer's gradient has been handed over; the outcome is being computed.
 
-        The time to think: usually hidden, but where steps are launch-bound the GPU waits.
+        Decisions are made here: usually hidden, but in launch-bound steps the GPU waits for them.
 
-        ``num_firings``: gradients that autograd has handed over so far.
+        ``num_firings``: how many gradients autograd has handed over so far.
         """
         self.timer.end_backward()
         self._pipeline.room.end_backward()
@@ -119,7 +119,7 @@ class PlacementManager:
         estimator, controller = self._estimator, self.controller
         samples = self.timer.take()
         if self.tuned_threads is not None and self.tuned_threads.is_trying:
-            # Times at other numbers of threads than the one that will be kept.
+            # Times with other numbers of threads than the one that will be kept.
             self._pipeline.cpu.worker.take_spans()
             return
         if samples:
@@ -133,7 +133,7 @@ class PlacementManager:
 
     @property
     def host_bytes(self) -> int:
-        """State and pinned memory that this rank has on the host."""
+        """Bytes of state and pinned memory that this rank has on the host."""
         state = (x.state_bytes for x in self._pipeline.layers if x.placement != "gpu")
         return sum(state) + self._pipeline.cpu.pinned.num_bytes
 
@@ -195,11 +195,11 @@ class PlacementManager:
         controller.apply_moves(self._schedule.steps, at_once=True)
 
     def free_gpu_memory(self, *, may_move: bool, where: str, again: str) -> str:
-        """An allocation of the user's has failed on the device, and cannot be repeated here.
+        """Frees device memory after a failed allocation of the user's, which is not repeated here.
 
         Args:
             may_move: whether no step is under way.
-            where: it was, for people.
+            where: where it failed, for people.
             again: what can be repeated, for people.
 
         Returns:
@@ -230,7 +230,7 @@ class PlacementManager:
         )
 
     def resume(self, step: int, history: Sequence[Decision]) -> None:
-        """Training goes on from a checkpoint: steps are counted from there.
+        """Continues from a checkpoint: steps are counted from there.
 
         ``history``: decisions that the checkpoint keeps; they come before this run's.
         """
@@ -239,7 +239,7 @@ class PlacementManager:
         self.controller.resume(step, history)
 
     def costs(self) -> StepCosts | None:
-        """What the last steps took; None before enough of them, and with updates that stream."""
+        """What the last steps took; None before any was measured, and with streamed updates."""
         costs = None if self.controller.streams else self._estimator.costs()
         return costs and self.controller.with_late(costs, self._limits.at(self._schedule.steps))
 

@@ -1,4 +1,4 @@
-"""From what was measured on the last steps to what a decision is made from."""
+"""Estimates the costs that a decision is made from, out of measurements of the last steps."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from hytrain.placement.costs import LayerBytes
 from hytrain.placement.step_timer import StepSample
 
 WINDOW = 16
-"""Steps that medians are over at most while nothing changes: the more, the less they scatter."""
+"""The most steps that medians are over while nothing changes: the more, the less they scatter."""
 CONFIRMING = 3
-"""Steps in a row that differ from those before to be a change; and enough of them to decide by,
-since their median is blind to an outlier."""
+"""Steps in a row that must differ from those before to count as a change. They are also enough to
+decide by, since their median is blind to an outlier."""
 STEP_CHANGE = 0.15
-"""Share by which: more than steps scatter, and than a median of few of them errs."""
+"""Share by which they must differ: more than steps scatter, or a median of few of them errs."""
 MANY_STEPS = 8
-"""Samples whose median scatters by half of what one does: all of them are measured after a move or
-a change, before what wins little is decided."""
+"""Samples whose median scatters half as much as one does: after a move or a change, so many steps
+in a row are measured before a move that gains little is decided."""
 _RATES = 5
-"""Of the worker and the copies, one a step, that medians are over: they follow within three."""
+"""Rates of the worker and of copies, one a step, that medians are over: they follow in three."""
 _PCIE_RATE, _C2C_RATE = 20e9, 400e9
 """Bytes/s each way of copies until they are measured; NVLink-C2C carries 450e9 (GH200, GB200)."""
 _LARGE_SHARE = 0.25
-"""Of a layer's size. Smaller ones tell nothing of the others: launches take most of their time."""
+"""Share of the median or largest layer's size. Smaller layers tell nothing about the others:
+launches take most of their time."""
 
-# Bytes of memory traffic a parameter of the four passes, bf16 gradients and weights: what one
-# takes tells what the others will, until they have been seen.
+# Bytes of memory traffic per parameter in the four passes, with bf16 gradients and weights: the
+# time of one pass tells that of the others until they have been measured.
 _Kind = Literal["update", "commit", "preview", "late"]
 _TRAFFIC: dict[_Kind, int] = {"update": 30, "commit": 26, "preview": 16, "late": 26}
 
 
 @dataclass(frozen=True, slots=True)
 class InitialRates:
-    """What is taken to hold until it has been measured on real steps.
+    """Rates that are assumed until they have been measured on real steps.
 
     Attributes:
-        cpu_seconds_per_parameter: of commit_then_preview.
-        gpu_seconds_per_parameter: of the update on the GPU.
-        copy_seconds_per_byte: of a copy between host and device, either way.
+        cpu_seconds_per_parameter: time of commit_then_preview.
+        gpu_seconds_per_parameter: time of the update on the GPU.
+        copy_seconds_per_byte: time of a copy between host and device, either way.
     """
 
     cpu_seconds_per_parameter: float
@@ -57,7 +58,7 @@ class InitialRates:
 
 @dataclass(slots=True)
 class _OpenJob:
-    """A layer's update of a step; whether a second pass followed is known at the next one's."""
+    """A layer's update in a step; only its next one tells whether a second pass followed."""
 
     update: float
     counts: bool
@@ -67,8 +68,8 @@ class _OpenJob:
 class CostEstimator:
     """Medians of the last steps' times, for every layer on either side.
 
-    The CPU's times are rates a parameter over all layers that are there: so they hold for layers
-    that are on the GPU as well, with the contention for memory as it is.
+    The CPU's times are rates per parameter over all layers on the CPU: so they hold for layers on
+    the GPU as well, under the present contention for memory.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class CostEstimator:
     ) -> None:
         """
         Args:
-            rates: to begin with.
+            rates: the rates to begin with.
             updates_overlap: whether updates "on the GPU" run beside the next forward (on a GPU), or
                 before it (on a CPU).
         """
@@ -89,13 +90,13 @@ class CostEstimator:
         self._layers = list(layers)
         self._chunk_elements = chunk_elements
         self.update_threads: int | None = None
-        """Of the CPU's updates that are measured."""
+        """The threads of the CPU's updates that are measured."""
         self._rates = rates
         self._history: deque[StepSample] = deque(maxlen=WINDOW)
         self._alike = 0
-        """Of its latest samples: those at one placement and of one workload."""
+        """The number of latest samples that are of the present placement and workload."""
         self._changed = 0
-        """Of the latest of these: those that differ from the others."""
+        """The number of latest ones among these that differ from the others."""
         self._clipped: deque[bool] = deque(maxlen=WINDOW)
         self._jobs: dict[int, _OpenJob] = {}
         self._passes: dict[_Kind, deque[float]] = {kind: deque(maxlen=_RATES) for kind in _TRAFFIC}
@@ -109,10 +110,10 @@ class CostEstimator:
     # -- measurements --------------------------------------------------------------------------
 
     def add_samples(self, samples: Iterable[StepSample]) -> float:
-        """Times on the compute stream.
+        """Adds times on the compute stream.
 
         Returns:
-            how many times as long compute has become, where a change is certain now; 1 where not.
+            the factor by which compute takes longer, if a change is certain now; 1 if not.
         """
         ratio = 1.0
         for sample in samples:
@@ -128,12 +129,12 @@ class CostEstimator:
         return ratio
 
     def forget_earlier(self) -> None:
-        """Layers have moved: times are of another placement from the next sample on."""
+        """Separates earlier samples from the next ones, which are of another placement."""
         self._alike = self._changed = 0
 
     @property
     def _samples(self) -> list[StepSample]:
-        """What medians are over."""
+        """The samples that medians are over."""
         return list(self._history)[-max(CONFIRMING, self._alike) :]
 
     @property
@@ -143,7 +144,7 @@ class CostEstimator:
 
     @property
     def is_changing(self) -> bool:
-        """The latest step differs from those before: the next ones tell whether it is a change."""
+        """Whether the latest step differs from those before; the next ones tell if that lasts."""
         return self._changed > 0
 
     def _add_gpu_rate(self, sample: StepSample) -> None:
@@ -158,7 +159,7 @@ class CostEstimator:
             self._gpu_rates.append(min(rates))
 
     def add_spans(self, spans: Iterable[_C.JobSpan]) -> None:
-        """The worker's jobs since the last call, in the order they ended; one call a step."""
+        """Adds the worker's jobs since the last call, in the order they ended; one call a step."""
         for span in spans:
             seconds = (span.end_ns - span.begin_ns - span.wait_gradient_ns) / 1e9
             job = self._jobs.get(span.layer)
@@ -193,14 +194,14 @@ class CostEstimator:
         self._sums[kind] = before + seconds, parameters + self._layers[layer].parameters
 
     def add_copies(self, statistics: _C.WorkerStatistics) -> None:
-        """What copies took on their lanes."""
+        """Adds what copies took on their streams."""
         if statistics.to_host_bytes and statistics.to_host_ns:
             self._to_host.append(statistics.to_host_ns / 1e9 / statistics.to_host_bytes)
         if statistics.to_device_bytes and statistics.to_device_ns:
             self._to_device.append(statistics.to_device_ns / 1e9 / statistics.to_device_bytes)
 
     def add_outcome(self, *, clipped: bool) -> None:
-        """Whether a step's gradient was clipped."""
+        """Adds whether a step's gradient was clipped."""
         self._clipped.append(clipped)
 
     # -- what follows --------------------------------------------------------------------------
@@ -219,13 +220,13 @@ class CostEstimator:
 
     @property
     def gpu_seconds_per_parameter(self) -> float:
-        """Of the update on the GPU, with the GPU to itself."""
+        """Time of the update on the GPU, which it has to itself."""
         if self._gpu_rates:
             return median(self._gpu_rates)
         return self._rates.gpu_seconds_per_parameter
 
     def cpu_seconds_per_parameter(self, kind: _Kind) -> float:
-        """Of one of the worker's passes; from the latest one's where it has not been seen."""
+        """Time of one of the worker's passes; if not measured yet, from that of the latest pass."""
         if self._passes[kind]:
             return median(self._passes[kind])
         if self._latest is not None:
@@ -233,7 +234,7 @@ class CostEstimator:
         return self._rates.cpu_seconds_per_parameter * _TRAFFIC[kind] / _TRAFFIC["update"]
 
     def costs(self) -> StepCosts | None:
-        """What the last steps took, with waits and GPU updates taken out; None before any."""
+        """What the last steps took, without waits and GPU updates; None before the first sample."""
         samples = self._samples
         if not samples:
             return None
@@ -271,15 +272,15 @@ class CostEstimator:
     def _forward(self, sample: StepSample) -> list[float]:
         """Each layer's forward as if no update on the GPU had run beside it.
 
-        An update takes the GPU's bandwidth from the forward beside it, so that what forward did
-        not wait of it, it was slowed down by.
+        An update takes the GPU's bandwidth from the forward beside it: the part of the update for
+        which forward did not wait has slowed forward down.
         """
         if sample.updates_in_backward:
             return sample.forward
         return self._without(self._update_seconds(sample) - sample.gpu_wait, sample.forward)
 
     def _backward(self, sample: StepSample) -> list[float]:
-        """Likewise, where updates on the GPU run beside backward."""
+        """Each layer's backward as if no update on the GPU had run beside it."""
         if not sample.updates_in_backward:
             return sample.backward
         return self._without(self._update_seconds(sample), sample.backward)
@@ -297,12 +298,12 @@ class CostEstimator:
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Of each column. Numpy would take longer for so few numbers, and here the GPU may wait."""
+    """The median of each column. Numpy takes longer for so few numbers, and the GPU may wait."""
     return [median(column) for column in zip(*rows, strict=True)]
 
 
 def is_step_change(before: Sequence[StepSample], sample: StepSample) -> bool:
-    """Whether a step, or its compute, differs from what was usual by more than steps scatter."""
+    """Whether a step, or its compute, differs from the usual by more than steps scatter."""
     pairs = [(_usual(before, of), of(sample)) for of in (attrgetter("seconds"), _compute)]
     return any(abs(now - usual) > STEP_CHANGE * usual for usual, now in pairs)
 

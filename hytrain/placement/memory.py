@@ -1,10 +1,10 @@
 """The memory budget: which numbers of GPU layers fit, on one rank. Bytes in, bytes out.
 
-A layer's optimizer state (fp32 master weights and two moments: 12 bytes a parameter, 8 or 6 where
-moments are kept in fewer, 2 less where master weights are split, on the CPU those of as few layers
-as memory asks for) is on the GPU or on the host. On either side its gradient waits for the step's
-outcome as well: on the GPU for the update, on the host, pinned, for the commit. Where updates are
-committed directly it waits for neither: on the GPU those of two launches are there at one time.
+A layer's optimizer state (fp32 master weights and two moments: 12 bytes a parameter, 8 or 6 if
+moments are kept in fewer, 2 less if master weights are split, on the CPU those of as few layers
+as memory demands) is on the GPU or on the host. On either side its gradient waits for the step's
+outcome as well: on the GPU for the update, on the host, pinned, for the commit. With direct commit
+it waits for neither: on the GPU the gradients of two launches are there at one time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hytrain.placement.costs import LayerBytes, MemoryLimits
 GPU_RESERVE_SHARE = 0.04
 HOST_RESERVE_SHARE = 0.03
 LEAST_RESERVE = 1024**3
-"""Bytes that stay free where the user gives no number: a share of what there is, but no less."""
+"""Bytes that stay free if the user gives no number, or a share of the memory if that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Bounds:
 
     Attributes:
         num_layers: L.
-        min_gpu_layers: the fewest with which the rest fits on the host; L + 1 where the host
-            cannot even hold what is needed with none.
-        max_gpu_layers: the most that fit on the GPU; -1 where it cannot hold the model alone.
+        min_gpu_layers: the fewest with which the rest fits on the host; L + 1 if the host cannot
+            even hold what is needed with no layer on it.
+        max_gpu_layers: the most that fit on the GPU; -1 if it cannot even hold the model alone.
     """
 
     num_layers: int
@@ -69,7 +69,7 @@ class Bounds:
 
     @property
     def notable_layers(self) -> int:
-        """A difference of so many layers counts: a tenth of them, two at least."""
+        """The least difference in layers that counts: a tenth of them, two at least."""
         return max(2, math.ceil(0.1 * self.num_layers))
 
 
@@ -87,39 +87,39 @@ def host_reserve(given: int | None, total: int) -> int:
 
 
 def state_bytes(layers: Sequence[LayerBytes]) -> int:
-    """Optimizer state of these layers on the GPU."""
+    """Bytes of the optimizer state of these layers on the GPU."""
     return sum(layer.state_bytes for layer in layers)
 
 
 def host_state_bytes(layers: Sequence[LayerBytes]) -> int:
-    """Optimizer state of these layers on the host."""
+    """Bytes of the optimizer state of these layers on the host."""
     return sum(layer.host_state_bytes for layer in layers)
 
 
 def pending_bytes(layers: Sequence[LayerBytes]) -> int:
-    """Gradients of these layers that wait on the host for their commit."""
+    """Bytes of gradients of these layers that wait on the host for their commit."""
     return gradient_bytes([layer for layer in updated_on_cpu(layers) if layer.keeps_pending])
 
 
 def updated_on_cpu(layers: Sequence[LayerBytes]) -> list[LayerBytes]:
-    """Those whose updates are the CPU's where their state is on the host."""
+    """The layers that the CPU updates if their state is on the host."""
     return [layer for layer in layers if not layer.is_streamed]
 
 
 def placed_bytes(layers: Sequence[LayerBytes], k: int) -> int:
-    """Of the GPU, for state with the first ``k`` layers there: what is streamed takes some, too."""
+    """GPU bytes for state with the first ``k`` layers there; streamed layers take some as well."""
     work = max((layer.work_bytes for layer in layers), default=0)
     return state_bytes(layers[:k]) + work + buffer_bytes(layers, k)
 
 
 def buffer_bytes(layers: Sequence[LayerBytes], k: int) -> int:
-    """Of these, what pieces of streamed state are copied to."""
+    """The part of these to which pieces of streamed state are copied."""
     largest = max((layer.piece_bytes for layer in layers), default=0)
     return IN_FLIGHT * largest * any(layer.is_streamed for layer in layers[k:])
 
 
 def gradient_bytes(layers: Sequence[LayerBytes]) -> int:
-    """Gradients of these layers that wait on the GPU for the outcome of the step."""
+    """Bytes of gradients of these layers that wait on the GPU for the outcome of the step."""
     return sum(layer.parameters * layer.gradient_itemsize for layer in layers)
 
 
@@ -129,7 +129,7 @@ def waiting_bytes(layers: Sequence[LayerBytes], k: int) -> int:
 
 
 def most_waiting(layers: Sequence[LayerBytes]) -> int:
-    """What bounds them, however many layers there are."""
+    """The most bytes of these layers' gradients that can wait on the GPU at one time."""
     if not layers or layers[0].keeps_pending:
         return gradient_bytes(layers)
     # Small layers share a launch; gradients of one more are there until it has read them.
@@ -143,7 +143,7 @@ def gpu_peak_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -
     """The GPU's peak with the first ``k`` layers there.
 
     The state, plus the largest sum, over the layers from the last to the first, of what that
-    layer's backward uses and of the GPU-placed gradients that are there by its end. Where that use
+    layer's backward uses and of the GPU-placed gradients that are there by its end. If that use
     has not been measured: plus ``gpu_base`` and the most of those gradients, which do not coincide.
 
     Raises:
@@ -154,9 +154,9 @@ def gpu_peak_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -
 
 
 def _gpu_rest_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> int:
-    """The GPU's peak less the state."""
+    """The GPU's peak without the state."""
     if not limits.gpu_base_at:
-        # Where gradients are kept between micro-batches, those that wait are among them.
+        # If gradients are kept between micro-batches, those that wait are among them.
         return limits.gpu_base + max(waiting_bytes(layers, k), limits.kept_gradients)
     # The peak of all may be no layer's backward (the loss): no gradient waits there yet.
     waiting = _waiting_at(layers, k)
@@ -165,9 +165,9 @@ def _gpu_rest_bytes(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) 
 
 
 def _waiting_at(layers: Sequence[LayerBytes], k: int) -> list[int]:
-    """Bytes of gradients that may wait there by the end of each layer's backward.
+    """Bytes of gradients that may wait on the GPU by the end of each layer's backward.
 
-    Those of layers with state that is streamed do so wherever it is, until the step's end.
+    Those of streamed layers wait until the step's end, wherever the state is.
     """
     most, found = most_waiting(updated_on_cpu(layers[:k])), [0] * len(layers)
     come = streamed = 0
@@ -182,12 +182,12 @@ def _waiting_at(layers: Sequence[LayerBytes], k: int) -> list[int]:
 def gradient_room(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) -> list[int] | None:
     """Elements of gradients on their way to the host that have room on the GPU beside all else.
 
-    With the first ``k`` layers there: one number a layer, once its gradient has come. None where
+    With the first ``k`` layers there: one number a layer, once its gradient has come. None if
     nothing bounds them, or what backward uses has not been measured.
     """
     if limits.gpu is None or not limits.gpu_base_at:
         return None
-    # Two have been left room to in any case: see GradientRoom.
+    # There is room for two in any case: see GradientRoom.
     free = limits.gpu - limits.gpu_reserve - placed_bytes(layers, k)
     free += 2 * max(gradient_bytes([layer]) for layer in layers)
     each = zip(layers, limits.gpu_base_at, _waiting_at(layers, k), strict=True)
@@ -195,7 +195,7 @@ def gradient_room(layers: Sequence[LayerBytes], limits: MemoryLimits, k: int) ->
 
 
 def host_bytes(layers: Sequence[LayerBytes], k: int, staging_bytes: int) -> int:
-    """What the host holds with all but the first ``k`` layers there.
+    """Bytes that the host holds with all but the first ``k`` layers there.
 
     ``staging_bytes``: pinned staging, taken once and kept whatever ``k`` is.
 
@@ -209,7 +209,7 @@ def host_bytes(layers: Sequence[LayerBytes], k: int, staging_bytes: int) -> int:
 def taken_of_host(
     layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int, k: int
 ) -> int:
-    """What ``limits.host`` must hold with the first ``k`` layers on the GPU.
+    """Bytes that ``limits.host`` must hold with the first ``k`` layers on the GPU.
 
     Raises:
         PlacementError: ``k`` is not in 0..L, or ``gpu_base_at`` is not one number a layer.
@@ -235,18 +235,18 @@ def _check_number(k: int, num_layers: int) -> None:
 
 
 def all_split(layers: Sequence[LayerBytes]) -> tuple[LayerBytes, ...]:
-    """The same layers, whose master weights are on the host as they are on the GPU."""
+    """The same layers, with master weights kept on the host as they are on the GPU."""
     return tuple(replace(layer, host_master=None) for layer in layers)
 
 
 def first_late_layers(
     layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
 ) -> list[int]:
-    """For 0..L GPU layers, the first layer that is split on the CPU as well; L where none is.
+    """For 0..L GPU layers, the first layer that is split on the CPU as well; L if none is.
 
-    Its update is late, behind backward. So master weights are whole there as far as the host has
-    room, and late layers the last in forward order, which needs them last. Empty where master
-    weights are not split, or updates not previewed.
+    Updates of such layers are late, after backward. So master weights are whole there as far as the
+    host has room, and late layers are the last in forward order: the next forward needs them last.
+    Empty if master weights are not split, or updates not previewed.
 
     Raises:
         PlacementError: ``gpu_base_at`` is not one number a layer.
@@ -261,7 +261,7 @@ def first_late_layers(
 
 
 def _bytes_of_whole(layer: LayerBytes) -> int:
-    """By which a layer on the host takes more than a split one."""
+    """Bytes that a whole layer on the host takes more than a split one."""
     return (MASTER_BYTES - SPLIT_BYTES) * layer.parameters * layer.may_be_late
 
 
@@ -277,7 +277,7 @@ def as_kept(
 
 
 def late_layers(layers: Sequence[LayerBytes], k: int) -> int:
-    """How many layers are updated late with the first ``k`` on the GPU."""
+    """The number of layers that are updated late with the first ``k`` on the GPU."""
     return sum(layer.may_be_late and layer.host_master is None for layer in layers[k:])
 
 
@@ -287,7 +287,7 @@ def late_layers(layers: Sequence[LayerBytes], k: int) -> int:
 def bounds(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int) -> Bounds:
     """The smallest number of GPU layers that fits the host, the largest that fits the GPU.
 
-    Whether they leave anything is :attr:`Bounds.fits`; :func:`check_fits` explains where not.
+    Whether they leave anything is :attr:`Bounds.fits`; :func:`check_fits` explains why if not.
 
     Raises:
         PlacementError: ``gpu_base_at`` is not one number a layer.
@@ -311,7 +311,7 @@ def bounds(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: in
 def _taken_if_split(
     layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
 ) -> list[int]:
-    """:func:`taken_of_host` with 0..L layers on the GPU, all split that may be."""
+    """:func:`taken_of_host` with 0..L layers on the GPU, if all layers that may be are split."""
     _check(layers, limits, 0)
     moved = [layer.host_state_bytes + pending_bytes([layer]) for layer in all_split(layers)]
     on_host = sum(moved) + staging_bytes + limits.host_base

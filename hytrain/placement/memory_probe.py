@@ -53,8 +53,8 @@ class MemoryProbe:
         self._begin = 0
         self._peak = allocated_bytes(device)[1] if self._is_cuda else 0
         self.transient: int | None = None
-        """Bytes that are allocated and freed between two samples, when the peak last rose; None:
-        it has not risen in a step yet, and nothing is known of them."""
+        """Bytes that are allocated and freed between two samples, from when the peak last rose;
+        None: it has not risen in a step yet, and nothing is known of them."""
         self.growth: int | None = None
         """The most bytes that a layer's backward has freed, which its forward had left to it; None
         before the first measurement."""
@@ -64,7 +64,7 @@ class MemoryProbe:
 
     @property
     def wanted(self) -> bool:
-        """Whether samples have a meaning here: asking the allocator takes a while."""
+        """Whether samples are of use here, since a query of the allocator takes a while."""
         return self._is_cuda
 
     def begin_backward(self) -> None:
@@ -75,16 +75,16 @@ class MemoryProbe:
     def gradient(self, index: int, waiting: int, in_flight: int) -> None:
         """A layer's gradient has been handed over.
 
-        ``waiting``: bytes of gradients that are there for updates on the GPU; ``in_flight``: bytes
-        of those that are on their way to the host.
+        ``waiting``: bytes of gradients that wait for updates on the GPU; ``in_flight``: bytes of
+        those that are on their way to the host.
         """
         self._at[index], _ = allocated_bytes(self._device)
         self._gradients[index] = waiting, in_flight
 
     def end_step(self, gpu_layers: int, moving_bytes: int) -> None:
-        """All gradients of the step are there.
+        """Evaluates the step's samples, once all its gradients are there.
 
-        ``moving_bytes``: state of layers that have left, not yet given back.
+        ``moving_bytes``: state of layers that have left the GPU, not yet given back.
         """
         if len(self._at) != len(self._layers):
             return
@@ -105,9 +105,9 @@ class MemoryProbe:
         self._at.clear()
 
     def _transient_bytes(self) -> int:
-        """What forward, loss and a layer's backward allocate and free between two samples.
+        """Bytes that forward, loss and a layer's backward allocate and free between two samples.
 
-        It shows in the allocator's peak alone, which is the user's to reset. A peak that has not
+        They show only in the allocator's peak, which is the user's to reset. A peak that has not
         risen since the last look is an older step's, with more layers on the GPU, or not a step's.
         """
         _, peak = allocated_bytes(self._device)
@@ -124,15 +124,15 @@ class MemoryProbe:
         share: HostShare,
         first_host: int | None = None,
     ) -> MemoryLimits:
-        """What there is now.
+        """The present limits.
 
         Args:
             solver: how much stays free.
-            gpu_base: what is known to be needed on the GPU before anything has been measured.
+            gpu_base: bytes known to be needed on the GPU before anything has been measured.
             host_held: host bytes that this rank's layers hold already.
             share: this rank's part of what the host has left.
-            first_host: what there was before the first step; None: it has not begun. What is
-                missing of it since counts as activations that have been offloaded.
+            first_host: host bytes before the first step; None: it has not begun. What is missing
+                of them since then counts as activations that have been offloaded.
         """
         gpu = usable_gpu_bytes(self._device)
         host = share.memory(host_memory_pools()) + host_held
@@ -146,7 +146,7 @@ class MemoryProbe:
         return self.with_base(limits)
 
     def with_base(self, limits: MemoryLimits) -> MemoryLimits:
-        """The same with what steps were last measured to need: no query of the driver."""
+        """Replaces the base by what steps were last measured to need; does not query the driver."""
         if not self.base_at:
             return limits
         return replace(limits, gpu_base=max(self.base_at), gpu_base_at=self.base_at)

@@ -1,4 +1,4 @@
-"""What the memory budget says to people: a table of bytes, and where nothing fits what would."""
+"""Reports the memory budget to people: a table of bytes and, if nothing fits, what would."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STREAMED = 'ZeRO stage 3 with "offload_param": {"device": "cpu"}'
 _GPU_LIMIT, _GPU_RESERVE = "GPU: there is", "GPU: kept in reserve"
 _GPU_BASE = "GPU: weights, known activations and gradients"
 _GPU_MISSING, _HOST_MISSING = "GPU: missing", "host: missing"
-# More times as many ranks as now are no advice.
+# Advice of more than this many times as many ranks as now is useless.
 _MOST_TIMES_RANKS = 1024
 
 
@@ -45,7 +45,7 @@ def check_fits(
     host_weights: int = 0,
     advice: Sequence[str] | None = None,
 ) -> Bounds:
-    """The bounds, where anything fits. To be called before anything is allocated.
+    """Returns the bounds, if anything fits. To be called before anything is allocated.
 
     Args:
         staging_bytes: see :func:`host_bytes`.
@@ -80,7 +80,7 @@ def check_fits(
 
 
 def missing_words(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int) -> str:
-    """What is missing with the number of GPU layers where that is least."""
+    """What is missing with the number of GPU layers for which that is least, in words."""
     number, row = _nearest(layers, limits, staging_bytes)
     both = f" (both, with {number} of {len(layers)} layers on the GPU)"
     return _missing(row) + both * bool(row[_GPU_MISSING] and row[_HOST_MISSING])
@@ -89,13 +89,13 @@ def missing_words(layers: Sequence[LayerBytes], limits: MemoryLimits, staging_by
 def _nearest(
     layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
 ) -> tuple[int, Mapping[str, int]]:
-    """The number of GPU layers with which the least is missing, and its bytes."""
+    """The number of GPU layers with which the least is missing, and its column of bytes."""
     splits = [_split(layers, limits, k, staging_bytes) for k in range(len(layers) + 1)]
     return min(enumerate(splits), key=lambda it: it[1][_GPU_MISSING] + it[1][_HOST_MISSING])
 
 
 def exceeds_gpu(limits: MemoryLimits) -> bool:
-    """Whether what is known to be there takes more than the GPU, without any optimizer state."""
+    """Whether what is known to be needed exceeds the GPU even without any optimizer state."""
     if limits.gpu is None or limits.shares_host:
         return False
     return limits.gpu_base > limits.gpu - limits.gpu_reserve
@@ -145,7 +145,7 @@ def _advice(
 def reserve_advice(
     layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
 ) -> list[str]:
-    """A reserve that could be smaller, where that is enough."""
+    """Advises smaller reserves, if these are enough."""
     best = _nearest(layers, limits, staging_bytes)[1]
     sides = (
         (best[_GPU_MISSING], limits.gpu_reserve, GPU_RESERVE_KEY),
@@ -164,8 +164,8 @@ def reserve_advice(
 def fewer_bytes(
     layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int
 ) -> tuple[str, int]:
-    """The keys of the kinds of moments and master weights closest to these with which the state
-    fits, and what it then takes; no keys where none does."""
+    """The settings of moments and master weights closest to the present ones with which the state
+    fits, and the bytes that it then takes; empty if there are none."""
     if not layers:
         return "", 0
     first = layers[0]
@@ -186,7 +186,7 @@ def fewer_bytes(
 def _ranks_that_fit(
     layers: Sequence[LayerBytes], limits: MemoryLimits, staging_bytes: int, num_ranks: int
 ) -> int | None:
-    """The fewest ranks over which the state fits; None where no number would do."""
+    """The fewest ranks over which the state fits; None if no number would do."""
     if num_ranks == 1:  # the first backward of several keeps all gradients
         limits = replace(limits, gpu_base=limits.gpu_base + gradient_bytes(layers))
 
@@ -207,7 +207,7 @@ def _ranks_that_fit(
 
 def master_words(layers: Sequence[LayerBytes], k: int) -> str:
     """Which master weights are whole on the host and which split, and what follows from that; empty
-    where those on the GPU are not split, or updates not previewed."""
+    if those on the GPU are not split, or updates not previewed."""
     if not any(layer.may_be_late for layer in layers):
         return ""
     late, on_cpu = late_layers(layers, k), len(layers) - k
@@ -235,8 +235,8 @@ def table(
 ) -> str:
     """Bytes on both sides for some numbers of GPU layers, one column each, in GiB.
 
-    ``host_weights``: of ``staging_bytes``, weights that are kept on the host; ``gpu_weights``:
-    those on the GPU, if known; ``save_bytes``: of the host, that whole master weights leave free.
+    ``host_weights``: the part of ``staging_bytes`` for weights kept on the host; ``gpu_weights``:
+    those on the GPU, if known; ``save_bytes``: host bytes that whole master weights leave free.
 
     Raises:
         PlacementError: a number is not in 0..L, or ``gpu_base_at`` is not one number a layer.

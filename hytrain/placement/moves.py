@@ -1,6 +1,6 @@
-"""Layers on their way: whose state moves when, and what form it has on the CPU.
+"""Moves layers: whose state moves when, and what form it has on the CPU.
 
-Where master weights are split, those of a layer on the CPU become whole, or split again, by a move
+If master weights are split, those of a layer on the CPU become whole, or split again, by a move
 to the GPU and back.
 """
 
@@ -17,8 +17,8 @@ from hytrain.offload.mover import LayerMover
 from hytrain.placement.costs import LayerBytes
 
 SETTLED_STEPS = 4
-"""Steps after the last move whose times are taken for those of the new placement: the marks of a
-step are read one step later, and the first ones fill the allocator's caches."""
+"""Steps after the last move until times count as those of the new placement: the marks of a step
+are read one step later, and the first steps fill the allocator's caches."""
 _NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
@@ -28,7 +28,7 @@ class MissingMemory:
 
     Attributes:
         what: "gpu" or "host": that side had no memory for its state; "form": it keeps its form,
-            since one of the two had none.
+            since one of the two had no memory.
         reason: what had no memory, for people.
     """
 
@@ -38,7 +38,7 @@ class MissingMemory:
 
 
 class LayerMoves:
-    """Moves layers, a few between two steps, to where they shall be."""
+    """Moves layers to their target places, a few between two steps."""
 
     def __init__(self, layers: Sequence[LayerState], mover: LayerMover) -> None:
         """``layers``: all, in forward order, the first of them GPU-placed."""
@@ -46,11 +46,11 @@ class LayerMoves:
         self._mover = mover
         self.target = self.num_gpu_layers
         self._planned: Sequence[LayerBytes] = ()
-        """The layers as they shall be."""
+        """The layers as they are to be."""
         self._changing_form: list[LayerState] = []
         """Layers on the CPU that are to have another form there."""
         self._settled_steps = 0
-        # Moves make the worker late: an eighth of the layers a step keeps a hiccup short.
+        # Moves make the worker late: an eighth of the layers per step keeps the delay short.
         self.per_step = max(1, -(-len(self.layers) // 8))
 
     @property
@@ -60,16 +60,16 @@ class LayerMoves:
 
     @property
     def is_moving(self) -> bool:
-        """Whether layers are on their way."""
+        """Whether layers have yet to move or to change their form."""
         return self.target != self.num_gpu_layers or bool(self._changing_form)
 
     @property
     def is_settled(self) -> bool:
-        """No layer has moved for long enough that times are those of this placement."""
+        """Whether no layer has moved for so long that times are those of this placement."""
         return self._settled_steps >= SETTLED_STEPS and not self.is_moving
 
     def set_target(self, gpu_layers: int, planned: Sequence[LayerBytes]) -> None:
-        """The first ``gpu_layers`` shall be on the GPU, and the others in the form planned."""
+        """Sets the target: the first ``gpu_layers`` on the GPU, the others in the form planned."""
         self.target, self._planned = gpu_layers, planned
         self._changing_form = [
             layer
@@ -82,14 +82,14 @@ class LayerMoves:
         """Moves layers towards the target; called between two steps.
 
         Args:
-            refused: takes what could not be done, and sets another target.
-            at_once: all of them, not only a few.
+            refused: is told what could not be done, and sets another target.
+            at_once: whether to move all of them, not only a few.
 
         Returns:
             Whether any were to be moved.
 
         Raises:
-            HostMemoryError: the host has not even the memory any more that a layer had there.
+            HostMemoryError: the host no longer has even the memory that a layer had there.
         """
         if not self.is_moving:
             self._settled_steps += 1

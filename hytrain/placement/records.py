@@ -24,24 +24,24 @@ class Decision:
 
     Attributes:
         step: the step after which it was made; 0 for the one before the first.
-        gpu_layers_before: as it was.
-        gpu_layers_target: as it shall be; the same where nothing moves.
+        gpu_layers_before: the number before it.
+        gpu_layers_target: the number to move to; the same if nothing moves.
         reason: why, for people.
         decider: who decided.
-        predicted_seconds: the step at the target; None where nothing has been measured yet.
-        measured_seconds: the step as it turned out to be; None until then.
-        closed_form_k: the closed form's share of GPU layers; None where nothing has been measured.
+        predicted_seconds: the step at the target; None if nothing has been measured yet.
+        measured_seconds: the step as measured afterwards; None until then.
+        closed_form_k: the closed form's share of GPU layers; None if nothing has been measured.
         bounds: which numbers fit in memory with its reserves; a user may go beyond them.
-        costs: what each layer takes; None where nothing has been measured yet.
+        costs: each layer's times; None if nothing has been measured yet.
         layer_bytes: the layers' sizes, in forward order.
-        limits: what the rank may use.
+        limits: the memory that the rank may use.
         staging_bytes: pinned staging on the host.
-        save_bytes: of the host, that a save takes: whole master weights leave them where split ones
-            would do.
+        save_bytes: host bytes that a save takes: master weights that could be split are whole only
+            if these stay free.
         corrections: seconds that measured steps add to what ``costs`` predict for 0..L GPU layers;
-            empty where nothing was corrected.
+            empty if nothing was corrected.
         host_master_reason: which master weights of layers on the host are whole and which split,
-            in words, where those on the GPU are split; else empty.
+            in words, if those on the GPU are split; else empty.
     """
 
     step: int
@@ -63,7 +63,7 @@ class Decision:
     host_master_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The decision as plain JSON values."""
         return TypeAdapter(Decision).dump_python(self, mode="json")
 
     def metrics_record(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What turned out to have no memory, although it should have fit: it is left alone for a while."""
+"""Leaves alone for a while what found no memory, although it should have fitted."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class RefusedMemory:
         self._forms = Backoff()
 
     def refuse_more_than(self, gpu_layers: int, step: int) -> int:
-        """The GPU has no memory for more; returns the step from which on they may be tried."""
+        """Notes that the GPU has no memory for more; returns the step from which to retry."""
         self._most = gpu_layers
         return self._gpu.fail(step)
 
     def refuse_fewer_than(self, gpu_layers: int, step: int) -> int:
-        """The host has no memory for the rest; returns the step from which on it may be tried."""
+        """Notes that the host has no memory for the rest; returns the step from which to retry."""
         self._fewest = gpu_layers
         self._forms.fail(step)
         return self._host.fail(step)
 
     def refuse_forms(self, step: int) -> int:
-        """A layer could not change its form; returns the step from which on one may be tried."""
+        """Notes that a layer could not change its form; returns the step from which to retry."""
         return self._forms.fail(step)
 
     def allows_forms(self, step: int) -> bool:
@@ -36,7 +36,7 @@ class RefusedMemory:
         return self._forms.is_over(step)
 
     def within(self, fitting: Bounds, step: int) -> Bounds:
-        """Of the numbers that fit, those that may be tried at this step."""
+        """The numbers among those that fit that may be tried at this step."""
         if not self._gpu.is_over(step):
             fitting = replace(fitting, max_gpu_layers=min(fitting.max_gpu_layers, self._most))
         if not self._host.is_over(step):

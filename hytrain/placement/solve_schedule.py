@@ -11,18 +11,18 @@ from hytrain.placement.memory_probe import LOOK_EVERY
 from hytrain.placement.step_timer import StepSample
 
 _MEASURE_EVERY = 4
-"""Steps between two that are measured once all is known. A mark on the compute stream costs
+"""One step in so many is measured once all is known. A mark on the compute stream costs
 microseconds; a change is seen within as many steps and confirmed by the next ones."""
 _OTHER_WORKLOAD = 1.75
-"""Ratio of steps before and after a change from which on it is taken for another workload: a host
-that others use as well makes steps longer by less, for a while."""
+"""Ratio of compute before and after a change from which the workload counts as another one: other
+users of the host make steps longer by less, and temporarily."""
 
 
 class SolveSchedule:
-    """Counts a rank's steps.
+    """Counts a rank's steps, selects those to measure and has the controller decide.
 
     Attributes:
-        steps: made so far.
+        steps: how many have been made.
         measured_since: steps since times or placement were last found to change.
     """
 
@@ -32,7 +32,7 @@ class SolveSchedule:
         estimator: CostEstimator,
         limits: Callable[[int], MemoryLimits],
     ) -> None:
-        """``limits``: gives what this rank may use of memory at a step."""
+        """``limits``: returns the memory that this rank may use at a step."""
         self._controller = controller
         self._estimator = estimator
         self._limits = limits
@@ -40,22 +40,22 @@ class SolveSchedule:
         self.measured_since = 0
         self._considered_at = 0
         self._has_new_steps = False
-        """Steps were measured since then."""
+        """Whether steps were measured since then."""
         self._firings = 0
         self._idle_steps = 0
 
     def resume(self, step: int) -> None:
-        """Training goes on from a checkpoint: steps are counted from there."""
+        """Continues from a checkpoint: steps are counted from there."""
         self.steps = self._considered_at = step
         self.measured_since = 0
 
     def see_firings(self, num_firings: int) -> None:
-        """So many gradients has autograd handed over so far; none in a step: the rank is idle."""
+        """Notes how many gradients autograd has handed over; none in a step: the rank is idle."""
         self._idle_steps = self._idle_steps + 1 if num_firings == self._firings else 0
         self._firings = num_firings
 
     def add_samples(self, samples: Sequence[StepSample]) -> None:
-        """Steps that were measured; the next ones are, too, where these are others than before."""
+        """Adds measured steps; if they differ from those before, the next are measured as well."""
         estimator, controller = self._estimator, self._controller
         self._has_new_steps = True
         ratio = estimator.add_samples(samples)
@@ -101,7 +101,7 @@ class SolveSchedule:
         )
 
     def measures_next(self) -> bool:
-        """Every step until times and placement have settled, then every fourth."""
+        """Whether to measure the next step: all until times and placement settle, then 1 in 4."""
         if not self._controller.moves.is_settled:
             self.measured_since = 0
         self.measured_since += 1

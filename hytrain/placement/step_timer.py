@@ -1,4 +1,4 @@
-"""What each layer takes on the real steps: marks on the compute stream, read when they are old.
+"""Times each layer on the real steps by marks on the compute stream, which are read later.
 
 A mark is a CUDA event (on a CPU: a reading of the clock). Nothing here waits: a step's marks are
 read once all of them have completed, which they have by the end of the next step.
@@ -22,21 +22,22 @@ from hytrain.offload.streams import current_stream
 class StepSample:
     """One step's times on the compute stream, in seconds.
 
-    Where all micro-batches go through the layers together, they count as one.
+    If all micro-batches go through the layers together, they count as one.
 
     Attributes:
-        forward: of each layer in the step's first micro-batch, waits for weights not counted.
-        cpu_wait: forward stood still for weights from the worker.
-        gpu_wait: forward stood still for updates on the GPU.
-        between: from the end of the first forward to the begin of the last backward.
-        backward: of each layer in the last micro-batch, waits for room for gradients not counted.
-        tail: from the end of the last backward to the begin of the next forward.
-        gpu_update: of each layer whose update ran on the GPU; what several took together is
-            shared out by their elements.
+        forward: each layer's forward in the step's first micro-batch, without waits for weights.
+        cpu_wait: how long forward stood still for weights from the worker.
+        gpu_wait: how long forward stood still for updates on the GPU.
+        between: from the end of the first forward to the start of the last backward.
+        backward: each layer's backward in the last micro-batch, without waits for room for
+            gradients.
+        tail: from the end of the last backward to the start of the next forward.
+        gpu_update: the update of each layer that the GPU updated; the time of several together is
+            divided in proportion to their elements.
         seconds: the whole step.
-        updates_in_backward: these updates ran beside backward, not beside the next forward.
-        launch_bound: when the host had launched the last of backward, the device had nearly
-            ended it: it had waited for the host.
+        updates_in_backward: whether these updates ran beside backward, not the next forward.
+        launch_bound: whether the device had nearly ended backward when the host had launched the
+            last of it: it had waited for the host.
     """
 
     forward: list[float]
@@ -74,7 +75,7 @@ class Clock:
         return not isinstance(mark, torch.cuda.Event) or mark.query()
 
     def seconds(self, begin: _Mark, end: _Mark) -> float:
-        """From mark to mark, both past."""
+        """Seconds from mark to mark, both past."""
         if isinstance(begin, torch.cuda.Event):
             assert isinstance(end, torch.cuda.Event)
             return begin.elapsed_time(end) / 1e3
@@ -94,16 +95,16 @@ class _Recording:
     backward_begin: _Mark | None = None
     gradients: list[tuple[int, _Mark]] = field(default_factory=list)
     waits: list[tuple[int, _Mark, _Mark]] = field(default_factory=list)
-    """Of backward, each before the gradient of that place."""
+    """Waits of backward: the place of the gradient that each precedes, its begin and its end."""
     backward_end: _Mark | None = None
     updates_begin: _Mark | None = None
     updates: list[tuple[Mapping[int, int], _Mark, _Mark]] = field(default_factory=list)
     updated_at: list[int] = field(default_factory=list)
-    """For each of them: how many gradients had been handed over."""
+    """For each update: how many gradients had been handed over."""
     next_begin: _Mark | None = None
     launch_bound: bool = False
     host_waited: bool = False
-    """For something else than the device, which had nothing to do at last."""
+    """Whether the host waited for something other than the device, which had no work at last."""
     valid: bool = True
 
 
@@ -123,9 +124,9 @@ class StepTimer:
         self._clock = Clock(device)
         self._current = _Recording()
         self.measures = True
-        """This step's marks are made; where they are not, there is no need to tell of anything."""
+        """Whether this step's marks are made; if not, the timer need not be told of anything."""
         self.in_forward = False
-        """Marks of a forward are."""
+        """Whether a forward is being marked."""
         self._entered = [False] * num_layers
         self._done: deque[_Recording] = deque(maxlen=self.MAX_OPEN)
 
@@ -167,7 +168,7 @@ class StepTimer:
             self._current.forward.append((kind, index, self._clock.mark()))
 
     def wait_ends(self, index: int) -> None:
-        """It has waited."""
+        """The compute stream has waited for them."""
         if self.in_forward:
             self._current.forward.append(("ready", index, self._clock.mark()))
 
@@ -208,9 +209,9 @@ class StepTimer:
 
     @contextmanager
     def host_waits(self) -> Generator[None]:
-        """Around a wait of backward for the worker.
+        """Encloses a wait of backward for the worker.
 
-        That the device has caught up then says nothing of launches.
+        If the device then has caught up, that says nothing about launches.
         """
         current = self._current
         current.host_waited = True
@@ -222,7 +223,7 @@ class StepTimer:
         current.waits.append((len(current.gradients), begin, self._clock.mark()))
 
     def end_backward(self) -> None:
-        """step() was called and every gradient is handed over."""
+        """The engine's step() was called, and every gradient has been handed over."""
         if self.measures:
             self._current.backward_end = self._clock.mark()
 
@@ -232,7 +233,7 @@ class StepTimer:
             self._current.updates_begin = self._clock.mark()
 
     def layers_updated(self, sizes: Mapping[int, int]) -> None:
-        """One of them is queued: of these layers at once, with so many elements each."""
+        """An update is queued, of one or several layers; ``sizes``: elements of each."""
         if self.measures:
             begin, mark = self._current.updates_begin, self._clock.mark()
             assert begin is not None
@@ -241,11 +242,11 @@ class StepTimer:
             self._current.updates_begin = mark
 
     def invalidate(self) -> None:
-        """The current step is no ordinary one."""
+        """Marks the current step as not an ordinary one: it gives no sample."""
         self._current.valid = False
 
     def end_step(self, *, measure_next: bool = True) -> None:
-        """The step is final; the next forward's begin will end it.
+        """The step is final; the start of the next forward will end it.
 
         ``measure_next``: whether to put marks into the next step.
         """
@@ -296,7 +297,7 @@ class StepTimer:
         gpu_update = self._updates(r)
         tail = seconds(r.backward_end, r.next_begin)
         in_backward = any(place < self._num_layers for place in r.updated_at)
-        if not isinstance(r.backward_end, torch.cuda.Event):  # a CPU's one thread does these itself
+        if not isinstance(r.backward_end, torch.cuda.Event):  # on a CPU one thread does these, too
             for place, (_, begin, end) in zip(r.updated_at, r.updates, strict=True):
                 if place < self._num_layers:
                     backward[r.gradients[place][0]] -= seconds(begin, end)

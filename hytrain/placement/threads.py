@@ -2,10 +2,10 @@
 
 The kernel alone is fastest with nearly all cores. In a step it shares them with the threads that
 launch kernels, run Python and feed copies, and memory with those copies; how much they take from
-each other is measured by no other number than the step's. So once the placement has settled, the
-counts next to the calibrated one are compared with it on real steps, in turns. All ranks of a job
-make the same visits in the same steps and judge by the slowest, so they agree without a word about
-counts: ranks of a host keep counts that were tried beside each other.
+each other shows only in the step's time. So once the placement has settled, the counts next to the
+calibrated one are compared with it on real steps, in turns. All ranks of a job make the same visits
+in the same steps and judge by the slowest, so they agree without exchanging counts: ranks of a host
+keep counts that were tried beside each other.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hytrain.placement.launch_bound import VISIT_STEPS, PairedTrial
 logger = logging.getLogger(__name__)
 
 FIRST_QUESTION = 64
-"""Steps to the first question whether all ranks are ready, and to each other one as many as before
-it: as a rule a placement has settled by then, whose moves would be taken for the threads'."""
+"""Steps until ranks first ask whether all are ready; each later question comes at twice as many. As
+a rule a placement has settled by then: effects of moves would be taken for those of threads."""
 
 
 class ThreadTrials:
-    """Which count to use for the next visit, until it is settled."""
+    """Chooses the count of threads for each visit, until one is settled on."""
 
     def __init__(self, counts: Sequence[int], start: int) -> None:
-        """``counts``: threads that may be used, rising; ``start``: the one of them that was
-        calibrated.
+        """``counts``: threads that may be used, in ascending order; ``start``: the one of them that
+        was calibrated.
         """
         self.counts = list(counts)
         self.position = self.counts.index(start)
-        """Of the best count so far."""
+        """The place of the best count so far."""
         self._direction = -1 if self.position > 0 else 1  # fewer first: the calibration has cores
         self._may_turn_round = 0 < self.position < len(self.counts) - 1
         self._trial = PairedTrial()
@@ -46,18 +46,18 @@ class ThreadTrials:
 
     @property
     def visiting(self) -> int:
-        """The count for the steps that come now."""
+        """The count for the next steps."""
         is_other = not self.settled and self._trial.is_at_other
         return self.counts[self.position + self._direction] if is_other else self.chosen
 
     def forget_visits(self) -> None:
-        """The comparison at hand begins anew."""
+        """Restarts the present comparison."""
         self._trial = PairedTrial()
 
     def add_visit(self, seconds: float) -> None:
-        """A visit is over.
+        """Adds a visit that is over.
 
-        ``seconds``: of its steps, the median; the largest of all ranks'.
+        ``seconds``: the median of its steps, the largest of all ranks'.
         """
         is_faster = None if self.settled else self._trial.add_visit(seconds)
         if is_faster is None:
@@ -74,7 +74,7 @@ class ThreadTrials:
 
 
 class TunedThreads:
-    """Told of every step's end; sets the threads of the next ones, on all ranks at once."""
+    """Sets the threads of the next steps at the end of each step, on all ranks at once."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class TunedThreads:
         agree: Callable[[Sequence[int]], list[int]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``use``: sets the threads of the chunks that come. ``agree``: the largest of each number
-        over the ranks; a collective that waits. It is called in the same steps on all of them.
+        """``use``: sets the threads of coming chunks. ``agree``: returns the largest of each number
+        over the ranks: a collective that waits, called in the same steps on all of them.
         """
         self.trials = trials
         self._use = use
@@ -96,13 +96,13 @@ class TunedThreads:
         self._next_question = FIRST_QUESTION
         self._seen: list[float] = []
         self.is_trying = False
-        """Steps are made for comparison: their times are not those of the placement at hand."""
+        """Whether steps are made for comparison: their times are not the present placement's."""
         self.is_over = False
 
     def end_step(self, *, ready: bool) -> bool:
-        """A step is final, on every rank; maybe a collective.
+        """Ends a step that is final on every rank; in some steps this is a collective.
 
-        ``ready``: this rank's placement has settled, and it has updates on the CPU.
+        ``ready``: whether this rank's placement has settled and it has updates on the CPU.
 
         Returns:
             Whether another number of threads than the calibrated one was just settled on.
@@ -126,7 +126,7 @@ class TunedThreads:
         self.is_trying, self.is_over = False, True
 
     def _ask(self, *, ready: bool) -> None:
-        """Begins where all ranks are ready, and have as many counts to try."""
+        """Begins to try counts, if all ranks are ready and have equally many."""
         here = [len(self.trials.counts), self.trials.position]
         unready, *found = self._agree([int(not ready), *here, *(-value for value in here)])
         same = found[:2] == [-value for value in found[2:]]
@@ -140,7 +140,7 @@ class TunedThreads:
         median = statistics.median(self._seen)
         unready, microseconds = self._agree([int(not ready), round(median * 1e6)])
         if unready:
-            # Layers have moved: what was seen is not the threads' doing. Later, from the beginning.
+            # Layers have moved: the times do not tell of the threads. They are tried anew later.
             self.trials.forget_visits()
             self.is_trying = False
             self._use(self.trials.chosen)

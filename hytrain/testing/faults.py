@@ -1,9 +1,9 @@
-"""Faults and delays that tests inject through the environment. Inert where it is not set.
+"""Faults and delays that tests inject through environment variables. Inert if these are not set.
 
 ``HYTRAIN_DELAYS=SEED:MAX_US``: the update worker sleeps a random time before each copy and pass,
-and whoever saves beside training, or watches other ranks, before each of its points.
+and so do saves and the watch of other ranks before each of their points.
 ``HYTRAIN_KILL=POINT[:N[:RANK]]``: the process is killed when it has come to a named point N times
-(1), on that rank of the job only (default: on all).
+(default: 1), on that rank of the job only (default: on all).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Commands beside training; training imports nothing of this folder."""
+"""Commands other than training; training imports nothing from this folder."""

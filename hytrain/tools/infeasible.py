@@ -1,4 +1,4 @@
-"""What a planner answers where nothing fits."""
+"""A planner's answer if nothing fits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """Nothing fits, in words, and how much is missing.
+    """Why nothing fits, and how much is missing.
 
     Attributes:
         reason: for people; names what is missing, and where.
-        missing: GiB; 0 where it is not memory that is missing.
-        is_close: it is not proven that nothing fits, but nothing was found.
-        samples: of the batch, what the GPUs compute at most; 0 where these are not too many.
+        missing: missing memory in GiB; 0 if something else is missing.
+        is_close: nothing was found, but it is not proven that nothing fits.
+        samples: most samples of the batch that the GPUs can compute; 0 if these are not the cause.
     """
 
     reason: str

@@ -1,4 +1,4 @@
-"""Where a model's configuration is read from; no torch: a wrong path is told at once."""
+"""Reads a model's configuration file without torch, so that a wrong path is reported at once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hytrain.errors import ConfigError
 
 
 def read_model_file(path: Path) -> tuple[Path, bytes]:
-    """The ``config.json`` that ``--model`` names, the file or its folder, and what it holds.
+    """The ``config.json`` that ``--model`` gives (the file or its folder), and its content.
 
     Raises:
-        ConfigError: it cannot be read, as where the name of a model is given.
+        ConfigError: it cannot be read, for example if the name of a model is given.
     """
     file = path / "config.json" if path.is_dir() else path
     try:

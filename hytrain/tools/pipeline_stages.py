@@ -9,8 +9,8 @@
         loss_fn=loss,
     )
 
-``PipelineModule`` cuts by numbers of layers or parameters, not at given layers. Where each of its
-layers is all of a stage, a uniform cut is the plan's.
+``PipelineModule`` cuts by numbers of layers or parameters, not at given layers. If each of its
+layers is a whole stage, a uniform cut is the plan's.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class _Function(torch.nn.Module):
 
 
 def stage_layers(layers: Sequence[Any], boundaries: Sequence[int]) -> list[Any]:
-    """One ``LayerSpec`` a stage.
+    """Returns one ``LayerSpec`` per stage.
 
     Args:
         layers: as for ``PipelineModule``: ``LayerSpec``, modules or functions.
         boundaries: first layer of each stage, then the number of layers.
 
     Raises:
-        PlanError: the layers are not as many as planned, or tied ones are in several stages.
+        PlanError: the number of layers is not the planned one, or a layer is tied.
     """
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 

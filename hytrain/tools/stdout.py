@@ -1,4 +1,4 @@
-"""Keeps file descriptor 1, which may be carrying our JSON, from what libraries write there."""
+"""Keeps what libraries write off file descriptor 1, which may carry our JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 @contextlib.contextmanager
 def stdout_to(target: int) -> Generator[None]:
-    """What anybody writes to the standard output goes to another descriptor meanwhile."""
+    """Sends everything written to the standard output to another descriptor meanwhile."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(target, 1)
@@ -26,8 +26,10 @@ def stdout_to(target: int) -> Generator[None]:
 
 @contextlib.contextmanager
 def importing_deepspeed() -> Generator[None]:
-    """For a command that does not train: the standard output stays free of what DeepSpeed writes,
-    and without a GPU it is told so, and does not warn that it found none."""
+    """Keeps the standard output free of what DeepSpeed writes, in a command that does not train.
+
+    Without a GPU, DeepSpeed is told so, and does not warn that it found none.
+    """
     import torch
 
     if not torch.cuda.is_available():

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 Mark = torch.cuda.Event | int
-"""A point in a stream that its device has or has not come to yet; or one on the host, in ns."""
+"""A point in a stream, which the device may not have reached yet, or a time on the host in ns."""
 
 _TRIALS = 8
 _REANCHOR_NS = 5_000_000_000
-"""From an event to another there is a float of milliseconds: beyond 16 s without microseconds."""
+"""The time between events is a float of milliseconds: beyond 16 s it cannot hold microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,17 @@ class _Anchor:
 
 
 class TraceClock:
-    """Makes marks, and tells when they were.
+    """Makes marks, and tells their times.
 
     A device's time is counted from an event whose time on the host is known: recorded and waited
-    for when a recording begins. At its end there is another; by how much the two clocks have come
-    apart between them is taken off in proportion (:meth:`corrected`).
+    for when a recording begins. At its end there is another; the drift of the two clocks between
+    them is removed in proportion (:meth:`corrected`).
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.is_device = device.type == "cuda"
-        """Marks are on a clock of the device's own, and are to be :meth:`corrected`."""
+        """Whether marks are on the device's own clock, and need to be :meth:`corrected`."""
         self._anchor: _Anchor | None = None
         self._old: _Anchor | None = None
         self._next: torch.cuda.Event | None = None
@@ -40,14 +40,14 @@ class TraceClock:
         self._rate = 1.0
 
     def start(self) -> None:
-        """A recording begins; waits for the device."""
+        """Begins a recording; waits for the device."""
         self._rate = 1.0
         if self.is_device:
             self._anchor = self._synchronized()
             self._began_ns = self._anchor.host_ns
 
     def stop(self) -> None:
-        """The recording has ended; waits for the device."""
+        """Ends the recording; waits for the device."""
         if self._anchor is None:
             return
         end = self._synchronized()
@@ -56,7 +56,7 @@ class TraceClock:
             self._rate = (end.host_ns - self._began_ns) / by_device
 
     def _synchronized(self) -> _Anchor:
-        """An event and when it was: the shortest of several waits tells it most exactly."""
+        """An event and its time on the host, from the shortest, most exact of several waits."""
         torch.cuda.synchronize(self._device)
         best: tuple[int, _Anchor] | None = None
         for _ in range(_TRIALS):
@@ -71,7 +71,7 @@ class TraceClock:
         return best[1]
 
     def mark(self) -> Mark:
-        """Behind everything queued on the current stream so far; now, where there is no stream."""
+        """A mark behind everything queued on the current stream so far; without a device, now."""
         if not self.is_device:
             return time.monotonic_ns()
         event = torch.cuda.Event(enable_timing=True)
@@ -79,34 +79,34 @@ class TraceClock:
         return event
 
     def is_past(self, mark: Mark) -> bool:
-        """Whether the device has come to the mark."""
+        """Whether the device has reached the mark."""
         return isinstance(mark, int) or mark.query()
 
     def ns(self, mark: Mark) -> float:
-        """When a mark was that is past; a device's as the anchor says, not corrected yet."""
+        """The time of a mark that is past; a device's counts from the anchor, not yet corrected."""
         if isinstance(mark, int):
             return mark
         assert self._anchor is not None
         return self._anchor.host_ns + self._anchor.event.elapsed_time(mark) * 1e6
 
     def corrected(self, ns: float) -> float:
-        """A time of :meth:`ns` or of the update worker's copies, after :meth:`stop`."""
+        """Corrects a time of :meth:`ns` or of the update worker's copies, after :meth:`stop`."""
         return self._began_ns + (ns - self._began_ns) * self._rate if self.is_device else ns
 
     # -- the anchor ------------------------------------------------------------------------------
 
     @property
     def anchor(self) -> tuple[int, int]:
-        """The event that times are counted from (its handle; 0 on a host), and when, in ns."""
+        """The event from which times count (its handle; 0 without a device), and its time in ns."""
         if self._anchor is None:
             return 0, 0
         return int(self._anchor.event.cuda_event), round(self._anchor.host_ns)
 
     def advance(self) -> bool:
-        """Between two steps of a long recording: from time to time a newer anchor, without a wait.
+        """Takes a newer anchor from time to time, between two steps of a long recording; no wait.
 
         Returns:
-            Whether there is one. The old one lives until the next call that gives one.
+            Whether there is a new one. The old one lives until the next call that makes one.
         """
         if self._anchor is None or time.monotonic_ns() - self._anchor.host_ns < _REANCHOR_NS:
             return False

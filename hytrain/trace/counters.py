@@ -11,7 +11,7 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 SECONDS = 0.05
-"""Between two readings: they take tenths of a millisecond, with the interpreter held for less."""
+"""Time between readings: each takes tenths of a millisecond, and holds the interpreter for less."""
 
 
 class Sample(NamedTuple):
@@ -26,8 +26,8 @@ class CounterSampler:
     """Reads counters until :meth:`stop`."""
 
     def __init__(self, readers: Mapping[str, Callable[[], float | None]], most: int) -> None:
-        """``readers``: a counter's name -> what reads it; None where it cannot be told now.
-        ``most``: samples that are kept; the newest.
+        """``readers``: a counter's name -> what reads it, or returns None if it cannot now.
+        ``most``: number of samples that are kept, the newest.
         """
         self._readers = dict(readers)
         self._most = most

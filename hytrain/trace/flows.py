@@ -1,4 +1,4 @@
-"""What belongs together in a recording: a layer's way through a step, and how many wait for it."""
+"""Links spans of a recording: each layer's way through a step, and how many updates are pending."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _Key = tuple[int, int]
 
 
 class Way(NamedTuple):
-    """A layer's gradient of one step, through its update, to the next forward."""
+    """The way of a layer's gradient of one step, through its update, to the next forward."""
 
     final: Final | None
-    """When it was final; None where that was before the recording."""
+    """When the gradient was final; None if that was before the recording."""
     spans: Sequence[Span]
     """Copies and updates of the gradient, in the order of their begin."""
     forward: Span | None
-    """The next forward of the layer; None where that is not recorded."""
+    """The next forward of the layer; None if not recorded."""
 
     @property
     def updated_ns(self) -> float | None:
-        """The end of the first update of all of it; None without one."""
+        """When all of it had been updated once; None without an update."""
         ends: dict[Any, float] = {}
         for span in self.spans:
             if span.lane.startswith((names.GPU_UPDATE, names.CPU_ADAM)):
@@ -38,7 +38,7 @@ class Way(NamedTuple):
 
 
 def ways(spans: Iterable[Span], finals: Sequence[Final]) -> dict[_Key, Way]:
-    """The ways of all layers through all steps that the spans have something of."""
+    """The ways of all layers through all steps, so far as anything of them was recorded."""
     found: dict[_Key, list[Span]] = defaultdict(list)
     forwards: dict[int, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda each: each.begin_ns):
@@ -63,8 +63,8 @@ def _next_forward(forwards: Sequence[Span], step: int) -> Span | None:
 def flow_events(
     found: dict[_Key, Way], spans: Iterable[Span], place: Callable[[Span], tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
-    """Arrows from a gradient's end to its copy, its update, the copy back and the next forward; of
-    all spans the backward passes are wanted, and ``place`` gives (pid, tid) of one."""
+    """Yields arrows from a gradient's end to its copy, its update, the copy back and the next
+    forward. ``spans``: the backward passes among them are used; ``place``: a span's (pid, tid)."""
     backwards: dict[_Key, list[Span]] = defaultdict(list)
     for span in spans:
         if span.args.get(names.ARG_PASS) == names.PASSES[1]:
@@ -83,7 +83,7 @@ def flow_events(
                 "ph": phase,
                 "cat": names.FLOW_CATEGORY,
                 "name": f"layer {layer}",
-                # Unique over ranks as well, whose files may be joined.
+                # Unique across ranks, too: their files may be joined.
                 "id": (pid << 48) + (step << 16) + layer,
                 "pid": pid,
                 "tid": tid,
@@ -94,15 +94,15 @@ def flow_events(
 
 
 def _stops(way: Way, backwards: Sequence[Span]) -> Iterator[tuple[Span, float]]:
-    """Spans that the arrow goes through and where, in time; it binds to the span there then."""
+    """Yields the spans that the arrow goes through, each with the time at which it binds to it."""
     at_ns = -math.inf
     ends = [span for span in backwards if way.final and span.begin_ns <= way.final.at_ns]
     if ends:
         at_ns = ends[-1].begin_ns + 0.999 * (ends[-1].end_ns - ends[-1].begin_ns)
         yield ends[-1], at_ns
     for lane in _WAY:
-        # Of a way that began before the recording, a chunk's copy back can be there without its
-        # update: the arrow would go back in time from a later chunk's update to it.
+        # If a way began before the recording, a chunk's copy back may be there without its update:
+        # the arrow would go back in time from a later chunk's update to it.
         later = (s for s in way.spans if s.lane.startswith(lane) and s.begin_ns >= at_ns)
         first = next(later, None)
         if first is not None:
@@ -113,7 +113,7 @@ def _stops(way: Way, backwards: Sequence[Span]) -> Iterator[tuple[Span, float]]:
 
 
 def pending_gradients(found: dict[_Key, Way]) -> list[Sample]:
-    """Layers whose gradient is final and whose update is not done, from each change on."""
+    """At each change, the number of layers whose gradient is final but whose update is not done."""
     changes: list[tuple[float, int]] = []
     for way in found.values():
         if way.final is not None and way.updated_ns is not None:

@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 CUDA_CALLS = f"{names.PYTHON}: CUDA calls"
 ARG_STREAM = "stream"
-"""What has another one than its neighbours has a line of its own in its lane."""
+"""Spans of different streams have separate lines in their lane."""
 _LAUNCHING = ("cuda_runtime", "cuda_driver")
 _EXCHANGES = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
-"""In names of NCCL's kernels -> what collective that is, of those that exchange activations."""
+"""Part of an NCCL kernel's name -> its collective, for those that exchange activations."""
 _KEPT = (ARG_STREAM, "correlation", names.ARG_BYTES)
 
 
 class KernelProfile:
-    """torch.profiler, for the device's activity only: operators would cost several times that."""
+    """torch.profiler of the device's activity only: operators would cost several times as much."""
 
     def __init__(self) -> None:
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -38,7 +38,7 @@ class KernelProfile:
         self._runs = False
 
     def start(self) -> None:
-        """Begins; says so where another profiler is running already."""
+        """Begins, or logs a warning if another profiler is running already."""
         if cast(Any, torch.autograd)._profiler_enabled():
             logger.warning(
                 "the trace has no kernels: another torch.profiler is running, and there can be one"
@@ -49,12 +49,12 @@ class KernelProfile:
         self._runs = True
 
     def stop(self) -> None:
-        """Ends; the device has been waited for."""
+        """Ends; the caller has waited for the device."""
         if self._runs:
             self._profile.stop()
 
     def spans(self, recorded: Sequence[Span]) -> list[Span]:
-        """The recorder's and the update worker's spans with the kernels in place of those of
+        """The recorder's and the update worker's spans, with kernels in place of those of
         compute."""
         if not self._runs:
             return list(recorded)
@@ -68,7 +68,7 @@ class KernelProfile:
 
 
 def monotonic_from_epoch() -> int:
-    """ns to be added to a time since the epoch; the least disturbed of some readings."""
+    """ns to add to a time since the epoch for CLOCK_MONOTONIC; the best of several readings."""
     trials: list[tuple[int, int]] = []
     for _ in range(8):
         before = time.monotonic_ns()
@@ -88,14 +88,14 @@ def with_kernels(
     """Puts kernels in place of spans of compute, and adds copies that the recorder has not seen.
 
     Args:
-        found: events of Kineto.
-        base_ns: is added to their times.
+        found: Kineto's events.
+        base_ns: nanoseconds that are added to their times.
         recorded: spans of the recorder and the update worker.
-        host_calls: whether calls of the CUDA runtime are taken as well.
+        host_calls: whether calls of the CUDA runtime are added, too.
 
     Returns:
-        All spans. Kernels of the stream that computes have the layer, pass and step of the span
-        that they replace. Where there is no kernel, the recorded spans as they are.
+        All spans. Kernels of the compute stream have the layer, pass and step of the span that they
+        replace. Without kernels, the recorded spans unchanged.
     """
     found = list(found)
     launches = {
@@ -128,8 +128,9 @@ def with_kernels(
             layer = layers.at(span)
             spans.append(span if layer is None else span._replace(args={**layer.args, **span.args}))
             continue
-        # What the recorder has itself, with more than Kineto knows of it. A kernel of another
-        # stream than compute's may be an update's. Activations that ranks exchange are not its.
+        # Kineto's spans of what the recorder has itself are left out: it knows more of them. A
+        # kernel of another stream than compute's may be an update's. The recorder has no exchanges
+        # of activations.
         lane = names.GPU_UPDATE if span.lane == names.GPU_COMPUTE else span.lane
         is_exchange = names.ARG_COLLECTIVE in span.args
         if is_exchange or lane not in covered or covered[lane].at(span) is None:
@@ -156,7 +157,7 @@ def _span(event: dict[str, Any], base_ns: float, launches: Mapping[Any, float]) 
     end_ns = begin_ns + float(event.get("dur", 0.0)) * 1e3
     args = {key: value for key, value in event.get("args", {}).items() if key in _KEPT}
     if is_of_device(event) and args.get("correlation") in launches:
-        # A call may still be on its way back when the kernel begins.
+        # The kernel may begin before the call has returned.
         args[names.ARG_LAUNCHED] = min(launches[args["correlation"]], begin_ns / 1e3)
     if lane == names.GPU_COMMUNICATION:
         plain = str(event["name"]).lower().replace("_", "")
@@ -181,14 +182,14 @@ def _lane(event: dict[str, Any]) -> str | None:
 
 
 class _Covering:
-    """Finds which of some spans, that do not overlap, is there at a time."""
+    """Finds the one of some spans, which do not overlap, that covers a time."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self._spans = sorted(spans, key=lambda span: span.begin_ns)
         self._begins = [span.begin_ns for span in self._spans]
 
     def at(self, other: Span) -> Span | None:
-        """The span in which the middle of another one lies."""
+        """The span in which the middle of another one lies; None if in none."""
         middle = (other.begin_ns + other.end_ns) / 2
         at = bisect.bisect_right(self._begins, middle) - 1
         return self._spans[at] if at >= 0 and middle <= self._spans[at].end_ns else None
@@ -210,13 +211,13 @@ def worker_spans(
     correct: Callable[[float], float],
     num_threads: int,
 ) -> Iterator[Span]:
-    """Passes over chunks (on the host's clock) and copies (on the device's).
+    """Yields passes over chunks (on the host's clock) and copies (on the device's).
 
     Args:
-        found: as the ring has them.
-        layer_of: the model's layer of a worker's.
-        correct: makes a device's time the host's.
-        num_threads: that make a pass together; 1 where each has spans of its own.
+        found: spans as the update worker's ring has them.
+        layer_of: maps the worker's number of a layer to the model's.
+        correct: converts a device's time to the host's.
+        num_threads: threads that make a pass together; 1 if each has spans of its own.
     """
     for span in found:
         layer = layer_of(span.layer)

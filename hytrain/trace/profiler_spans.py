@@ -1,4 +1,4 @@
-"""Phases of a step as spans of torch's profiler, where one runs."""
+"""Phases of a step as spans of torch's profiler, if one runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NONE: AbstractContextManager[None] = nullcontext()
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """``hytrain::name`` around a block; nothing while no profiler of torch's runs."""
+    """A span ``hytrain::name`` around a block; nothing while no profiler of torch's runs."""
     # record_function takes microseconds even without a profiler.
     if profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
         return profiler.record_function(f"hytrain::{name}")

@@ -1,7 +1,7 @@
-"""Takes spans while steps are recorded: what the engine's parts tell, each with two marks in time.
+"""Takes spans while steps are recorded: the engine's parts report them, each with two marks.
 
-A part that has something to tell has an attribute ``trace``: a recorder while steps are recorded,
-and None otherwise, which is all that recording costs then.
+A part that reports spans has an attribute ``trace``: a recorder while steps are recorded, and None
+otherwise. To check it is all that recording costs then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hytrain.trace.clock import Mark, TraceClock
 
 
 class Span(NamedTuple):
-    """Something on a lane; times in ns of CLOCK_MONOTONIC."""
+    """A span on a lane; times in ns of CLOCK_MONOTONIC."""
 
     lane: str
     name: str
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 class Final(NamedTuple):
-    """A layer's gradient of a step was final."""
+    """The moment at which a layer's gradient of a step was final."""
 
     step: int
     layer: int
@@ -46,19 +46,19 @@ class _Open(NamedTuple):
 
 _now = time.monotonic_ns
 _Raw = tuple[str, str, Mark, Mark, dict[str, Any], tuple[float, float]]
-"""The last is which part it is of what lies between the marks."""
+"""The last item is the span's part of the time between its marks, as (begin, end) shares."""
 _ALL = (0.0, 1.0)
 _FINAL = "final"
-"""Lane of the moments at which gradients are final, which are no spans of a file."""
+"""Lane of the moments at which gradients are final, which a file does not have as spans."""
 _SETTLE_SPANS = 20_000
-"""Marks are turned into times when there are so many, or at the end: it takes microseconds each."""
+"""Marks become times if more spans than this wait, or at the end; each takes microseconds."""
 
 
 class Recorder:
-    """Spans of the steps that are recorded, but for the update worker's, which has its own."""
+    """The spans of the recorded steps, except the update worker's, which records its own."""
 
     def __init__(self, clock: TraceClock, layer_names: Sequence[str], most_spans: int) -> None:
-        """Of layers in forward order; of the spans the newest ``most_spans`` are kept."""
+        """``layer_names``: in forward order; ``most_spans``: how many are kept, the newest."""
         self.clock = clock
         self._layers = {name: index for index, name in enumerate(layer_names)}
         self._raw: deque[_Raw] = deque()
@@ -70,20 +70,20 @@ class Recorder:
         self._is_going_back = False
         self._is_again = False
         self._together = 1
-        self._entries: Counter[int] = Counter()  # of each module, since the forward began
+        self._entries: Counter[int] = Counter()  # each module's, since the forward began
         self.step = 0
-        """That is being made; counted from 1."""
+        """The step that is recorded now, counted from 1."""
         self.dropped = 0
-        """Spans that were one too many."""
+        """Number of spans that are lost because there were too many."""
         self.micro_batches = 1
-        """Backward passes of the last step."""
+        """Number of micro-batches of the last step, counted in backward."""
         self.tokens = 0
-        """Of the last step's micro-batches; 0 where they are not seen."""
+        """Tokens of the last step's micro-batches; 0 if they are not seen."""
         self._backwards = 0
         self._new_tokens = 0
 
     def add(self, lane: str, name: str, begin: Mark, end: Mark, args: dict[str, Any]) -> None:
-        """A span of any lane, between marks."""
+        """Adds a span of any lane, between two marks."""
         self._raw.append((lane, name, begin, end, args, _ALL))
 
     # -- phases, on the host ---------------------------------------------------------------------
@@ -98,11 +98,11 @@ class Recorder:
             self.add(lane, name, begin, _now(), {names.ARG_STEP: self.step})
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """A phase of the step on this thread."""
+        """Records a phase of the step on this thread."""
         return self._on_host(f"{names.PYTHON}: {threading.current_thread().name}", name, {})
 
     def host_wait(self, call: str, line: str) -> AbstractContextManager[None]:
-        """The user's code waits for the device on this thread."""
+        """Records a wait of the user's code for the device, on this thread."""
         return self._on_host(names.HOST_WAITS, call, {names.ARG_LINE: line})
 
     @contextmanager
@@ -114,7 +114,7 @@ class Recorder:
             self.add(lane, name, begin, _now(), {**args, names.ARG_STEP: self.step})
 
     def count_tokens(self, inputs: Any) -> None:
-        """The model's inputs: token numbers [B, T] under their usual name, or as the first one."""
+        """Counts the tokens [B, T] of the model's ``input_ids``, or else of its first input."""
         if isinstance(inputs, torch.Tensor) and not inputs.is_floating_point():
             self._new_tokens += inputs.numel()
 
@@ -127,14 +127,15 @@ class Recorder:
         self._compute = _Open(names.GPU_COMPUTE, f"{kind} layer {layer}", mark, args)
 
     def _now_args(self) -> dict[str, Any]:
-        """Of a span that begins now; on a device the host's time, which is ahead of it."""
+        """Arguments of a span that begins now; with a device, also the host's time, which is
+        ahead of it."""
         args: dict[str, Any] = {names.ARG_STEP: self.step}
         if self.clock.is_device:
             args[names.ARG_LAUNCHED] = _now() / 1e3
         return args
 
     def _close_compute(self, mark: Mark | None = None) -> Mark | None:
-        """Ends what compute was at; what follows it at once begins with the same mark."""
+        """Ends the open span of compute; what follows it at once begins with the same mark."""
         current, self._compute = self._compute, None
         if current is None:
             return mark
@@ -143,21 +144,21 @@ class Recorder:
         return end
 
     def begin_forward(self) -> None:
-        """The model's forward begins; it may be told twice."""
+        """The model's forward begins; may be called twice for it."""
         if names.PHASE_FORWARD not in self._phases:
             self._entries.clear()
         self._phase_begins(names.PHASE_FORWARD)
 
     def end_forward(self) -> None:
-        """It is over."""
+        """The model's forward is over."""
         if not self._is_going_back:
             self._close_compute()
         self._phase_ends(names.PHASE_FORWARD)
 
     def enter_layer(self, layer: int, module: int) -> None:
-        """A layer's forward begins, perhaps to recompute it, with the one of its modules of a
-        number."""
-        # Layer by layer a micro-batch's last layer comes when another one has gone back already.
+        """A layer's forward begins, perhaps to recompute it, in one of its modules; ``module``:
+        the module's number."""
+        # In layer-major order one micro-batch enters the last layer after another's backward there.
         self._is_again = self._is_going_back and self._entries[module] >= self._together
         self._entries[module] += 1
         if self._is_again:
@@ -167,15 +168,15 @@ class Recorder:
             self._open_compute("forward", layer)
 
     def leave_layer(self, layer: int) -> None:
-        """It is queued; if it was recomputed, its own backward follows."""
+        """A layer's forward is queued; if it was a recomputation, the layer's backward follows."""
         if self._is_again:
             self._is_again = False
             self._open_compute("backward", layer)
 
     def begin_backward(self, micro_batches: int) -> None:
-        """A backward begins, of micro-batches that go back together: with the loss, behind the last
-        layer."""
-        self._phase_ends(names.PHASE_FORWARD)  # layer by layer nobody else ends it
+        """A backward begins, of micro-batches that pass through it together: with the loss, behind
+        the last layer."""
+        self._phase_ends(names.PHASE_FORWARD)  # in layer-major order nothing else ends it
         self._phase_begins(names.PHASE_BACKWARD)
         self._is_going_back = True
         self._together = micro_batches
@@ -183,7 +184,7 @@ class Recorder:
         self._open_compute("backward", self._forward_layer)
 
     def end_backward(self) -> None:
-        """It is over."""
+        """The backward is over."""
         self._is_going_back = False
         self._close_compute()
         self._phase_ends(names.PHASE_BACKWARD)
@@ -208,7 +209,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self, layer: int, what: str) -> Generator[None]:
-        """Compute, or the host where it must, waits for a layer's weights."""
+        """Records that compute, or the host if it must, waits for ``what`` at a layer."""
         begin = self.clock.mark()
         if not self._is_going_back:
             self._close_compute(begin)
@@ -220,9 +221,9 @@ class Recorder:
             self.add(names.WAITS_OF_FORWARD, f"wait layer {layer}", begin, mark, args)
 
     def collective(self, call: Callable[..., Any], layer: str | None) -> Callable[..., Any]:
-        """The collective with its time taken, on the stream that it is called on, or on the host.
+        """The collective, timed on the stream on which it is called, or on the host.
 
-        ``call``: of torch.distributed; the largest of its arguments is what is moved.
+        ``call``: of torch.distributed; the largest of its arguments counts as the bytes moved.
         """
         name = str(getattr(call, "__name__", "collective"))
         kind = _COLLECTIVES.get(name, name)
@@ -237,12 +238,12 @@ class Recorder:
         return timed
 
     def weights_to_device(self, layer: str, num_bytes: int) -> AbstractContextManager[None]:
-        """Weights of a layer are copied from the host, on the current stream."""
+        """Records a copy of a layer's weights from the host, on the current stream."""
         words, args = self._of_layer("weights", layer)
         return self._on_stream(names.H2D, words, args | {names.ARG_BYTES: num_bytes})
 
     def _of_layer(self, words: str, layer: str | None) -> tuple[str, dict[str, Any]]:
-        """A span's name and arguments, with the number of a layer if it is one's."""
+        """A span's name and arguments, with the layer's number if it belongs to a layer."""
         if layer not in self._layers:
             return words, {}
         number = self._layers[layer]
@@ -262,8 +263,8 @@ class Recorder:
         self._updates_from = self.clock.mark()
 
     def layers_updated(self, sizes: Mapping[int, int]) -> None:
-        """One of them is queued, of one layer or of several at once: each has its share of it, by
-        its parameters."""
+        """An update is queued, of one layer or several: each gets its share of the time, by its
+        parameters. ``sizes``: layer -> parameters."""
         assert self._updates_from is not None
         begin, self._updates_from = self._updates_from, self.clock.mark()
         total, before = sum(sizes.values()), 0
@@ -274,10 +275,10 @@ class Recorder:
             name = f"update layer {layer}"
             self._raw.append((names.GPU_UPDATE, name, begin, self._updates_from, args, share))
 
-    # -- steps, and what there is in the end -----------------------------------------------------
+    # -- steps and results -----------------------------------------------------------------------
 
     def end_step(self, begin_ns: int, end_ns: int, args: dict[str, Any]) -> None:
-        """A step has been made, from the end of the one before."""
+        """A step has ended; it began at the end of the one before."""
         for name in list(self._phases):
             self._phase_ends(name)
         self._is_going_back = False
@@ -300,12 +301,12 @@ class Recorder:
             self._spans.append(Span(lane, name, begin, end, args))
 
     def spans(self) -> list[Span]:
-        """All that has been recorded and is past, in no order; after ``clock.stop()``."""
+        """All recorded spans that are past, in no order; call after ``clock.stop()``."""
         self.settle()
         return [self._corrected(span) for span in self._spans if span.lane != _FINAL]
 
     def finals(self) -> list[Final]:
-        """When gradients were final, in their order; after :meth:`spans`."""
+        """When gradients were final, in this order; call after :meth:`spans`."""
         found = (self._corrected(span) for span in self._spans if span.lane == _FINAL)
         return [Final(f.args[names.ARG_STEP], f.args[names.ARG_LAYER], f.begin_ns) for f in found]
 

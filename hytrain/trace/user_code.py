@@ -1,7 +1,7 @@
-"""What the user's code does between and in passes that a step may wait for: data, and the device.
+"""Records waits of the user's code, between and in passes: for data, and for the device.
 
 While steps are recorded, torch's DataLoader and the calls by which a program waits for the device
-are replaced by ones that take their time; then the old ones are put back.
+are replaced by ones that are timed; then the originals are restored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hytrain.trace.recorder import Recorder
 
 _OURS = ("hytrain", "deepspeed")
 _LIBRARIES = ("torch", "accelerate", "transformers", "contextlib", "functools")
-"""Whose waits are those of the line that has called them."""
+"""Libraries whose waits count as those of the line that has called them."""
 _TENSOR_WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
 _Item = TypeVar("_Item")
 
@@ -30,11 +30,11 @@ _Item = TypeVar("_Item")
 def watch_user_code(recorder: Recorder, device: torch.device, *, waits: bool) -> Callable[[], None]:
     """Records data loading and waits for the device.
 
-    ``device``: waits for whose tensors are meant; ``waits``: whether there is anything to wait for:
-    a CPU has computed when a call returns.
+    ``device``: the one for whose tensors waits are recorded; ``waits``: whether there is anything
+    to wait for: a CPU has computed when a call returns.
 
     Returns:
-        What puts the old calls back.
+        A function that restores the original calls.
     """
     undo = ExitStack()
     loader = dataloader._BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
@@ -77,8 +77,8 @@ def _loading(call: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]
 def _wait(
     call: Callable[..., Any], shown: str, recorder: Recorder, device_type: str | None = None
 ) -> Callable[..., Any]:
-    """The call with its time taken where the user makes it: of a method of tensors only for those
-    of a type of device."""
+    """The call, timed if the user makes it; a method of tensors only for those on a device of
+    ``device_type``."""
 
     @functools.wraps(call)
     def wait(*arguments: Any, **named: Any) -> Any:
@@ -94,9 +94,9 @@ def _wait(
 
 
 def user_line(frame: FrameType | None) -> str | None:
-    """ "train.py:31" where a call is the user's own; None where hytrain or DeepSpeed makes it.
+    """The line of a user's own call, "train.py:31"; None if hytrain or DeepSpeed makes it.
 
-    ``frame``: of the caller.
+    ``frame``: the caller's.
     """
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -109,7 +109,7 @@ def user_line(frame: FrameType | None) -> str | None:
 
 
 def timed_loading(items: Iterator[_Item], recorder: Recorder) -> Iterator[_Item]:
-    """The user's items, whose time is taken as data loading."""
+    """Yields the user's items; the time that each takes is recorded as data loading."""
     while True:
         with recorder.phase(names.PHASE_DATA):
             try:

@@ -16,7 +16,7 @@ from hytrain.trace.kernels import ARG_STREAM, CUDA_CALLS
 from hytrain.trace.recorder import Final, Span
 
 FIRST_TID = 10_000_000
-"""Of our lanes: above the threads and streams of what a file has beside them."""
+"""First tid of our lanes, above the threads and streams of whatever else a file has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Recording:
     samples: Sequence[Sample] = ()
 
     def events(self) -> list[dict[str, Any]]:
-        """As Chrome's Trace Event format has them: metadata first, then in no order."""
+        """The events in Chrome's Trace Event format: metadata first, the rest in no order."""
         rank = self.header.rank
         lines = sorted({_line(span) for span in self.spans}, key=lambda line: _order(*line))
         tid_of = {line: FIRST_TID + number for number, line in enumerate(lines)}
@@ -58,7 +58,7 @@ class Recording:
 
 
 _Line = tuple[str, str]
-"""A lane, and which of its streams: what is beside other work must not overlap it in one line."""
+"""A lane and one of its streams: work that runs beside other work needs a line of its own."""
 
 
 def _line(span: Span) -> _Line:
@@ -66,7 +66,7 @@ def _line(span: Span) -> _Line:
 
 
 def _order(lane: str, stream: str = "") -> tuple[int, int, str, str]:
-    """The format's order of lanes; numbered ones by their number."""
+    """A lane's place in the format's order; numbered lanes by their number."""
     for number, known in enumerate(names.LANES):
         if lane == known or lane.startswith((f"{known} ", f"{known}:")):
             rest = lane[len(known) :].strip()
@@ -87,7 +87,7 @@ def _named(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any
 
 
 def category_of(lane: str) -> str:
-    """Of a lane's spans."""
+    """The category of a lane's spans."""
     if lane == CUDA_CALLS:
         return "cuda_runtime"
     return names.CATEGORY[names.LANES[_order(lane)[0]]]
@@ -101,7 +101,7 @@ def _span_event(span: Span, pid: int, tid: int) -> dict[str, Any]:
         "pid": pid,
         "tid": tid,
         "ts": span.begin_ns / 1e3,
-        # A correction of clocks may leave a span of nothing a little less than that.
+        # The correction of clocks may leave a span of zero length slightly negative.
         "dur": max(0.0, span.end_ns - span.begin_ns) / 1e3,
         "args": span.args,
     }

@@ -1,4 +1,4 @@
-"""What a pass over gathered layers works with: the layers, who carries gathers out, the ranks."""
+"""What a pass over gathered layers works with: the layers, their gatherer, the ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hytrain.zero3.gatherer import LayerGatherer
 from hytrain.zero3.layer_weights import LayerWeights
 
 END = -1
-"""What ranks agree upon where a pass being recorded is over, instead of a layer's number."""
+"""What ranks agree upon, instead of a layer's number, when a pass being recorded is over."""
 TURN = -2
 """The backward of a pass that is forward and backward in one begins."""
 FAILED = -3
 """The pass ends with an error, on all ranks that make it."""
 _LAST = (1 << 32) - 1
-"""What stands for END where the smallest number goes first."""
+"""Stands for END if the smallest number goes first."""
 _NOBODY = -(1 << 63)
 """No rank has a number of its own."""
 HOLD = 1 << 32
@@ -44,20 +44,20 @@ class PendingGradients(Protocol):
 
     @property
     def lacks_room(self) -> bool:
-        """Whether gradients that stay to the end of backward take memory that it needs."""
+        """Whether gradients kept to the end of backward take memory that backward needs."""
         ...
 
 
 class GatherContext:
-    """The layers by their numbers; what is asked for twice, or of a resident layer, is done once.
+    """The layers by their numbers; what is done already is not done again.
 
     Attributes:
         layers: all layers in forward order.
         sharded: numbers of the layers that have to be gathered.
-        trained: numbers of those with gradients, and of the gradients: a large block has several.
-        held: those that are there in the whole of every pass.
+        trained: number of a layer with gradients -> the gradients' numbers (large blocks: several).
+        held: numbers of the sharded layers that stay gathered through every pass.
         unguarded: numbers of layers, sharded or not, whose weights are used past their modules.
-        gradients: those that a plan says when to reduce; None: they are reduced as they come.
+        gradients: those that are reduced when a plan says so; None: they are reduced once final.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GatherContext:
         self._collectives = collectives
 
     def agree(self, number: int | None) -> int:
-        """The number that all ranks have come to; None: this rank goes along with the others."""
+        """Returns the number that all ranks have come to; None: this rank follows the others."""
         self.gatherer.start_held()  # other ranks may have begun them before they come here
         return self._collectives.agree_on_use(number, self._words)
 
@@ -90,10 +90,10 @@ class GatherContext:
         return special.get(number) or (f"layer '{layer.name}'" if layer else "something else")
 
     def agree_on_next(self, number: int | None, *, is_backward: bool) -> int:
-        """The layer that all ranks go on with, which need not be this rank's; END: all are over.
+        """Returns the layer that all ranks go on with, maybe not this rank's; END: all are done.
 
-        Ranks may use other layers than others do: the first one in the order of the pass is next,
-        so that what most use in one order is gathered once. Before it what a rank has to hold.
+        Ranks may use different layers: the first one in the order of the pass is next, so that what
+        most ranks use in one order is gathered once. What a rank has to hold comes before it.
 
         Args:
             number: this rank's next layer, END, or HOLD and a layer; None: it has none of its own.
@@ -112,11 +112,11 @@ class GatherContext:
         return END if found in (END, _LAST, _NOBODY) else found
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether it is so on any rank; a collective."""
+        """Whether ``flag`` is true on any rank; a collective."""
         return bool(self._collectives.maximum([int(flag)])[0])
 
     def name_of(self, index: int) -> str:
-        """What people call a layer."""
+        """A layer's name, for messages."""
         return self._by_number[index].name
 
     def is_live(self, index: int) -> bool:
@@ -129,7 +129,7 @@ class GatherContext:
             self.gatherer.gather(self._by_number[index], ahead=ahead)
 
     def use(self, index: int) -> None:
-        """Compute from now on sees the weights of a layer that is live."""
+        """Makes compute from now on see the weights of a layer that is live."""
         self.gatherer.use(self._by_number[index])
 
     def release(self, indices: Iterable[int]) -> None:
@@ -139,12 +139,12 @@ class GatherContext:
                 self.gatherer.release(self._by_number[index])
 
     def wait_resident(self, index: int) -> None:
-        """Those weights of a layer that are not sharded are the newest."""
+        """Waits until those weights of a layer that are not sharded are the newest."""
         if index in self._resident:
             self.gatherer.wait_resident(self._by_number[index])
 
     def wait_beside(self, uses: Collection[int]) -> None:
-        """Where a pass begins: waits for weights that none of its uses waits for, or too late.
+        """When a pass begins, waits for weights that none of its uses waits for, or too late.
 
         ``uses`` are its plan's, the same on all ranks: each wait may be a collective.
         """
@@ -153,7 +153,7 @@ class GatherContext:
                 self.wait_resident(index)
 
     def hold(self, index: int) -> None:
-        """From now on the layer is there in the whole of every pass, this one included."""
+        """Keeps a layer there from now on, through this and every later pass."""
         self.unguarded.add(index)
         self.wait_resident(index)
         if index in self.sharded:
@@ -161,7 +161,7 @@ class GatherContext:
             self.keep(index)
 
     def keep(self, index: int) -> None:
-        """A layer that is held is there from now on, and may be read anywhere."""
+        """Gathers a layer that is held, and lets it be read anywhere."""
         self.gather(index)
         self.use(index)
         for part in self._by_number[index].sharded:

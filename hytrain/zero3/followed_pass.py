@@ -1,8 +1,8 @@
 """A later pass of a kind: it follows the plan made from the record, without asking other ranks.
 
 A rank may come to a layer that no rank has used in the record. The others cannot know: it carries
-out what is left of the plan, where they are at the end of it and ask whether anyone has more. From
-there on the ranks agree on every use (:mod:`hytrain.zero3.recorded_pass`).
+out what is left of the plan, at whose end they ask whether any rank has more. From there on the
+ranks agree on every use (:mod:`hytrain.zero3.recorded_pass`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hytrain.zero3.recorded_pass import RecordedPass
 class FollowedPass:
     """A pass that is under way and follows a plan.
 
-    At each use this rank does whatever the plan says up to there, its part in gathers of layers
-    that it leaves out itself included.
+    At each use this rank does whatever the plan says up to there, including its part in gathers of
+    layers that it leaves out itself.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class FollowedPass:
         asks: bool = False,
         layer_major: bool = False,
     ) -> None:
-        """``rest`` follows a plan without reductions, where the ranks have more to do.
+        """``rest`` follows a plan without reductions, if the ranks have more to do.
 
         ``asks``: one rank alone may come to layers that the plan does not use, so all ask at its
         end. ``layer_major``: it is forward and backward of all micro-batches in one.
@@ -49,7 +49,7 @@ class FollowedPass:
         self.uses: list[int] = []
         """Layers in the order of their uses so far."""
         self.is_over = False
-        """It has ended but for gradients that are missing."""
+        """Whether it has ended, except for gradients that are missing."""
 
     @property
     def is_done(self) -> bool:
@@ -57,7 +57,7 @@ class FollowedPass:
         return self._at == len(self._operations)
 
     def use(self, index: int) -> None:
-        """Computation with a layer begins."""
+        """Begins computation with a layer."""
         if self._rest is not None and (self.has_more or self._is_new(index)):
             self._force(len(self._operations))
             self._rest.use(index)
@@ -70,17 +70,17 @@ class FollowedPass:
             self._context.use(index)
 
     def hold(self, index: int) -> None:
-        """From now on a layer is there in the whole of every pass; a collective."""
+        """Keeps a layer gathered through this and every later pass; a collective."""
         if self._rest is not None:
             self._force(len(self._operations))
             self._rest.hold(index)
             return
-        self._context.agree(HOLD + index)  # legal where all ranks do it
+        self._context.agree(HOLD + index)  # legal if all ranks do it
         self._context.hold(index)
 
     @property
     def has_more(self) -> bool:
-        """Whether a rank has used layers that the plan has not, or read them past their modules."""
+        """Whether a rank has used layers not in the plan, or read layers past their modules."""
         return self._rest is not None and (bool(self._rest.uses) or self._rest.has_held)
 
     def _is_new(self, index: int) -> bool:
@@ -109,7 +109,7 @@ class FollowedPass:
         self._advance(index)
 
     def _use_extra(self, index: int) -> None:
-        """A use that the record does not have: legal where all ranks make it."""
+        """Makes a use that the record does not have: legal if all ranks make it."""
         if index not in self._context.sharded or self._context.is_live(index):
             return
         if self._layer_major:
@@ -126,13 +126,13 @@ class FollowedPass:
         self._context.gather(index)
 
     def gradient_final(self) -> None:
-        """A layer's gradient is complete: it is reduced if its place has come."""
+        """Notes that a layer's gradient is complete: it is reduced if its place has come."""
         self._advance()
 
     def _advance(self, needed: int | None = None) -> None:
         """Carries out what belongs to the use that this rank has come to.
 
-        ``needed`` must be there at once; other layers are gathered beside it.
+        ``needed``: the layer that must be there at once; others are gathered ahead.
         """
         while not self.is_done:
             operation = self._operations[self._at]
@@ -146,7 +146,7 @@ class FollowedPass:
             self._carry_out(operation, ahead=operation.layer != needed)
 
     def _force(self, end: int) -> None:
-        """Carries operations out up to a place, whatever this rank has got of them."""
+        """Carries operations out up to a place, whatever this rank has of their gradients."""
         while self._at < end:
             operation = self._operations[self._at]
             self._at += 1
@@ -169,9 +169,9 @@ class FollowedPass:
             self._context.release([operation.layer])
 
     def end(self) -> None:
-        """It is over, but for gradients that are missing: see :attr:`is_done`.
+        """Ends the pass, except for gradients that are missing: see :attr:`is_done`.
 
-        What is left of the plan is carried out, uses included that this rank has not come to.
+        Carries out what is left of the plan, including uses that this rank has not come to.
         """
         self.is_over = True
         self._advance()
@@ -186,7 +186,7 @@ class FollowedPass:
             self._rest.end()
 
     def finish(self) -> None:
-        """Walks the plan to its end: gradients that are missing still are taken as they are."""
+        """Walks the plan to its end: gradients that are still missing are taken as they are."""
         self._force(len(self._operations))
 
     def release(self) -> None:
@@ -197,7 +197,7 @@ class FollowedPass:
             self._context.release(self._context.gatherer.live)
 
     def join(self, turned: Callable[[], None] | None, turning_point: int) -> None:
-        """Does from begin to end what the other ranks do in it.
+        """Does from beginning to end what the other ranks do in the pass.
 
         ``turned`` is called where its backward begins, after ``turning_point`` uses, if it is
         forward and backward in one.
@@ -210,7 +210,7 @@ class FollowedPass:
         self._end_rest()
 
     def _place_of_turn(self, turning_point: int) -> int:
-        """Where the backward has begun at the latest: its first use or reduction."""
+        """The place by which the backward has begun: its first use or reduction."""
         uses = 0
         for place, operation in enumerate(self._operations):
             if operation.action is Action.REDUCE:

@@ -1,9 +1,9 @@
-"""Brings the whole training copy of a sharded layer together, and gives it up again.
+"""Gathers the whole training copy of a sharded layer, and gives it up again.
 
 The copy's memory belongs to the compute stream: it is taken and given back there, in the order of
-the kernels that use it, so that no other stream has to be waited for by the allocator. The gather
-runs on the communication stream, after everything that compute had queued when the memory was
-taken; compute waits for it before the layer's first kernel only.
+the kernels that use it, so that the allocator has to wait for no other stream. The gather runs on
+the communication stream, after everything that compute had queued when the memory was taken;
+compute waits for it only before the layer's first kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Presence(Enum):
     COMING = "coming"
     """It has memory, and is being gathered or about to be."""
     THERE = "there"
-    """What compute runs from now on sees it."""
+    """Whatever compute runs from now on sees it."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Flight:
     arrived: torch.cuda.Event | None = None
     is_started: bool = False
     is_waited: bool = False
-    """Compute comes after the gather."""
+    """Whether compute has been made to wait for the gather."""
 
 
 class LayerGatherer:
@@ -54,13 +54,13 @@ class LayerGatherer:
         self._flights: dict[int, _Flight] = {}
         self._held_back: list[LayerWeights] = []
         self.most_live = 0
-        """Most layers that were there, or had memory, at one time."""
+        """The largest number of layers that were there, or had memory, at one time."""
         self.on_change: Callable[[LayerWeights, Presence], None] | None = None
-        """Told of every layer that comes, is there, or is given up."""
+        """Called for every layer that comes, is there, or is given up."""
         self.pinned: set[int] = set()
-        """Layers that passes would give up stay while they are here: gathered outside of passes."""
+        """Layers gathered outside of passes: while they are in this set, no pass gives them up."""
         self.lent: set[int] = set()
-        """The user was given the whole copy of these, and may keep tensors in its memory."""
+        """Layers whose whole copy the user was given, who may keep tensors in its memory."""
 
     def _tell(self, layer: LayerWeights, presence: Presence) -> None:
         if self.on_change is not None:
@@ -73,8 +73,8 @@ class LayerGatherer:
     def gather(self, layer: LayerWeights, *, ahead: bool = False) -> None:
         """Starts to gather a layer that is not live.
 
-        ``ahead``: it is not needed yet. Where this rank's update of it may not be done, the gather
-        is held back, and those after it, instead of blocking: until :meth:`start_held`, or one that
+        ``ahead``: it is not needed yet. If this rank's update of it may not be done, the gather and
+        those after it are held back instead of blocking, until :meth:`start_held` or a gather that
         is needed.
         """
         parts = layer.sharded
@@ -111,7 +111,7 @@ class LayerGatherer:
                     self._streams.communication.wait_event(ready)
             for part in flight.parts:
                 self._gather_part(part)
-            # Behind this gather only: a wait for the whole stream would also wait for later ones.
+            # After this gather only: a wait for the whole stream would also wait for later ones.
             flight.arrived = self._streams.record_communication()
         flight.is_started = True
 
@@ -138,7 +138,7 @@ class LayerGatherer:
     def bring(
         self, part: ShardedWeights, low: int, high: int
     ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """``[low, high)`` of one dtype in memory of its own, and what is behind its gather.
+        """Gathers ``[low, high)``, of one dtype, into new memory; returns that and its event.
 
         A collective. Passes are not told, parameters stay what they are. No update may be pending.
         """
@@ -155,14 +155,14 @@ class LayerGatherer:
             return flat, self._streams.record_communication()
 
     def wait_resident(self, layer: LayerWeights) -> None:
-        """Weights of a layer that are on every rank whole are the newest."""
+        """Waits until weights of a layer that are whole on every rank are the newest."""
         if layer.resident:
             self.start_held()
             for state in layer.resident:
                 self._pipeline.wait(state)
 
     def use(self, layer: LayerWeights) -> None:
-        """What compute runs from now on sees the layer's weights; it must be live."""
+        """Makes what compute runs from now on see the weights of a layer, which must be live."""
         flight = self._flights[layer.index]
         if not flight.is_started:
             self.start_held()
@@ -173,7 +173,7 @@ class LayerGatherer:
             self._tell(layer, Presence.THERE)
 
     def release(self, layer: LayerWeights) -> None:
-        """Gives the layer's whole copy up, after all compute so far; a pinned one stays."""
+        """Gives the layer's whole copy up, after all compute so far; a pinned layer stays."""
         if layer.index in self.pinned:
             return
         # The memory goes back to compute's allocator: without the wait in use() a gather in flight
@@ -190,7 +190,7 @@ class LayerGatherer:
         self._tell(layer, Presence.AWAY)
 
     def release_all(self) -> None:
-        """Gives every layer up that is not pinned."""
+        """Gives up every layer that is not pinned."""
         for flight in list(self._flights.values()):
             self.release(flight.layer)
 

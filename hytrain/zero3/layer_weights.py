@@ -32,21 +32,21 @@ class ShardedWeights:
 
     @property
     def layout(self) -> LayerLayout:
-        """Their flat space."""
+        """The layout of their flat space."""
         return self.storage.layout
 
     def allow_reads(self) -> None:
-        """There is one more reason why they can be read: see ``WatchedParameters``."""
+        """Adds a reader, so that they may be read: see ``WatchedParameters``."""
         if self.storage.reads is not None:
             self.storage.reads.allow()
 
     def disallow_reads(self) -> None:
-        """One reader less."""
+        """Removes a reader."""
         if self.storage.reads is not None:
             self.storage.reads.disallow()
 
     def forbid_reads(self) -> None:
-        """No readers: reads are reported again."""
+        """Removes all readers: reads are reported again."""
         if self.storage.reads is not None:
             self.storage.reads.disallow_all()
 
@@ -55,9 +55,10 @@ class ShardedWeights:
         return sizes_within(self.sizes, low, high)
 
     def buckets(self, limit: int) -> Iterator[tuple[list[ParameterSlot], int, int]]:
-        """Parameters of one dtype, of ``limit`` bytes together or one alone, and ``[low, high)``.
+        """Yields parameters of one dtype, of ``limit`` bytes or one alone, and ``[low, high)``.
 
-        All of a run, where it is a bucket: shards of it may be equal, and gathers then are faster.
+        If all of a run is one bucket, that is the run's range, whose shards may be equal: gathers
+        are faster then.
         """
         for low, high, flat in self.storage.runs:
             slots = [slot for slot in self.layout.slots if low <= slot.offset < high]
@@ -73,12 +74,12 @@ class LayerWeights:
     """One layer's weights, in parts, each with a flat space of its own.
 
     Attributes:
-        index: its number where layers are gathered: the first trained part's, and higher ones for
-            layers in which nothing is trained.
-        trained: the parts that the pipeline updates: one, or the pieces of a large block; () where
-            nothing is trained.
-        frozen: the part that never changes, where it is sharded (ZeRO-3). What is frozen and whole
-            on every rank is in no layer: there is nothing to do for it.
+        index: its number among gathered layers: the first trained part's; layers that are frozen as
+            a whole have higher numbers.
+        trained: the parts that the pipeline updates: one, or the pieces of a large block; () if all
+            is frozen.
+        frozen: the frozen part, if it is sharded (ZeRO-3). Frozen weights that are whole on every
+            rank are in no layer: there is nothing to do for them.
     """
 
     index: int
@@ -93,7 +94,7 @@ class LayerWeights:
 
     @property
     def name(self) -> str:
-        """Of the block, or where the layer is."""
+        """The block's name, or where the layer is."""
         return self.layouts[0].name
 
     @property
@@ -108,7 +109,7 @@ class LayerWeights:
 
     @property
     def resident(self) -> tuple[LayerState, ...]:
-        """The trained parts, where every rank has all of them always: all or none."""
+        """The trained parts, if every rank always has them whole; else (): all or none."""
         return () if any(state.storage.is_sharded for state in self.trained) else self.trained
 
     @property
@@ -124,12 +125,12 @@ class LayerWeights:
         return parts
 
     def parts(self, *, with_frozen: bool) -> list[ShardedWeights]:
-        """As :attr:`sharded`, perhaps without what is not trained."""
+        """The same as :attr:`sharded`; the frozen part only ``with_frozen``."""
         return [part for part in self.sharded if with_frozen or part is not self.frozen]
 
     @property
     def gathered_elements(self) -> int:
-        """Elements that a gather brings; of a layer that is always whole, all that it has."""
+        """Elements that a gather brings; for a layer that is always whole, all its elements."""
         sharded = [part.layout for part in self.sharded]
         return sum(layout.size for layout in sharded or self.layouts)
 
@@ -142,9 +143,8 @@ class BuiltWeights:
         states: the trained parts, in forward order.
         layers: all weights, in forward order.
         home: host memory of shards that are kept there; closed with the layers.
-        live_bytes: of gathered layers at the peak of a step.
-        largest_frozen: bytes of the largest parameter that is not trained, of those that are whole
-            on every rank.
+        live_bytes: bytes of gathered layers at the peak of a step.
+        largest_frozen: bytes of the largest frozen parameter that is whole on every rank.
     """
 
     states: list[LayerState]
@@ -154,7 +154,7 @@ class BuiltWeights:
     largest_frozen: int
 
     def close(self) -> None:
-        """Gives memory back, where nothing is built on them; sharded weights are lost with it.
+        """Gives memory back if nothing is built on the layers; sharded weights are lost with it.
 
         Explicitly: the error that ended the build keeps all its frames alive while it is handled.
         """

@@ -1,8 +1,8 @@
 """When layers are gathered and released in a pass over the model: plain data in, plain data out.
 
-A pass (a forward, a backward) is a sequence of uses of layers, known from the pass of that kind
-before it. From it, from the layers' sizes and from DeepSpeed's keys follows one list of operations,
-the same on all ranks: whatever a rank does of it, it does in this order, so that collectives meet.
+A pass (a forward, a backward) is a sequence of uses of layers, known from an earlier pass of that
+kind. From it, the layers' sizes and DeepSpeed's keys follows one list of operations, the same on
+all ranks: whatever a rank does of it, it does in this order, so that collectives meet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Action(enum.Enum):
     REDUCE = "reduce"
     """Its gradient is summed over the ranks (a collective)."""
     END = "end"
-    """The pass is over; of no layer."""
+    """The pass is over; belongs to no layer."""
 
 
 NO_LAYER = -1
@@ -40,7 +40,7 @@ class Operation:
     layer: int
 
 
-# Where a configuration has each of :class:`GatherSettings`.
+# The configuration's key for each field of :class:`GatherSettings`.
 _KEYS = {
     "prefetch": "stage3_prefetch_bucket_size",
     "max_live": "stage3_max_live_parameters",
@@ -55,7 +55,7 @@ class GatherSettings:
     """DeepSpeed's keys of ZeRO-3, all in elements.
 
     Attributes:
-        prefetch: layers are gathered ahead of their use while fewer than this are
+        prefetch: layers are gathered ahead of their use while fewer elements than this are
             (``stage3_prefetch_bucket_size``); 0: none is. The last one may exceed it.
         max_live: most elements of gathered layers, the one in use not counted
             (``stage3_max_live_parameters``); None: 10^9, or the largest layer if it has more.
@@ -63,7 +63,8 @@ class GatherSettings:
             (``stage3_max_reuse_distance``).
         persistence: layers of fewer elements are never released
             (``stage3_param_persistence_threshold``).
-        max_persistent: most elements of such layers (``stage3_model_persistence_threshold``).
+        max_persistent: most elements of such layers together
+            (``stage3_model_persistence_threshold``).
     """
 
     prefetch: int
@@ -80,7 +81,7 @@ class GatherSettings:
 
 
 def gather_settings(keys: Mapping[str, int]) -> GatherSettings:
-    """DeepSpeed's ``stage3_*`` keys as a configuration has them; others have their defaults."""
+    """Reads DeepSpeed's ``stage3_*`` keys of a configuration; missing ones have their defaults."""
     return GatherSettings(
         prefetch=keys.get(_KEYS["prefetch"], 50_000_000),
         max_live=keys.get(_KEYS["max_live"]),
@@ -124,13 +125,13 @@ class PassTrace:
 def with_left_out(
     uses: Sequence[int], forward: Sequence[int], left_out: Collection[int]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """A backward's uses, and those of layers that all ranks have left out where it was recorded.
+    """Adds to a recorded backward's uses those of layers that all ranks had left out.
 
-    They are where ``forward``, run back, has them.
+    They are put where ``forward``, run back, has them.
 
     Returns:
-        The uses; and for each of those recorded, how many there are now before the next one: a
-        gradient that was final between the two may come behind all of them.
+        The uses; and for each recorded one, how many there are now before the next recorded one: a
+        gradient that was final between the two may come after all of them.
     """
     merged: list[int] = []
     before: list[int] = []  # each recorded one
@@ -160,13 +161,13 @@ def plan_pass(
     """Makes the list of operations of a pass.
 
     Every use of a sharded layer finds it gathered or is followed by its gather. Before a layer is
-    gathered, what is not wanted any more is released: at most the layer in use, what is prefetched
-    and what is kept for ``max_reuse`` is there.
+    gathered, layers that are not wanted any more are released: at most the layer in use, those
+    prefetched and those kept for ``max_reuse`` are there.
 
     Args:
         trace: the pass.
         sizes: elements of each layer.
-        sharded: layers that have to be gathered; the others are there always.
+        sharded: layers that have to be gathered; the others are always there.
         settings: DeepSpeed's keys.
         live: layers that are gathered when the pass begins.
     """
@@ -202,7 +203,7 @@ class _Planner:
         self._sizes = sizes
         self._sharded = sharded
         self._settings = settings
-        # Of a large block none could be gathered ahead within DeepSpeed's default.
+        # Within DeepSpeed's default no layer of a large block could be gathered ahead.
         default = max(10**9, *sizes)
         self._max_live = default if settings.max_live is None else settings.max_live
         self._live = set(live)
@@ -230,8 +231,8 @@ class _Planner:
         return sum(self._sizes[layer] for layer in layers)
 
     def _release_unwanted(self, at: int) -> None:
-        """Before use number ``at``: what is used late or never goes."""
-        wanted = set(self._window(at, set())) & self._live  # what is there ahead of it
+        """Before use number ``at``, releases layers that are used late or never."""
+        wanted = set(self._window(at, set())) & self._live  # those gathered ahead of their use
         if at < len(self._trace.uses):
             wanted.add(self._trace.uses[at])
         free = self._max_live - self._elements(wanted & self._live)
@@ -245,7 +246,7 @@ class _Planner:
                 self._live.remove(layer)
 
     def _window(self, at: int, seen: set[int]) -> Iterator[int]:
-        """Sharded layers used behind use ``at``, as many as are gathered ahead, but those seen."""
+        """Yields sharded layers used after use ``at``, but those seen, as far as gathered ahead."""
         ahead = 0
         for layer in self._trace.uses[at + 1 :]:
             if ahead >= self._settings.prefetch:
@@ -270,7 +271,7 @@ class _Planner:
         return sorted(distances.items(), key=lambda item: (item[1], item[0]))
 
     def _prefetch(self, at: int) -> None:
-        """After use ``at`` has begun: the next layers, while fewer elements than allowed are."""
+        """After use ``at`` has begun, gathers the next layers, as many elements as allowed."""
         in_use = self._trace.uses[at]
         for layer in self._window(at, {in_use}):
             if layer in self._live:

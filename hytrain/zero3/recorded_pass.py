@@ -1,9 +1,9 @@
-"""The first pass of a kind: every use is agreed upon by all ranks, and gathered when it comes.
+"""The first pass of a kind: all ranks agree on every use, and gather the layer when it comes.
 
-A first backward does not know yet when a layer's gradient is final. Where the device holds them,
-all ranks keep their shards of the gradients to its end. Where it does not, a layer that forward has
-used once, and all of whose parameters have got a gradient, is taken for complete when backward goes
-on from it, and its update may begin.
+A first backward does not know yet when a layer's gradient is final. If the device can hold them,
+all ranks keep their shards of the gradients to its end. If not, a layer that forward has used only
+once, and all of whose parameters have a gradient, is taken as complete when backward goes on from
+it, and its update may begin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RecordedPass:
     """A pass that is under way and is being recorded."""
 
     is_over = False
-    """Whether it has ended but for gradients that are missing: it never has."""
+    """Whether it has ended, except for gradients that are missing: always False."""
 
     def __init__(
         self,
@@ -28,8 +28,9 @@ class RecordedPass:
         forward_uses: Sequence[int] = (),
         direction: Literal["forward", "backward", "both"] = "both",
     ) -> None:
-        """``forward_uses``: of a backward, those of the one forward that it runs back, in order;
-        the same on all ranks. In both directions all ranks with samples must use the same layers.
+        """``forward_uses``: for a backward, uses of the one forward that it runs back, in order;
+        the same on all ranks. If ``direction`` is "both", all ranks with samples must use the same
+        layers.
         """
         self._context = context
         self._direction = direction
@@ -38,13 +39,13 @@ class RecordedPass:
         self.uses: list[int] = []
         """Layers in the order of their uses."""
         self.turning_point = 0
-        """Uses before its backward, where it is forward and backward in one."""
+        """Number of uses before its backward, if it is forward and backward in one."""
         self.has_held = False
-        """Whether layers have been held that were not."""
+        """Whether the pass has held layers that were not held before."""
         self._in_use: int | None = None
 
     def use(self, index: int) -> None:
-        """Computation with a layer begins; a collective."""
+        """Begins computation with a layer; a collective."""
         context = self._context
         if self.turning_point and index in context.held:
             context.use(index)  # how often differs from rank to rank
@@ -57,7 +58,7 @@ class RecordedPass:
             context.use(index)
 
     def hold(self, index: int) -> None:
-        """From now on a layer is there in the whole of every pass; a collective."""
+        """Keeps a layer gathered through this and every later pass; a collective."""
         self._agree(HOLD + index)
         self._hold(index)
 
@@ -66,7 +67,7 @@ class RecordedPass:
         self._context.hold(index)
 
     def _agree(self, number: int | None) -> int:
-        """What this rank goes on with; what others have to hold before it is held here, too."""
+        """Returns what this rank goes on with; first holds what other ranks have to hold."""
         while (found := self._agree_on_next(number)) >= HOLD and found != number:
             self._hold(found - HOLD)
         return found
@@ -105,12 +106,12 @@ class RecordedPass:
         return not context.any_rank(is_missing)
 
     def turn(self) -> None:
-        """Its backward begins; a collective."""
+        """Begins its backward; a collective."""
         self._context.agree(TURN)
         self._turn()
 
     def _turn(self) -> None:
-        """Some ranks will go through what is behind the last block more often than others."""
+        """Prepares for ranks that go through what follows the last block more often than others."""
         context = self._context
         self.turning_point = len(self.uses)
         *_, last = (layer.index for layer in context.layers if layer.block is not None)
@@ -122,16 +123,16 @@ class RecordedPass:
         self._once = _once(self.uses) - behind
 
     def fail(self) -> None:
-        """It ends here; a collective."""
+        """Ends the pass with an error; a collective."""
         self._context.agree(FAILED)
 
     def end(self) -> None:
-        """It is over; a collective. Other ranks may use more layers."""
+        """Ends the pass; a collective. Other ranks may use more layers."""
         while (found := self._agree(END)) != END:
             self._enter(found, has_samples=False)
 
     def join(self, turned: Callable[[], None] | None) -> bool:
-        """Does from begin to end what the other ranks do in it; whether it came to no error.
+        """Does from beginning to end what the other ranks do; returns whether without an error.
 
         ``turned`` is called where its backward begins, if it is forward and backward in one.
         """

@@ -1,17 +1,18 @@
 """Gathers layers as a pass over the model needs them, ahead of it, in one order on all ranks.
 
 The first pass of a kind (forward with or without gradients, backward) is recorded
-(:mod:`hytrain.zero3.recorded_pass`): every use of any rank is agreed upon by all ranks, which costs
-a small collective each, and gathered when it comes. Later passes follow a plan made from the record
-(:mod:`hytrain.zero3.plan`, :mod:`hytrain.zero3.followed_pass`) without asking the other ranks:
-a rank does whatever the plan says up to the use that it has come to, including its part in gathers
-of layers that it leaves out itself. A rank without a batch walks through the plan alone. What all
-ranks have left out of the forward before a recorded backward is in the plan where they may use it.
+(:mod:`hytrain.zero3.recorded_pass`): all ranks agree on every use of any rank, by a small
+collective each, and gather the layer when its use comes. Later passes follow a plan made from the
+record (:mod:`hytrain.zero3.plan`, :mod:`hytrain.zero3.followed_pass`) without asking the other
+ranks: a rank does whatever the plan says up to the use that it has come to, including its part in
+gathers of layers that it leaves out itself. A rank without a batch walks through the plan alone.
+Layers that all ranks left out of the forward before a recorded backward are in the plan at the
+places where they may be used.
 
 In backward the plan also says where a layer's gradient is reduced, because that is a collective
-among the gathers. A gradient that is final early waits for its place; one that is still missing
-when its place has come will not come any more (autograd runs what was recorded last first), and
-is taken as it is.
+among the gathers. A gradient that is final early waits for its place. One that is still missing at
+its place will not come any more (autograd runs first what was recorded last), and is taken as it
+is.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hytrain.zero3.plan import GatherSettings, PassTrace, plan_pass, with_left_o
 from hytrain.zero3.recorded_pass import RecordedPass
 
 PassKind = Literal["train", "eval", "backward", "inputs", "layer_major"]
-"""A forward with or without gradients; a backward that gives weights gradients, or none of them
+"""A forward with or without gradients; a backward that gives gradients to weights, or to none
 (``torch.autograd.grad`` of an input, frozen weights); or both forward and backward of all of a
 step's micro-batches, layer by layer."""
 
@@ -42,7 +43,7 @@ _DIRECTIONS: dict[PassKind, Literal["forward", "backward", "both"]] = {
     "layer_major": "both",
 }
 _Key = tuple[PassKind, int]
-"""A kind of pass, and the forwards that a backward goes back through."""
+"""A kind of pass, and how many forwards a backward goes back through."""
 
 
 class ForwardMark:
@@ -57,20 +58,20 @@ class _Record:
 
     uses: tuple[int, ...]
     turning_point: int = 0
-    """Uses before the backward of "layer_major"."""
+    """Number of uses before the backward of "layer_major"."""
     places: Sequence[int] = ()
     """For each use that was recorded, how many ``uses`` there are before the next one; (): no
     others have been added."""
     reduces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """The layers that are reduced behind so many ``uses``, once that is known."""
+    """Number of ``uses`` -> the layers that are reduced after them, once that is known."""
 
     def place(self, recorded: int) -> int:
-        """How many of ``uses`` there are before the next one behind a number of recorded ones."""
+        """Number of ``uses`` before the use that comes next after a number of recorded ones."""
         return self.places[recorded - 1] if self.places else recorded
 
 
 class GatherSchedule:
-    """Walks through passes; see the module's description."""
+    """Gathers layers through passes; see the module's description."""
 
     def __init__(
         self,
@@ -80,9 +81,9 @@ class GatherSchedule:
         collectives: ShardCollectives,
         held: Sequence[int],
     ) -> None:
-        """``held``: layers that no module of their own uses: there in the whole pass."""
+        """``held``: layers that no module of their own uses; they stay gathered all through."""
         self._context = GatherContext(layers, gatherer, collectives, held)
-        # By number; there is no layer of a large block's second gradient.
+        # By layer number; the numbers of a large block's further gradients have no layer.
         self._sizes = [0] * (1 + max(layer.index for layer in layers))
         for layer in layers:
             self._sizes[layer.index] = layer.gathered_elements
@@ -100,11 +101,11 @@ class GatherSchedule:
         self._alone: set[int] = set()  # gathered for a module that was called outside of passes
 
     def reduces(self, gradients: PendingGradients) -> None:
-        """They are reduced at the places in a backward's plan."""
+        """Sets the gradients that are reduced at their places in a backward's plan."""
         self._context.gradients = gradients
 
     def largest(self, counts: Sequence[int]) -> list[int]:
-        """The largest of each number over the ranks; a collective."""
+        """Returns the largest of each number over the ranks; a collective."""
         return self._collectives.maximum(counts)
 
     def learn_reduces(
@@ -113,12 +114,12 @@ class GatherSchedule:
         early: Sequence[bool],
         uses_before: Sequence[int],
     ) -> None:
-        """The recorded backward has told when gradients are final; a collective.
+        """Learns from the recorded backward when gradients are final; a collective.
 
         Args:
-            order: in which all ranks reduce the layers.
+            order: the order in which all ranks reduce the layers.
             early: for each layer, whether it may be reduced before the backward is over.
-            uses_before: for each layer, uses of the pass when its last gradient came; 0: none has.
+            uses_before: for each layer, uses made when its last gradient came; 0: none has come.
         """
         # The largest over the ranks: no rank has to reduce a gradient before it is there.
         positions = self._collectives.maximum(uses_before)
@@ -130,8 +131,8 @@ class GatherSchedule:
         found: dict[int, tuple[int, ...]] = {}
         for index in order:
             if early[index]:
-                # Of a layer that is frozen now: without waiting for its use, its update could
-                # overwrite the weights that this backward still goes through.
+                # 0 for a layer that is frozen now: without waiting for its last use, its update
+                # could overwrite the weights that this backward still goes through.
                 own = positions[index] and record.place(positions[index])
                 latest = max(latest, own or self._last_use(record.uses, index))
                 found[latest] = (*found.get(latest, ()), index)
@@ -167,7 +168,7 @@ class GatherSchedule:
         return (kind, 1) in self._records
 
     def begin(self, kind: PassKind) -> RecordedPass | FollowedPass:
-        """A pass begins; one that was not ended is given up (it has raised, on all ranks)."""
+        """Begins a pass; one that was not ended is given up (it has raised, on all ranks)."""
         if self._pass is not None:
             self.settle()
         self._alone.clear()
@@ -193,11 +194,11 @@ class GatherSchedule:
         return begun
 
     def _count_forwards(self) -> int:
-        """Forwards that the backward that begins goes back through, at most; may be a collective.
+        """How many forwards the new backward goes back through, at most; may be a collective.
 
-        One loss of two forwards goes back through both, and gradients are complete in the end
-        only. Two losses that are run back one after the other do not. Which of them it is cannot
-        be seen here; that a forward's graph is gone, or has been run back, can.
+        One loss of two forwards goes back through both, and gradients are complete at the end
+        only. Two losses that are run back one after the other do not. Which case it is cannot be
+        seen here; whether a forward's graph is gone, or has been run back, can.
         """
         if self._most_forwards <= 1:
             return 1
@@ -205,14 +206,14 @@ class GatherSchedule:
         return self._most_forwards
 
     def _forward_uses(self, key: _Key) -> tuple[int, ...]:
-        """Of the forward that a first backward runs back; empty if there may be another one."""
+        """The uses of the forward that a first backward runs back; () if there may be others."""
         forward = self._records.get(("train", 1)) if key == ("backward", 1) else None
         return () if forward is None else forward.uses
 
     def _plan(self, key: _Key, repeats: int) -> FollowedPass:
-        """Of a pass that goes ``repeats`` times through what the record of ``key`` does."""
+        """Plans a pass that goes ``repeats`` times through what the record of ``key`` does."""
         record = self._records[key]
-        later = (repeats - 1) * len(record.uses)  # gradients come of all of them
+        later = (repeats - 1) * len(record.uses)  # gradients come from all of them
         following = self._records.get(("backward", 1)) if key[0] == "train" else None
         trace = PassTrace(
             record.uses * repeats,
@@ -230,19 +231,19 @@ class GatherSchedule:
         return FollowedPass(context, operations, rest, asks=bool(may_come))
 
     def mark_forward(self) -> ForwardMark:
-        """For what a forward with gradients has computed; the graph is to keep it alive."""
+        """Returns a mark for what a forward with gradients has computed; its graph must keep it."""
         mark = ForwardMark()
         self._marks.add(mark)
         return mark
 
     def reach(self, mark: ForwardMark, *, keeps_graph: bool) -> None:
-        """The backward that runs comes to what a forward has computed."""
+        """Notes that the running backward has come to what a forward has computed."""
         self._reached.add(mark)
         if not keeps_graph:
             self._marks.discard(mark)
 
     def use(self, index: int) -> None:
-        """Computation with a layer begins; its weights are there when this returns."""
+        """Begins computation with a layer; its weights are there when this returns."""
         if self._pass is None:
             self._use_alone(index)
             return
@@ -251,45 +252,45 @@ class GatherSchedule:
         self._pass.use(index)
 
     def begun(self) -> None:
-        """The computation is queued: gathers that had to wait for an update may wait now."""
+        """Starts gathers that were held back: the computation is queued, so they may block now."""
         self._context.gatherer.start_held()
 
     def gradient_final(self) -> None:
-        """A layer's gradient is complete: it is reduced if its place has come."""
+        """Notes that a layer's gradient is complete: it is reduced if its place has come."""
         if isinstance(self._pass, FollowedPass):
             self._pass.gradient_final()
 
     def turn(self) -> None:
-        """The backward of a pass that is forward and backward in one begins."""
+        """Begins the backward of a pass that is forward and backward in one."""
         if isinstance(self._pass, RecordedPass):
             self._pass.turn()
 
     def fail(self) -> None:
-        """A pass that is being recorded ends here, on all ranks that make it."""
+        """Ends a pass that is being recorded with an error, on all ranks that make it."""
         if isinstance(self._pass, RecordedPass):
             self._pass.fail()
 
     def is_held(self, index: int) -> bool:
-        """Whether a layer is there in the whole of every pass."""
+        """Whether a layer stays gathered through every pass."""
         return index in self._context.held
 
     def hold(self, index: int) -> None:
-        """The pass reads a layer outside of its module, where no hook fires; a collective.
+        """Keeps a layer gathered through this and every later pass; a collective.
 
-        From now on the layer is there in the whole of every pass.
+        The pass reads the layer outside of its module, where no hook fires.
         """
         assert self._pass is not None
         self._pass.hold(index)
 
     def hold_all(self) -> bool:
-        """All layers are there in the whole of every pass from now on; whether they were not."""
+        """Keeps all layers gathered through every pass from now on; whether any were not."""
         missing = self._context.sharded - set(self._context.held)
         for index in sorted(missing):
             self._context.hold(index)
         return bool(missing)
 
     def end(self) -> None:
-        """The pass is over: layers are released, but for what the next one uses at once."""
+        """Ends the pass: layers are released, except those that the next pass uses at once."""
         current, context = self._pass, self._context
         if current is None:
             return
@@ -329,13 +330,13 @@ class GatherSchedule:
         if kind == "backward":
             self._forget_partial(set(recorded.uses))
         elif kind == "train":
-            # Theirs was another forward, or none was known: what did it leave out?
+            # They followed another forward, or an unknown one: what did that leave out?
             self._forget_backwards(lambda _uses: True)
 
     def _left_out(self, uses: Collection[int]) -> set[int]:
-        """Of the recorded forward, what no rank has used before a backward; may be a collective.
+        """Layers of the recorded forward that no rank used before a backward; may be a collective.
 
-        That the backward has not come to it says nothing of later ones.
+        That the backward has not come to them says nothing about later ones.
         """
         forward = self._records.get(("train", 1))
         others = sorted(set(forward.uses) - set(uses)) if forward is not None else []
@@ -343,10 +344,10 @@ class GatherSchedule:
             return set()
         used = self._collectives.maximum([int(x in self._used_in_forward) for x in others])
         left_out = {layer for layer, flag in zip(others, used, strict=True) if not flag}
-        return left_out - self._used_in_backward  # of these there was a record, and will be again
+        return left_out - self._used_in_backward  # those were recorded, and will be again
 
     def _forget_partial(self, uses: set[int]) -> None:
-        """Backward passes are recorded anew until they use what any of them has used.
+        """Has backward passes recorded anew until a record uses what any of them has used.
 
         A rank that comes to a layer that the plan lacks cannot tell the others: unlike a forward's,
         the rest of a backward's plan has reductions, of gradients that are still to come.
@@ -360,7 +361,7 @@ class GatherSchedule:
                 del self._records[key]
 
     def follow(self, kind: PassKind, turned: Callable[[], None] | None = None) -> bool:
-        """A pass that other ranks make and this one has no batch for, from begin to end.
+        """Takes part in a whole pass that other ranks make and for which this one has no batch.
 
         ``turned`` is called where its backward begins, if it is forward and backward in one.
         Returns whether it has come to its end; it may fail on other ranks while it is recorded.
@@ -379,7 +380,7 @@ class GatherSchedule:
         return is_whole
 
     def finish(self) -> None:
-        """Walks the plan to its end: gradients that are missing still are taken as they are.
+        """Walks the plan to its end: gradients that are still missing are taken as they are.
 
         Ends a pass whose :meth:`end` had to stop at one of them.
         """
@@ -388,10 +389,10 @@ class GatherSchedule:
             self._close(self._pass)
 
     def _close(self, current: FollowedPass) -> None:
-        """Nothing of the plan is left; gathers for the next pass that wait for an update may go.
+        """Closes a pass whose plan is done; starts gathers for the next one that were held back.
 
-        Here, on every way out of a pass: a rank that follows alone comes to none of the uses that
-        start them elsewhere, and the other ranks wait for it in these gathers.
+        Every way out of a pass starts them here: a rank that follows alone comes to none of the
+        uses that start them elsewhere, and the other ranks wait for it in these gathers.
         """
         current.release()
         self._pass = None
@@ -404,18 +405,18 @@ class GatherSchedule:
         self._context.gatherer.start_held()
 
     def settle(self) -> None:
-        """Between passes, before something else is gathered: no pass is left half done."""
+        """Leaves no pass half done, before something else is gathered between passes."""
         if self._pass is not None and self._pass.is_over:
             self.finish()
         self.give_up()
 
     def give_up(self) -> None:
-        """The pass has ended with an exception."""
+        """Gives up the pass, which has ended with an exception."""
         self._context.gatherer.release_all()
         self._pass = None
 
     def forget(self) -> None:
-        """Weights are about to change, or a step is given up: no forward is to be run back."""
+        """Forgets all forwards: weights are about to change, or a step is given up."""
         self.give_up()
         self._most_forwards = 0
         self._marks.clear()
@@ -423,7 +424,7 @@ class GatherSchedule:
     # -- beside passes -------------------------------------------------------------------------
 
     def _use_alone(self, index: int) -> None:
-        """A module is called outside of the model's forward; all ranks must do so."""
+        """Uses a layer of a module called outside of the model's forward; all ranks must do so."""
         context = self._context
         context.wait_resident(index)
         if index not in context.sharded:
@@ -435,9 +436,9 @@ class GatherSchedule:
         context.use(index)
 
     def leave(self, index: int) -> None:
-        """A module that was called outside of the model's forward has returned.
+        """Releases a layer when its module, called outside of the model's forward, has returned.
 
-        What was there before, gathered explicitly, stays.
+        A layer that was gathered explicitly before stays.
         """
         if index in self._alone:
             self._alone.discard(index)

@@ -17,11 +17,11 @@ from hytrain.zero3.plan import GatherSettings
 from hytrain.zero3.schedule import GatherSchedule, PassKind
 
 BUCKET_BYTES = 512 << 20
-"""Of sharded weights that are gathered for a reader, beside passes."""
+"""Bytes of sharded weights that are gathered at a time for a reader outside of passes."""
 
 
 class Bucket(NamedTuple):
-    """Whole parameters, ``id(parameter)`` -> tensor, that are there behind an event."""
+    """Whole parameters, ``id(parameter)`` -> tensor, which are there after ``arrived``."""
 
     tensors: dict[int, torch.Tensor]
     arrived: torch.cuda.Event | None
@@ -30,7 +30,7 @@ class Bucket(NamedTuple):
 class WeightPasses:
     """Forward and backward passes over layers some of which have to be gathered (ZeRO-3).
 
-    Without any such layer everything here does nothing.
+    Without any such layer its methods do nothing.
     """
 
     def __init__(
@@ -50,31 +50,31 @@ class WeightPasses:
         self._moving: list[Callable[[], None]] = []
         self._pipeline = pipeline
         self.layers = list(layers)
-        """In forward order."""
+        """All layers, in forward order."""
         self.gatherer = LayerGatherer(pipeline, collectives)
         self.is_sharded = any(layer.sharded for layer in layers)
         self.schedule: GatherSchedule | None = None
         if self.is_sharded and settings is not None:
             self.schedule = GatherSchedule(layers, self.gatherer, settings, collectives, held)
         self.active = self.schedule
-        """Gathers layers as passes use them; None where no layer is gathered so, or for now."""
+        """Gathers layers as passes use them; None if none has to be gathered, or if suspended."""
         self.has_held = False
-        """A read outside of modules has made a layer stay through all passes."""
+        """Whether a read outside of modules has made a layer stay through all passes."""
         self.when_held: Callable[[], None] = lambda: None
         """Called at each such read."""
 
     def begin(self, kind: PassKind) -> None:
-        """A pass begins; see :meth:`GatherSchedule.begin`."""
+        """Begins a pass; see :meth:`GatherSchedule.begin`."""
         if self.active is not None:
             self.active.begin(kind)
 
     def end(self) -> None:
-        """The pass is over; see :meth:`GatherSchedule.end`."""
+        """Ends the pass; see :meth:`GatherSchedule.end`."""
         if self.active is not None:
             self.active.end()
 
     def give_up(self) -> None:
-        """The pass has ended with an exception; see :meth:`GatherSchedule.give_up`."""
+        """Gives up a pass that ended with an exception; see :meth:`GatherSchedule.give_up`."""
         if self.active is not None:
             self.active.give_up()
 
@@ -84,7 +84,7 @@ class WeightPasses:
         return self.active is not self.schedule
 
     def forbid_reads(self) -> None:
-        """A pass begins: whatever is there, only modules of its layer may read it unnoticed."""
+        """When a pass begins, has reads of layers reported that are not by their modules."""
         for layer in self.layers:
             if layer.index not in self.gatherer.pinned:
                 for part in layer.sharded:
@@ -112,7 +112,7 @@ class WeightPasses:
 
     @contextmanager
     def gathered(self) -> Generator[None]:
-        """All layers' whole newest copies for the length of the block; a collective.
+        """Gathers all layers' whole newest copies for the length of the block; a collective.
 
         What is written into parameters meanwhile is lost, unless :meth:`adopt` takes it over.
         """
@@ -136,13 +136,13 @@ class WeightPasses:
     def buckets(
         self, parts: Callable[[LayerWeights], Iterable[ShardedWeights]], limit: int = BUCKET_BYTES
     ) -> Iterator[Bucket]:
-        """Whole sharded parameters, some at a time; a collective: all ranks take all of them.
+        """Yields whole sharded parameters, some at a time; a collective: all ranks take all.
 
         No update may be pending. A bucket's memory is its tensors' own. What the user has gathered
         is taken from there, as it may have been written to.
 
-        ``parts``: which of a layer's. ``limit``: bytes of a bucket; a parameter that is larger is
-        one of its own.
+        ``parts``: which parts of a layer to take. ``limit``: bytes of a bucket; a parameter that is
+        larger is a bucket of its own.
         """
         self.settle()
         for layer in self.layers:
@@ -162,7 +162,7 @@ class WeightPasses:
                         self._pipeline.streams.compute_waits(arrived)
 
     def frozen_on_first(self, first: bool) -> Iterator[dict[int, torch.Tensor]]:
-        """As :meth:`copies_on_first`, of those that are not trained."""
+        """The same as :meth:`copies_on_first`, for frozen parameters."""
         return self.copies_on_first(
             first, lambda layer: [part for part in layer.sharded if part is layer.frozen]
         )
@@ -170,7 +170,7 @@ class WeightPasses:
     def copies_on_first(
         self, first: bool, parts: Callable[[LayerWeights], Iterable[ShardedWeights]]
     ) -> Iterator[dict[int, torch.Tensor]]:
-        """Whole sharded parameters on the host of one rank, the ``first``; a collective.
+        """Copies whole sharded parameters to the host of the rank that is ``first``; a collective.
 
         Returns:
             For each of :meth:`buckets`, ``id(parameter)`` -> a copy on the CPU; empty on others.
@@ -181,7 +181,7 @@ class WeightPasses:
             yield {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
 
     def adopt(self) -> None:
-        """The shards of gathered layers become what their parameters now hold."""
+        """Makes the shards of gathered layers what their parameters now hold."""
         with torch.no_grad():
             for layer in self.layers:
                 if self.gatherer.is_live(layer):
@@ -191,36 +191,36 @@ class WeightPasses:
         self._pipeline.streams.synchronize()
 
     def suspend(self) -> None:
-        """Modules' hooks gather nothing until :meth:`resume`: what is there is all there is."""
+        """Makes modules' hooks gather nothing until :meth:`resume`."""
         if self.active is not None:
             self.settle()
             self.active = None
 
     def resume(self) -> None:
-        """Modules' hooks gather layers for their uses."""
+        """Makes modules' hooks gather layers for their uses again."""
         self.active = self.schedule
 
     def settle(self) -> None:
-        """Before something is gathered explicitly: no pass is left half done."""
+        """Leaves no pass half done, before something is gathered explicitly."""
         if self.schedule is not None:
             self.schedule.settle()
 
     @property
     def host_bytes(self) -> int:
-        """Of shards that are in host memory."""
+        """Bytes of shards that are in host memory."""
         return 0 if self._home is None else self._home.num_bytes
 
     def when_moved(self, function: Callable[[], None]) -> None:
-        """Calls it whenever what this rank keeps of the weights is in other memory."""
+        """Has a function called whenever what this rank keeps of the weights is in other memory."""
         self._moving.append(function)
 
     def moved(self) -> None:
-        """What this rank keeps of the weights is in other memory."""
+        """Tells that what this rank keeps of the weights is in other memory."""
         for function in self._moving:
             function()
 
     def when_closed(self, function: Callable[[], None]) -> None:
-        """Calls it in :meth:`close`."""
+        """Has a function called in :meth:`close`."""
         self._closing.append(function)
 
     def close(self) -> None:
@@ -235,9 +235,9 @@ class WeightPasses:
             self._home.close()
 
     def hold(self, layer: LayerWeights) -> None:
-        """The pass under way uses a layer's weights past its modules; a collective.
+        """Keeps a layer there whose weights the pass uses past its modules; a collective.
 
-        The layer is there until the end of this pass, and in the whole of all later ones.
+        The layer stays until the end of this pass, and through all later ones.
         """
         assert self.schedule is not None
         self.schedule.hold(layer.index)
@@ -245,14 +245,14 @@ class WeightPasses:
         self.when_held()
 
     def hold_all(self) -> None:
-        """As :meth:`hold` for every layer that is gathered; all ranks do so at this place."""
+        """Does :meth:`hold` for every layer that is gathered; all ranks do so at this place."""
         assert self.schedule is not None
         if self.schedule.hold_all():
             self.has_held = True
             self.when_held()
 
     def forget(self) -> None:
-        """Weights have changed or a pass was aborted: nothing is kept."""
+        """Keeps nothing gathered: weights have changed or a pass was aborted."""
         self.gatherer.pinned.clear()
         if self.schedule is not None:
             self.schedule.forget()

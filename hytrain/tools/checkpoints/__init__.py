@@ -1,1 +1,1 @@
-"""Commands on checkpoints: what is in them, are they whole, weights out of them."""
+"""Commands on checkpoints: say what is in them, verify that they are whole, export weights."""

@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint, on any machine: no GPU, no ranks, one tensor in memory at a time."""
+"""Exports a checkpoint's weights on any machine: no GPU, no ranks, one tensor in memory at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _BESIDE = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "spiece.model",
     "chat_template.jinja", "preprocessor_config.json",
 )  # fmt: skip
-"""What from_pretrained reads beside weights, as transformers' Trainer saves it."""
+"""Files that from_pretrained reads beside weights, as transformers' Trainer saves them."""
 
 
 def export_weights(
@@ -56,19 +56,19 @@ def export_weights(
     max_shard_bytes: int,
     with_frozen: bool,
 ) -> list[str]:
-    """Writes the files.
+    """Writes a checkpoint's weights to files.
 
     Args:
         given: folder of checkpoints, or a checkpoint's own.
         tag: which checkpoint; None: the latest.
-        out: where the files go; made where missing.
+        out: folder for the files; made if missing.
         one_file: one file for torch.load, in place of safetensors.
         dtype: of parameters: "fp32", "bf16", "fp16"; None: the training copy's.
-        max_shard_bytes: of a file of safetensors.
-        with_frozen: whether parameters that are not trained are exported.
+        max_shard_bytes: most bytes of a safetensors file.
+        with_frozen: whether frozen parameters are exported.
 
     Returns:
-        What was done, for people.
+        Lines that say what was done, for people.
 
     Raises:
         DamagedCheckpointError: a file of the checkpoint is not what was saved; nothing is written.
@@ -122,7 +122,7 @@ def export_weights(
 
 
 def _told(weight: StoredWeight, progress: Progress) -> StoredWeight:
-    """It, counted when it is read, which is when it is written."""
+    """The same weight, counted as progress when it is read, which is when it is written."""
 
     def read() -> torch.Tensor:
         progress.add(weight.num_bytes)
@@ -140,7 +140,7 @@ def _refuse_existing(out: Path) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """A tag may be a link to another disk; what is in it may not."""
+    """Refuses links within a checkpoint; a tag itself may be a link to another disk."""
     links = [path for path in folder.rglob("*") if path.is_symlink()]
     if links:
         raise CheckpointError(
@@ -150,7 +150,8 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _read_deepspeeds(folder: Path, dtype: torch.dtype | None, *, with_frozen: bool) -> StoredModel:
-    """Plain DeepSpeed's, by its own code: below ZeRO-3 that takes memory for all of the weights."""
+    """Reads a plain DeepSpeed checkpoint by DeepSpeed's own code: below ZeRO-3 that takes memory
+    for all of the weights."""
     # It prints what it does.
     with contextlib.redirect_stdout(sys.stderr), torch_files.in_place_of_torch_load():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -183,7 +184,7 @@ def _read_deepspeeds(folder: Path, dtype: torch.dtype | None, *, with_frozen: bo
 
 
 def _read_one(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.contiguous().to(dtype)  # of stage 3 what it has read is put together now
+    return tensor.contiguous().to(dtype)  # in stage 3 it is put together only now
 
 
 def _copy_beside(folder: Path, out: Path) -> list[str]:
@@ -191,7 +192,7 @@ def _copy_beside(folder: Path, out: Path) -> list[str]:
     for name in _BESIDE:
         source = folder.parent / name
         if source.is_symlink():
-            # It may lead to anything of this user's, and the weights are given away.
+            # It may lead to any of this user's files, and exported weights are given away.
             logger.warning(
                 "%s is a symbolic link and is not copied: copy what you mean to give away to %s",
                 source,
@@ -204,7 +205,7 @@ def _copy_beside(folder: Path, out: Path) -> list[str]:
 
 
 def _say_dtype(out: Path, model: StoredModel) -> None:
-    """from_pretrained casts weights to the dtype that the configuration says, if it says one."""
+    """Corrects a dtype in the configuration, to which from_pretrained would cast the weights."""
     path = out / CONFIG
     kinds = {weight.dtype for weight in model.weights if weight.dtype.is_floating_point}
     if not path.is_file() or len(kinds) != 1:

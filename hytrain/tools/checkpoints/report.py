@@ -1,4 +1,4 @@
-"""What `hytrain checkpoint` says, for people."""
+"""The text that `hytrain checkpoint` prints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder_text(
 ) -> str:
     """A table of a folder's checkpoints, and how to use them elsewhere.
 
-    ``inside``: each one's folder in it, of a Trainer's output folder.
+    ``inside``: each checkpoint's folder in it, if it is a Trainer's output folder.
     """
     rows = [("tag", "kind", "step", "ranks", "parameters", "dtype", "size", "saved")]
     for fact in facts:
@@ -70,7 +70,7 @@ def _advice(folder: Path, kinds: set[Kind]) -> list[str]:
 
 
 def verdict_text(verdict: Verdict) -> str:
-    """What verifying has found: a line, and one more for each problem."""
+    """The result of verifying: a line, and one more for each problem."""
     if verdict.problems:
         lines = [f"{verdict.folder}: DAMAGED:", *(f"  {each}" for each in verdict.problems)]
         return "\n".join(map(fold, lines))

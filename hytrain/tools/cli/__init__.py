@@ -1,7 +1,7 @@
-"""The `hytrain` command: a module a command.
+"""The `hytrain` command: one module per subcommand.
 
-A module's ``add`` gives a parser its arguments, and as the default of ``run`` what is to be done
-with them: a function of the parsed arguments that returns the exit status.
+A module's ``add`` adds arguments to a parser, and sets the default of ``run``: a function of the
+parsed arguments that returns the exit status.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the process's.
 
     Returns:
-        The exit status: 2 where the arguments, or a file that they name, cannot be used.
+        The exit status: 2 if the arguments, or a file that they name, cannot be used.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("hytrain.run").setLevel(logging.INFO)  # how far long work is
+    logging.getLogger("hytrain.run").setLevel(logging.INFO)  # progress of long work
     parser = _parser()
     given = sys.argv[1:] if argv is None else argv
     if not given:
@@ -51,22 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("hytrain: interrupted", file=sys.stderr)
         return 130  # a shell's number for it
     except OSError as error:
-        # Of a file that a command names: what is wrong with it the system says.
+        # Of a file that a command names: the system's message says what is wrong.
         print(f"hytrain: {error_text(error)}", file=sys.stderr)
         return 2
     except HyTrainError as error:
         if not isinstance(error, (ValueError, HostMemoryError)):
-            raise  # not the user's to mend
+            raise  # not for the user to fix
         print(f"hytrain: {error_text(error)}", file=sys.stderr)
         return 2
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's, which guesses what a misspelt command, choice or option means.
+    """argparse's parser, which guesses what a misspelt command, choice or option means.
 
-    What a command does not know it refuses itself, not `hytrain`, and before a value of it is taken
-    for the name of a subcommand. An error is a line, without the usage. No option may be shortened:
-    the `--gpu-memory` of one command would be the `--gpu-memory-reserve` of another.
+    A command, not `hytrain`, refuses its unknown options, before a value of one is taken for the
+    name of a subcommand. An error is one line, without the usage. Options must be complete: the
+    `--gpu-memory` of one command would be the `--gpu-memory-reserve` of another.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -100,7 +100,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _or_meant(message: str, name: str, known: Iterable[str]) -> str:
-    """With the known name that another one is probably meant to be."""
+    """The message with the known name that is probably meant."""
     meant = did_you_mean(name, known).strip()
     return f"{message}: {meant}" if meant else message
 

@@ -1,4 +1,4 @@
-"""What the commands' arguments may be, and how an error is told."""
+"""Types and checks of the commands' arguments, and the text of an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hytrain.formats.dtypes import Dtype
 from hytrain.formats.file_kind import kind_of
 
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
-"""Of the training copy, the default first."""
+"""Dtypes of the training copy, the default first."""
 
 _MOST_WORDS = 4000
 
@@ -24,7 +24,7 @@ _Number = TypeVar("_Number", int, float)
 def _number(
     kind: Callable[[str], _Number], accepts: Callable[[_Number], bool], words: str
 ) -> Callable[[str], _Number]:
-    """A type of arguments: what is not of the kind, or not accepted, is refused in these words."""
+    """A type of arguments: values not of the kind, or not accepted, are refused in these words."""
 
     def read(text: str) -> _Number:
         with suppress(ValueError):
@@ -64,7 +64,7 @@ def positive_floats(text: str) -> tuple[float, ...]:
 
 
 def check_folders(*folders: Path) -> None:
-    """Refuses what is no folder of checkpoints, before torch is imported, which takes seconds."""
+    """Refuses paths that are no folders, before torch is imported, which takes seconds."""
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(
@@ -75,12 +75,12 @@ def check_folders(*folders: Path) -> None:
 def check_outputs(
     outputs: Mapping[str, Path | None], inputs: Iterable[tuple[str, Path | None]], *, kind: str
 ) -> None:
-    """To be called before any work, which would be lost where its result cannot be written.
+    """Refuses outputs that cannot be written; called before work whose result would be lost.
 
     Args:
-        outputs: flag -> file that will be written; None where it was not given.
+        outputs: flag -> file that will be written; None if it was not given.
         inputs: (flag, file) of what is read.
-        kind: of the outputs, as of :func:`kind_of`: one of before may be replaced, nothing else.
+        kind: the outputs', as of :func:`kind_of`: only an earlier file of it may be replaced.
 
     Raises:
         ConfigError: a file's folder is not there, or writing it would destroy another one.
@@ -107,12 +107,12 @@ def check_outputs(
 
 
 def flag(name: str) -> str:
-    """The option whose value an attribute of the parsed arguments has."""
+    """The option of an attribute of the parsed arguments."""
     return f"--{name.replace('_', '-')}"
 
 
 def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Of the options with these names those that were given; others are None."""
+    """The options with these names that were given; those not given are None."""
     return [flag(name) for name in names if getattr(arguments, name) is not None]
 
 
@@ -136,8 +136,8 @@ def refuse_flags_of_plan(
 
 
 def error_text(error: Exception) -> str:
-    """An error's message, a line for each of several (see ``refuse_all``); what files hold may make
-    it long."""
+    """An error's message, a line for each of several (see ``refuse_all``), cut if a file's content
+    makes it long."""
     parts = (part.splitlines() for part in str(error).split(";\n"))
     text = "\n  ".join(" ".join(line.strip() for line in part) for part in parts)
     return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]} ..."

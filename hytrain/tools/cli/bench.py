@@ -10,7 +10,7 @@ from hytrain.tools.cli.arguments import positive_int, positive_ints
 
 
 def add(bench: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parts = bench.add_subparsers(required=True, metavar="{kernel}")
     words = "the passes of the CPU optimizer"
     kernel = parts.add_parser("kernel", help=words, description=f"Measures {words}.")

@@ -1,4 +1,4 @@
-"""`hytrain checkpoint`: looks at what was saved, and puts hosts' parts of it together."""
+"""`hytrain checkpoint`: inspects checkpoints, and merges the parts that hosts have saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hytrain.tools.cli.arguments import check_folders
 
 
 def add(checkpoint: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     actions = checkpoint.add_subparsers(required=True, metavar="{info,verify,merge}")
     checkpoint.description = (
         "Looks at checkpoints. Their weights, as safetensors: `hytrain export`."
@@ -63,7 +63,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         folders = [locate(*one_checkpoint(given, arguments.tag))]
 
     def read(number: int, folder: Path) -> Verdict:
-        if sys.stderr.isatty():  # of large ones it takes minutes
+        if sys.stderr.isatty():  # large ones take minutes
             print(f"reading {folder} ({number} of {len(folders)})", file=sys.stderr)
         return verify(folder)
 
@@ -96,7 +96,7 @@ def _info(arguments: argparse.Namespace) -> int:
     trainers = trainer_folders(given)
     places = trainers or [given]
     found = [(at, fact) for at in places if at.is_dir() for fact in describe_folder(at)]
-    # Of a Trainer's folders each has a latest one; it resumes from the last folder's.
+    # Each of a Trainer's folders has a latest one; the Trainer resumes from the last folder's.
     found = [(at, replace(f, is_latest=f.is_latest and at == places[-1])) for at, f in found]
     if not found:
         one = locate(given, None)  # a checkpoint's own folder, or the error that there is none

@@ -14,7 +14,7 @@ _FEWEST = 2**16
 
 
 def add(doctor: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     doctor.description = (
         "Checks this machine for offloaded training: versions, cores, memory, copies, disk. Takes "
         "some seconds. Exits with 1 where something is bad."

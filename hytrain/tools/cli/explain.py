@@ -26,13 +26,13 @@ _EXPLAIN = (
     "with --model also the memory that each number of GPU layers takes. Exit status 1: none fits; "
     "2: training would refuse the configuration."
 )
-# Destinations of the options that only a model takes, and a configuration.
+# ``dest`` of the options that need a model, and of those that need a configuration.
 FOR_MODEL = ("ranks", "seq", "gpu_memory", "host_memory")
 _FOR_CONFIG = ("model", *FOR_MODEL)
 
 
 def add(explain: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     explain.description = _EXPLAIN
     explain.add_argument(
         "file",
@@ -94,7 +94,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         if given and arguments.model is None:
             raise ConfigError(f"{', '.join(given)}: needs --model, whose layers it is about")
         if arguments.model is not None:
-            read_model_file(arguments.model)  # a wrong path is told before torch is imported
+            read_model_file(arguments.model)  # a wrong path is refused before torch is imported
         with importing_deepspeed():
             from hytrain.tools.cli.explain_config import explain_config
         return explain_config(arguments)
@@ -120,7 +120,7 @@ def _read(path: Path) -> str:
 
 
 def _is_metrics(text: str) -> bool:
-    """JSON lines; a configuration may have one line, too, and more than JSON in it."""
+    """Whether the text is JSON lines; a configuration may be one line, too, and not strict JSON."""
     from hytrain.formats.record import parse_json
 
     lines = [line for line in text.splitlines() if line.strip()]

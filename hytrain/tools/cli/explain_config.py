@@ -1,6 +1,6 @@
 """`hytrain explain` of a DeepSpeed configuration: what it means, and whether a model fits.
 
-It needs torch and DeepSpeed: imported only for this.
+It needs torch and DeepSpeed, so it is imported only for this.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Asked:
     """A configuration, as training would read it."""
 
     sections: list[HyTrainConfig]
-    """Each rank's: a plan has parts for each."""
+    """Each rank's section: a plan may give ranks different ones."""
     form: TrainingForm
     warnings: list[str]
     check_model: Callable[[ModelSizes], None] | None
@@ -123,7 +123,7 @@ def _read_config(arguments: argparse.Namespace) -> _Asked:
 
 
 def _load(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """A configuration as DeepSpeed reads it, and a warning where Trainer and accelerate do not."""
+    """A configuration as DeepSpeed reads it, and a warning if Trainer and accelerate cannot."""
     problem = None
     try:
         json.loads(file.read_text(encoding="utf-8"))
@@ -163,7 +163,7 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
     short = [each for each, found in begun.items() if not has_room(asked.sections[0], found)]
     rank = arguments.rank
     if rank is None:
-        rank = short[0] if short else 0  # whose reason is what is asked for
+        rank = short[0] if short else 0  # the one whose reason is asked for
     section, decision = asked.sections[rank], begun[rank]
     sizes = read_model_sizes(arguments.model, section, form, num_ranks=ranks, rank=rank)
     if asked.check_model is not None:
@@ -191,7 +191,7 @@ def _explain_model(arguments: argparse.Namespace, asked: _Asked) -> int:
 
 
 def _begins(arguments: argparse.Namespace, asked: _Asked, memory: _Memory, rank: int) -> Begins:
-    """What decides how a rank would begin, also with another section or another form."""
+    """A function that decides how a rank would begin, also with another section or form."""
     inputs = _block_inputs(arguments, asked, rank)
 
     def begins(
@@ -228,7 +228,7 @@ def _are_alike(arguments: argparse.Namespace, asked: _Asked, gpus: list[int | No
 
 
 def _of_ranks(verdict: str, short: list[int], rank: int, ranks: int) -> str:
-    """A rank's verdict, where ranks differ: with whether each fits, and which is explained."""
+    """A rank's verdict if ranks differ, with which of them fit and which one is explained."""
     misfit = f"Does not fit: rank {', '.join(map(str, short))} of {ranks}"
     which = f"What follows is of rank {rank}."
     if rank in short:
@@ -239,18 +239,18 @@ def _of_ranks(verdict: str, short: list[int], rank: int, ranks: int) -> str:
 
 
 class _Inputs(NamedTuple):
-    """Of all blocks, as many as are there at once; nothing where --seq was not given."""
+    """Inputs of all blocks that are in memory at once; zero if --seq was not given."""
 
     tokens: int = 0
-    """Of a sample, on one rank."""
+    """Tokens of a sample on one rank."""
     samples: int | None = None
-    """Of a micro-batch, layer by layer of a step; None where a trainer fills them in: ``size`` is
-    then of one."""
+    """Samples of a micro-batch or, layer-major, of a step; None if a trainer fills them in: then
+    ``size`` is of one sample."""
     size: int = 0
     on_gpu: int = 0
-    """Bytes; of ``size`` those that are not offloaded."""
+    """Bytes of ``size`` that are not offloaded."""
     on_host: int = 0
-    """Bytes: those that are, or "hytrain.solver.host_activation_bytes"."""
+    """Bytes that are offloaded, or "hytrain.solver.host_activation_bytes" if more."""
 
 
 def _block_inputs(arguments: argparse.Namespace, asked: _Asked, rank: int) -> _Inputs:
@@ -270,8 +270,8 @@ def _block_inputs(arguments: argparse.Namespace, asked: _Asked, rank: int) -> _I
 def _samples_at_once(
     section: HyTrainConfig, form: TrainingForm, rank: int, ranks: int
 ) -> int | None:
-    """Whose inputs wait for backward together: a micro-batch's, or layer by layer all of a step's;
-    None where a trainer fills them in."""
+    """Samples whose inputs wait for backward together: a micro-batch's or, layer-major, all of a
+    step's; None if a trainer fills them in."""
     is_layer_major = section.accumulation == "layer_major"
     if (shares := section.batch_shares()) is not None:
         size = shares.sizes[rank]
@@ -313,14 +313,14 @@ def _assumed(arguments: argparse.Namespace, gpu: int | None, host: int) -> list[
 
 
 class _Memory(NamedTuple):
-    """Bytes."""
+    """Memory of GPUs and host, in bytes."""
 
     gpus: list[int | None]
-    """Each rank's; None: no limit."""
+    """That of each rank's GPU; None: no limit."""
     host: int
-    """All ranks'."""
+    """That of the host, for all ranks together."""
     shares_host: bool
-    """Whether the GPU's memory is the host's."""
+    """Whether GPU and host share their memory."""
 
 
 def _memory(arguments: argparse.Namespace, ranks: int) -> _Memory:

@@ -15,7 +15,7 @@ _DTYPES = ("fp32", "bf16", "fp16")
 
 
 def add(export: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     export.description = "Writes a checkpoint's weights: no GPU and no ranks are needed."
     export.add_argument(
         "folder",

@@ -37,7 +37,7 @@ _DESCRIPTION = (
 
 
 def add(plan: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     plan.description = _DESCRIPTION
     plan.usage = (
         "hytrain plan (--profile FILE... | --gpus NAME... --model PATH) --batch B [OPTION...]"
@@ -312,10 +312,10 @@ def _check_batch(arguments: argparse.Namespace) -> None:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """What is written must not be what is read, and have a place.
+    """Refuses an output that is also an input or that cannot be written.
 
     Raises:
-        ConfigError: otherwise.
+        ConfigError: it is such a file.
     """
     model = arguments.model
     if model is not None and model.is_dir():
@@ -341,7 +341,7 @@ def _add_uneven(uneven: argparse.ArgumentParser, defaults: Mapping[str, Any]) ->
 
 
 def _uneven(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
-    """With what the arguments of a plan are where they are not given."""
+    """Solves published cases; ``defaults``: the values of a plan's arguments if not given."""
     refuse_flags_of_plan(defaults, arguments, "uneven", own=("run", "json"))
     # Imported here: `hytrain --help` should not wait for numpy.
     from hytrain.tools.uneven import report

@@ -1,4 +1,4 @@
-"""What `hytrain plan` says where nothing fits: each option that it names has been planned with."""
+"""What `hytrain plan` says if nothing fits: each option that it names has been planned with."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _STREAMED = "--stage 3 --offload-param cpu"
 
 
 class _Change(NamedTuple):
-    """Another form of training than was asked for, other state, and more host memory."""
+    """A change of what was asked for: form of training, state and host memory."""
 
     form: str
     options: Mapping[str, Any]
     moments: MomentsName
     master: MasterName
     times: int = 1
-    """The host memory that there is."""
+    """Factor of the present host memory."""
 
 
 def misfit_words(
     arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any, options: Any, plan: Any
 ) -> str:
-    """How much is missing and what to try, in a line; then where.
+    """How much is missing and what to try, in one line; then where it is missing.
 
     Args:
-        arguments: of the command.
-        config: DeepSpeed's; empty where none is given.
-        profile: of the ranks.
-        options: that do not fit.
+        arguments: the command's.
+        config: DeepSpeed's; empty if none is given.
+        profile: the ranks'.
+        options: those that do not fit.
         plan: what they lack.
     """
     from hytrain.tools.infeasible import Infeasible
 
     missing, reason, tried = plan.missing, plan.reason, list[str]()
-    if plan.samples:  # a batch of so many may lack other memory
+    if plan.samples:  # for this batch other memory may be missing
         _, less = planned(profile, replace(options, batch=plan.samples))
         if isinstance(less, Infeasible):
             missing = less.missing
@@ -78,8 +78,10 @@ class _Remedies:
         self._states = [one for one in states if arguments.gpus or one[0] == self._own]
 
     def found(self) -> list[str]:
-        """The smallest change with which a plan fits into the memory that there is; where there is
-        none that keeps the state as it is, the least more host memory, of data sheets, too."""
+        """The smallest change with which a plan fits into the present memory.
+
+        With data sheets, if none keeps the state as it is, also the least additional host memory.
+        """
         own, forms = self._states[0], {"": {}} | dict(self._heavier())
         here = [_Change(*form, *own) for form in self._lighter()]
         here += [_Change(*form, *state) for form in forms.items() for state in self._states]
@@ -96,7 +98,7 @@ class _Remedies:
         return words + self._first(more)[1]
 
     def _lighter(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Flags, and what they mean, that take time off a step."""
+        """Flags that make a step shorter, and the options that they mean."""
         options = self._options
         if options.offload_param:
             yield "without --offload-param", {"offload_param": False}
@@ -106,14 +108,14 @@ class _Remedies:
             yield words, {"stage": 2, "offload_param": False}
 
     def _heavier(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Those that take less memory, and more time."""
+        """Flags that take less memory and more time, and the options that they mean."""
         if self._options.stage != 3 and self._ranks > 1:
             yield "--stage 3", {"stage": 3}
         if not self._options.offload_param:
             yield _STREAMED, {"stage": 3, "offload_param": True}
 
     def _first(self, changes: Iterable[_Change]) -> tuple[_Change | None, list[str]]:
-        """The first change with which a plan is found, and in words; none if there is none."""
+        """The first change with which a plan is found, and its words; None and [] without one."""
         from hytrain.tools.infeasible import Infeasible
         from hytrain.tools.planner.infeasibility import lacks_memory
         from hytrain.tools.planner.profile_problem import problem_from

@@ -28,7 +28,7 @@ _DESCRIPTION = (
 
 
 def add(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
-    """The command's arguments; ``defaults``: of those of `hytrain plan`."""
+    """Adds the command's arguments; ``defaults``: values of those of `hytrain plan`."""
     parser.description = _DESCRIPTION
     case = parser.add_mutually_exclusive_group(required=True)
     case.add_argument(
@@ -132,7 +132,7 @@ def _hybrid(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         sys.stdout.flush()
         print(f"plan: {arguments.out}", file=sys.stderr)
-    # Last: what cannot be run was worth seeing.
+    # Last: a plan that cannot be run is worth seeing, too.
     if arguments.export is not None:
         for note in write_export(arguments.export, record):
             print(note, file=sys.stderr)

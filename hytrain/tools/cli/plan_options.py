@@ -20,7 +20,7 @@ _DEFAULT_STAGE = 2
 
 
 def read_deepspeed(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """The configuration of ``--deepspeed-config``; empty without.
+    """The configuration of ``--deepspeed-config``; empty without one.
 
     Raises:
         OSError: there is no such file.
@@ -31,7 +31,7 @@ def read_deepspeed(arguments: argparse.Namespace) -> Mapping[str, Any]:
         return {}
     if other := other_kind(path, "DeepSpeed configuration"):
         raise ConfigError(f"{other}: give a DeepSpeed JSON")
-    path.stat()  # what is no path DeepSpeed takes for base64
+    path.stat()  # what is not a path, DeepSpeed takes for base64
     with importing_deepspeed():
         # Imported here: `hytrain --help` should not wait for torch.
         from hytrain.config import HyTrainConfig
@@ -57,7 +57,7 @@ def read_deepspeed(arguments: argparse.Namespace) -> Mapping[str, Any]:
 def plan_options(
     arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any, *, is_estimated: bool
 ) -> Any:
-    """The planner's options; ``is_estimated``: the profile was never measured.
+    """The planner's options; ``is_estimated``: whether the profile is from data sheets.
 
     Raises:
         ConfigError: a flag is out of range, or contradicts the configuration or another one.
@@ -103,10 +103,10 @@ def plan_options(
 def _shared_sequences(
     arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any
 ) -> dict[str, Any]:
-    """Options of a plan for ranks that share each sequence; none where they do not.
+    """Options of a plan for ranks that share each sequence; none if they do not.
 
     Raises:
-        ConfigError: they cannot, or not equally.
+        ConfigError: a plan file is asked for, the GPUs differ, or ``--batch`` cannot be divided.
     """
     from hytrain.engine.sequence_groups import KEY, SHARED_DTYPE, mesh_of
 
@@ -148,7 +148,7 @@ def assumed_words(
     *,
     is_refused: bool = False,
 ) -> str:
-    """What a plan from data sheets assumes and nobody gave, with the options that give it."""
+    """What a plan from data sheets assumes because it was not given, with the options for it."""
     host, model = profile.hosts[0], profile.model
     words = {
         "seq_len": f"{model.seq_len:,} tokens a sample",
@@ -175,11 +175,11 @@ def assumed_words(
 def zero_keys(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, bool]:
     """ZeRO's stage, and whether weights are in host memory: the file's, which flags may repeat.
 
-    Training compares both with the plan; so a flag that contradicts the file to train with could
-    only make a plan that is refused there.
+    Training compares both with the plan, so a flag that contradicts the file to train with would
+    make a plan that training refuses.
 
     Raises:
-        ConfigError: a flag contradicts the file, or the file has a stage that hytrain has not.
+        ConfigError: a flag contradicts the file, or hytrain does not support the file's values.
     """
     zero = config.get("zero_optimization")
     if zero is None:
@@ -214,9 +214,9 @@ def zero_keys(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple
 def accumulation_of(
     arguments: argparse.Namespace, config: Mapping[str, Any]
 ) -> Accumulation | None:
-    """How micro-batches are computed: as told, or as Trainer does, which fills "auto" values in.
+    """How micro-batches are computed: as given, or as Trainer does, which fills in "auto" values.
 
-    None where the plan may choose.
+    None if the plan may choose.
     """
     section: Any = config.get("hytrain") or {}
     own = "micro_batch_major" if "auto" in config.values() else None
@@ -233,7 +233,7 @@ def _master(arguments: argparse.Namespace, config: Mapping[str, Any], profile: A
     """How master weights are kept.
 
     Raises:
-        ConfigError: split ones, where they cannot be; the flag and the configuration differ.
+        ConfigError: the flag and the configuration differ, or split ones are not possible.
     """
     section: Any = config.get("hytrain") or {}
     master, path = section.get("master", FP32), arguments.deepspeed_config
@@ -254,7 +254,7 @@ def _master(arguments: argparse.Namespace, config: Mapping[str, Any], profile: A
 
 
 def _check_moments(arguments: argparse.Namespace, config: Mapping[str, Any], profile: Any) -> None:
-    """The configuration's moments must be those that were measured, or asked for."""
+    """Refuses a configuration whose moments are not those that were measured or asked for."""
     if not config:
         return
     wanted, measured = moments_of(config), profile.model.moments
@@ -272,7 +272,7 @@ def _check_moments(arguments: argparse.Namespace, config: Mapping[str, Any], pro
 
 
 def _live_parameters(config: Mapping[str, Any]) -> Any:
-    """Parameters of layers that stage 3 has gathered at once, by the keys that training has."""
+    """Tells how many parameters stage 3 has gathered at once, by the keys that training has."""
     from hytrain.tools.explain.training_form import read_form
     from hytrain.zero3.plan import gather_settings, most_live, persistent_layers
 

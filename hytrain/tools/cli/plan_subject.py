@@ -1,4 +1,4 @@
-"""Whom `hytrain plan` plans for, from its arguments, and the plan, or what it lacks."""
+"""The ranks that `hytrain plan` plans for, from its arguments, and the plan or what it lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hytrain.tools.cli.plan_options import moments_of
 
 _GIB = 1024**3
 SHEET_SEQ_LEN = 1024
-# Destinations of the options that only data sheets take.
+# ``dest`` of the options for data sheets only.
 _FOR_SHEETS = (
     *("gpus", "hosts", "model", "seq_len", "dtype", "moments"),
     *("cores", "host_memory", "host_bandwidth"),
@@ -20,11 +20,11 @@ _FOR_SHEETS = (
 
 
 def profile_of(arguments: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The ranks to plan for, and whether they were never measured.
+    """The profile of the ranks to plan for, and whether it is from data sheets, not measured.
 
     Args:
-        arguments: of the command.
-        config: DeepSpeed's; empty where none is given.
+        arguments: the command's.
+        config: DeepSpeed's; empty if none is given.
     """
     from hytrain.formats.profile_file import merge_profiles, read_profile
     from hytrain.tools.planner.device_sheets import estimated_cluster, expand, hosts_of

@@ -29,7 +29,7 @@ _PROFILE = (
     "one GPU. It takes a minute or two."
 )
 _SECONDS = 40.0
-# Destinations of what says how to measure, and what.
+# ``dest`` of the options that say what to measure, and how.
 _MEASURED = (
     *("model", "seq_len", "dtype", "block_class", "micro_batches", "seconds"),
     *("device_memory_fraction", "moments", "settings"),
@@ -37,7 +37,7 @@ _MEASURED = (
 
 
 def add(profile: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     profile.description = _PROFILE
     profile.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="file for the profile, a JSON"

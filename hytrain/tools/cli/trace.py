@@ -21,7 +21,7 @@ _COMPARE = "Two runs on one time axis: GPU, copies and CPU of both, and their di
 
 
 def add(trace: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     trace.description = "Where the time of recorded steps goes, in one run or in two side by side."
     commands = trace.add_subparsers(required=True, metavar="{report,compare}")
     report = commands.add_parser("report", help="where the time of a run goes", description=_REPORT)
@@ -45,7 +45,7 @@ def _check_page(arguments: argparse.Namespace, read: list[tuple[str, Path]]) -> 
 
 
 def _write_page(arguments: argparse.Namespace, runs: list[Any], verdict: list[Any]) -> None:
-    """The page, if it was asked for; see :func:`~hytrain.tools.trace.viewer.write_page`."""
+    """Writes the page, if it was asked for; see :func:`~hytrain.tools.trace.viewer.write_page`."""
     if arguments.html is not None:
         from hytrain.tools.trace.viewer import write_page
 
@@ -79,7 +79,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     _check_page(arguments, [("A", paths[0]), ("B", paths[1])])
     before, after = (analyse(load([path])) for path in paths)
     comparison = compare(before, after)
-    # Files of two runs are mostly called the same: their folders tell them apart.
+    # Files of two runs often have the same name: their folders tell them apart.
     is_same = paths[0].name == paths[1].name
     shown = [path.absolute().parent.name if is_same else path.name for path in paths]
     titled = [(f"A: {shown[0]}", before), (f"B: {shown[1]}", after)]

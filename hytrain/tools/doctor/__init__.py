@@ -1,1 +1,1 @@
-"""`hytrain doctor`: is this machine fit for offloaded training, and what to do where it is not."""
+"""`hytrain doctor`: whether this machine is fit for offloaded training, and what to do if not."""

@@ -1,4 +1,4 @@
-"""What facts of a machine mean for offloaded training: pure, so that any machine can be told of."""
+"""What a machine's facts mean for offloaded training; pure, so that any machine can be judged."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Verdict = Literal["good", "note", "bad"]
 _GIB = 2**30
 
 _BESIDE_STATE_BYTES = 3
-"""Of a parameter on the host: its bf16 gradient, which waits, and 0.9 of buffers for copies."""
+"""Bytes per parameter on the host: its waiting bf16 gradient, and 0.9 of buffers for copies."""
 _SLOW_UNPIN_SECONDS = 0.01
 _SLOW_FSYNC_SECONDS = 0.1
 _FEW_GB_PER_S = 8.0
-"""Of reads and writes by all cores: a laptop's memory has twice that."""
+"""Memory is too slow if all cores read and write less than this: a laptop's has twice that."""
 _LEAST_OF_MEMORY = 0.6
 _MOST_IN_PLACE = 0.9
 _SLOW_PINNED = 8.0
@@ -33,10 +33,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: of what was looked at.
-        seen: what it is.
+        name: what was looked at.
+        seen: what was found.
         verdict: "good", "note" (it costs something) or "bad" (it will fail or be far too slow).
-        advice: what to do; empty where it is good.
+        advice: what to do, or what it means; may be empty if it is good.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Finding:
 
 
 def _judged(name: str, seen: str, is_poor: bool, advice: str, verdict: Verdict = "note") -> Finding:
-    """What is good where it is not poor, and then needs no advice."""
+    """A finding that is good, and then without advice, unless it is poor."""
     return Finding(name, seen, verdict, advice) if is_poor else Finding(name, seen, "good")
 
 
@@ -65,7 +65,7 @@ def version_findings(versions: Mapping[str, str | None], isa: str) -> Iterator[F
 
 
 def lock_findings(locks: Sequence[CompileLock]) -> Iterator[Finding]:
-    """Locks in torch's extension cache: a start waits for them, and says nothing."""
+    """Locks in torch's extension cache, for which a start waits without a word."""
     for lock in locks:
         seen = f"{lock.path}, {lock.seconds / 60:.0f} minutes old"
         if lock.is_stale:
@@ -82,7 +82,7 @@ def core_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterator
 
     Args:
         tree: the host's.
-        limits: of this process.
+        limits: those of this process.
         ranks: processes that will train on this host.
     """
     usable, everywhere = len(limits.usable_cores), tree.cores()
@@ -105,10 +105,10 @@ def core_findings(tree: HostTree, limits: ProcessLimits, ranks: int) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class NumaFacts:
-    """What was found out of a host's nodes.
+    """What was found about a host's NUMA nodes.
 
     Attributes:
-        gpu_nodes: each GPU's; None: the kernel does not tell.
+        gpu_nodes: each GPU's node; None: the kernel does not tell.
         placed: for each node that this process can run on, the share of the memory touched there
             that lies there; empty: not known.
     """
@@ -206,20 +206,20 @@ def _huge_pages(tree: HostTree) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was measured; None: could not be.
+    """Measured rates; None: could not be measured.
 
     Attributes:
-        threads: of the two that follow.
+        threads: those of the next two.
         memory: bytes/s that the host's memory moved.
         adam: parameters/s of an update.
         to_host, to_device: bytes/s of pinned copies.
         pinned: why nothing could be pinned; None: it could, or there is no GPU.
-        fsync_seconds: a small file's, the median.
-        write: bytes/s of a file, with its fsync.
-        folder: that was written in.
-        free_bytes: of its disk.
-        unpin_seconds: to give 64 MiB of pinned memory back, with the GPU idle.
-        shares_memory: the GPU has no memory of its own.
+        fsync_seconds: median time of a small file's fsync.
+        write: bytes/s of writing a file, with its fsync.
+        folder: where files were written.
+        free_bytes: free space of its disk.
+        unpin_seconds: time to give 64 MiB of pinned memory back, with the GPU idle.
+        shares_memory: whether the GPU has no memory of its own.
     """
 
     threads: int

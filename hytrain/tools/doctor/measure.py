@@ -1,4 +1,4 @@
-"""The rates that `hytrain doctor` tells, each in about a second."""
+"""Measures the rates that `hytrain doctor` reports, each in about a second."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def measure_rates(folder: Path, cores: int, elements: int | None) -> Rates:
     """Measures this machine, with nothing beside it.
 
     Args:
-        folder: for files that are written and removed.
-        cores: of one rank.
-        elements: of the arrays; None: beyond the caches.
+        folder: where files are written and removed.
+        cores: cores of one rank.
+        elements: length of the arrays; None: beyond the caches.
 
     Raises:
         OSError: the folder cannot be written.
@@ -77,7 +77,7 @@ def measure_rates(folder: Path, cores: int, elements: int | None) -> Rates:
 
 
 def _unpin_seconds(device: torch.device) -> float | None:
-    """Of one part of pinned memory; None where it could not be pinned."""
+    """Seconds to unpin one piece of pinned memory; None if it could not be pinned."""
     memory = host_zeros(_UNPINNED_BYTES, dtype=torch.uint8, touch_threads=2)
     pinning = Pinning(memory.data_ptr(), _UNPINNED_BYTES, device, "a measurement")
     if not pinning.is_pinned:
@@ -88,7 +88,7 @@ def _unpin_seconds(device: torch.device) -> float | None:
 
 
 def numa_facts(tree: HostTree, usable: frozenset[int]) -> NumaFacts:
-    """Where the GPUs are, and where memory comes to lie that is touched on each node."""
+    """The nodes of the GPUs, and where memory that is touched on each node comes to lie."""
     gpu_nodes: list[int | None] = []
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         address = pci_address(torch.device("cuda", number))
@@ -104,7 +104,7 @@ def numa_facts(tree: HostTree, usable: frozenset[int]) -> NumaFacts:
 
 
 def _disk_rates(folder: Path) -> tuple[float, float]:
-    """Seconds of a small file's fsync, and bytes/s of a large file with its own."""
+    """Seconds of a small file's fsync, and bytes/s of writing a large file with its fsync."""
     with tempfile.TemporaryDirectory(prefix="hytrain-doctor-", dir=folder) as name:
         root = Path(name)
         seconds: list[float] = []

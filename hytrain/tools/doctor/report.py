@@ -31,7 +31,7 @@ _MEANINGS = {
     "host to GPU": "how weights come back",
     "fsync": "until a small file is on the disk: a checkpoint has thousands",
 }
-"""Of lines that need no advice."""
+"""What lines without advice mean."""
 
 
 def examine(folder: Path, ranks: int, elements: int | None) -> list[Finding]:
@@ -39,7 +39,7 @@ def examine(folder: Path, ranks: int, elements: int | None) -> list[Finding]:
 
     Args:
         folder: where checkpoints will be saved; files are written there and removed.
-        ranks: that will train on this host.
+        ranks: number of ranks that will train on this host.
         elements: see :func:`measure_rates`.
 
     Raises:
@@ -60,8 +60,8 @@ def examine(folder: Path, ranks: int, elements: int | None) -> list[Finding]:
 
 
 def report_text(findings: Sequence[Finding]) -> str:
-    """How many are bad, and a table: what was looked at, what it is, whether it is well, and what
-    to do, or what it means."""
+    """How many findings are bad, and a table: what was looked at, what was found, the verdict, and
+    what to do, or what it means."""
     rows = [("", "seen", "verdict", "what to do, or what it is")]
     rows += [
         (f.name, f.seen, _WORDS[f.verdict], f.advice or _MEANINGS.get(f.name, "")) for f in findings

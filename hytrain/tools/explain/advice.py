@@ -1,6 +1,6 @@
-"""What would make a configuration fit that does not: other keys, more memory or more ranks.
+"""What would make a configuration fit: other keys, more memory or more ranks.
 
-Each is what a run would begin with, computed as for the configuration itself.
+For each it is computed what a run would begin with, as for the configuration itself.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from hytrain.placement.records import Decision
 from hytrain.tools.explain.training_form import TrainingForm
 
 Begins = Callable[[HyTrainConfig, TrainingForm, int, bool], Decision]
-"""What so many ranks begin with; without activations where the last argument is false."""
+"""What a number of ranks begins with; without activations if the last argument is false."""
 
 _MOST_RANKS = 16
 _LESS = 0.95
 
 
 def remedies(begins: Begins, config: HyTrainConfig, form: TrainingForm, ranks: int) -> list[str]:
-    """What would do, each line by itself; first what fits in the memory that there is, then what
-    takes least of the host.
+    """Lines of which each alone would make the configuration fit.
+
+    First those that fit in the present memory, then those that need least host memory.
 
     Args:
         begins: tells what a run begins with.
-        config: that does not fit.
+        config: the section that does not fit.
         form: the rest of the configuration.
-        ranks: that share the state.
+        ranks: number of ranks that share the state.
     """
     own = begins(config, form, ranks, True)
     fitting: list[str] = []
@@ -66,7 +67,7 @@ def remedies(begins: Begins, config: HyTrainConfig, form: TrainingForm, ranks: i
 def _changes(
     config: HyTrainConfig, form: TrainingForm, ranks: int
 ) -> Iterator[tuple[str, dict[str, Any], TrainingForm]]:
-    """Keys to change, in words and as values, the smallest change first; none to begin with."""
+    """Keys to change, in words and as values, the smallest change first, beginning with none."""
     can_split = form.dtype == "bfloat16" and not form.is_muon
     states = smaller_states(config.moments, config.master, can_split=can_split)
     sharded = replace(form, stage=3, shards_weights=True)
@@ -84,7 +85,7 @@ def _changes(
 
 
 def _host_needed(decision: Decision, config: HyTrainConfig, ranks: int) -> int | None:
-    """Bytes for all ranks with which all state fits on the host; None where the GPU is short."""
+    """Host bytes, for all ranks, with which all state fits there; None if the GPU is too small."""
     limits, layers = decision.limits, all_split(decision.layer_bytes)
     has_own = limits.gpu is not None and not limits.shares_host
     if has_own and gpu_peak_bytes(layers, limits, 0) > (limits.gpu or 0) - limits.gpu_reserve:
@@ -100,9 +101,9 @@ def _host_needed(decision: Decision, config: HyTrainConfig, ranks: int) -> int |
 def _more_ranks(
     begins: Begins, config: HyTrainConfig, form: TrainingForm, ranks: int
 ) -> Iterator[str]:
-    """ZeRO-3 on more ranks, each with such a GPU: where that needs more host memory, and where not.
+    """ZeRO-3 on more ranks, each with such a GPU: the fewest with more host memory, and without.
 
-    A plan or given batches are for their own number of ranks.
+    A plan or given batches are for their own number of ranks: then there is no such line.
     """
     if config.batch_sizes is not None or config.shard_fractions is not None:
         return
@@ -122,7 +123,7 @@ def _more_ranks(
 
 
 def _larger_gpu(decision: Decision) -> Iterator[str]:
-    """A GPU that holds what the host does not, up to twice as large."""
+    """A GPU that holds what the host cannot, if at most twice as large."""
     limits, fewest = decision.limits, decision.bounds.min_gpu_layers
     if limits.gpu is None or limits.shares_host or fewest > decision.num_layers:
         return

@@ -13,11 +13,11 @@ from hytrain.placement.records import Decision
 from hytrain.tools.explain.history import Median
 
 MISFIT = 0.25
-"""Predicted over measured, less 1. On GPUs predictions far from the solved k were off by up to 16 %
-(experiments/solve_k)."""
+"""Largest usual error, predicted over measured less 1. On GPUs predictions far from the solved k
+were off by up to 16 % (experiments/solve_k)."""
 _MARKS = {"user": "fixed", "start": "first step", "training": "chosen"}
 _STEPS = 5
-"""A median of fewer is compared with no prediction: it may be an evaluation or a save."""
+"""A median of fewer is not compared with a prediction: it may be an evaluation or a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,18 @@ class CandidateRow:
     """One number of GPU layers: predicted, measured, and whether it fits.
 
     Attributes:
-        gpu_layers: K.
-        predicted_seconds: the step; None where nothing has been measured to predict it from.
-        worker_seconds: of it, the CPU worker is busy.
-        exposed_seconds: of it, compute stands still for weights.
+        gpu_layers: the number, K.
+        predicted_seconds: the step; None if nothing has been measured to predict it from.
+        worker_seconds: the part of it in which the CPU worker is busy.
+        exposed_seconds: the part of it in which compute waits for weights.
         bound: what the step waits for, "host" or "gpu".
         gpu_bytes: the GPU's peak.
         host_bytes: what the host holds.
         fits: whether both fit, with the reserves.
-        measured: the steady steps at this number; None where none ran.
-        error: predicted over measured, less 1; None where fewer than 5 steps were measured.
-        marks: "chosen" of the decision's target, if any number fits ("first step" before there is
-            one, "fixed" where the user decided), and "closed form" of its number.
+        measured: the steady steps at this number; None if none ran.
+        error: predicted over measured, less 1; None if fewer than 5 steps were measured.
+        marks: "chosen" for the decision's target, if any number fits ("first step" before training
+            has decided, "fixed" if the user did), and "closed form" for that of the closed form.
     """
 
     gpu_layers: int
@@ -100,14 +100,14 @@ def _host_bytes(decision: Decision, gpu_layers: int) -> int:
 
 
 def worst_misfit(rows: Sequence[CandidateRow]) -> CandidateRow | None:
-    """The measured number whose prediction is further off than a fitting model's ever was."""
+    """The row with the largest error, if that is above :data:`MISFIT`; else None."""
     errors = {abs(row.error): row for row in rows if row.error is not None}
     worst = max(errors, default=0.0)
     return errors[worst] if worst > MISFIT else None
 
 
 def closed_form_layers(decision: Decision) -> int | None:
-    """The closed form's number of GPU layers, moved to the nearest that fits where one does."""
+    """The closed form's number of GPU layers, moved to the nearest that fits if one does."""
     if decision.closed_form_k is None:
         return None
     number = math.floor(decision.closed_form_k * decision.num_layers + 0.5)

@@ -47,11 +47,11 @@ _NEEDS_COMPILER = (
 def read_as_training(config: Mapping[str, Any]) -> tuple[HyTrainConfig | None, list[str]]:
     """The "hytrain" section, None without one, and lines about keys that training ignores.
 
-    Values "auto", which a trainer fills in, are passed over.
+    Values "auto", which a trainer fills in, are skipped.
 
     Raises:
         ConfigError: values are wrong, or keys unknown in a section that is checked.
-        UnsupportedError: hytrain has not what is asked for.
+        UnsupportedError: hytrain does not support what is asked for.
     """
     sections: list[HyTrainConfig | None] = []
     warnings = [
@@ -79,7 +79,7 @@ def _has_no_batch(config: Mapping[str, Any]) -> bool:
 
 
 def _check_deepspeeds(config: Mapping[str, Any]) -> None:
-    """All that is not in the section."""
+    """Checks everything outside of the section."""
     refuse_misplaced_section(config)
     check_sections(config)
     given = _without_auto(config)
@@ -96,7 +96,7 @@ def _check_deepspeeds(config: Mapping[str, Any]) -> None:
     try:
         refuse_all(*ours, lambda: _check_deepspeeds_own(given, config))
     except (AttributeError, TypeError):
-        refuse_all(*ours)  # DeepSpeed has gone on with a value that is refused here
+        refuse_all(*ours)  # DeepSpeed continued with a value that is refused here
         raise
     total, micro, steps = (given.get(key, 1) for key in BATCH_KEYS)
     if not is_elsewhere and BATCH_KEYS[0] in given and total % (micro * steps):
@@ -123,17 +123,17 @@ def _check_deepspeeds_own(given: Mapping[str, Any], config: Mapping[str, Any]) -
 def with_plan(
     config: Mapping[str, Any], section: HyTrainConfig, file: Path, ranks: int | None
 ) -> tuple[list[HyTrainConfig], Callable[[ModelSizes], None]]:
-    """Each rank's section as training has it with its plan, and what refuses another model.
+    """Each rank's section with the plan's values, and a function that refuses another model.
 
     Args:
         config: DeepSpeed's.
-        section: its own, which names a plan.
-        file: of the configuration.
-        ranks: that will train; None: as planned.
+        section: its "hytrain" section, which names a plan.
+        file: the configuration's.
+        ranks: number of ranks that will train; None: as planned.
 
     Raises:
         PlanError: the plan cannot be read, or is for another job.
-        ConfigError: there is none, or a key says what the plan decides.
+        ConfigError: there is no plan, or a key sets what the plan decides.
     """
     check_keys(config, section)
     path = find_plan(str(section.plan), file)
@@ -166,7 +166,7 @@ def _switch(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed itself passes over "auto" in "zero_optimization"."""
+    """Drops values "auto", but not in "zero_optimization", where DeepSpeed itself skips them."""
     kept = {key: value for key, value in config.items() if value != "auto"}
     return {
         key: _without_auto(cast("Mapping[str, Any]", value))

@@ -27,7 +27,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class Median:
-    """The median of so many steady steps; of none where a decision's own record has it."""
+    """The median of ``num_steps`` steady steps; of 0 if a decision's own record has it."""
 
     seconds: float
     num_steps: int
@@ -35,9 +35,9 @@ class Median:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What one rank decided, at least once, and how long its steps took; both in their order.
+    """One rank's decisions, at least one, and the times of its steps, both in order.
 
-    ``ranks`` are all that the file has decisions of.
+    ``ranks`` are all with decisions in the file.
     """
 
     rank: int
@@ -46,13 +46,13 @@ class History:
     steps: tuple[MeasuredStep, ...]
 
     def measured_at(self, gpu_layers: int) -> Median | None:
-        """The steady steps with this number of GPU layers, whenever they ran."""
+        """The median of the steady steps with this number of GPU layers, whenever they ran."""
         return _median(
             [s.seconds for s in self.steps if s.is_steady and s.gpu_layers == gpu_layers]
         )
 
     def measured_after(self, index: int) -> Median | None:
-        """The steady steps from a decision to the next one that wants something else."""
+        """The median of the steady steps from a decision to the next with another target."""
         decision = self.decisions[index]
         target = decision.gpu_layers_target
         later = (d.step for d in self.decisions[index + 1 :] if d.gpu_layers_target != target)
@@ -84,13 +84,13 @@ def _median(seconds: list[float]) -> Median | None:
 def read_history(text: str, rank: int | None = None) -> History:
     """Reads a metrics file: JSON lines, of which decisions and step times are taken.
 
-    A line that repeats a step (of a resumed run) replaces that step and all behind it. The last
-    line may be half, of a killed job.
+    A line that repeats a step (of a resumed run) replaces that step and all after it. The last line
+    may be incomplete, if the job was killed.
 
     Args:
         text: the file's.
-        rank: whose decisions, by default those of the first rank that has some; lines that name no
-            rank are rank 0's.
+        rank: the rank whose decisions are read; None: the first rank that has some. Lines that name
+            no rank are rank 0's.
 
     Raises:
         PlacementError: a line is not JSON, or there is no decision (of this rank).
@@ -199,6 +199,6 @@ def _steps(
 
 
 def _decided(decisions: list[Decision], step: int) -> int:
-    """The number of GPU layers in a step that does not tell it itself."""
+    """The number of GPU layers in a step whose record does not give it."""
     earlier = [d for d in decisions if d.step < step]
     return earlier[-1].gpu_layers_target if earlier else decisions[0].gpu_layers_before

@@ -1,4 +1,4 @@
-"""Before any run: what it begins with, whether a model fits, and the memory that it takes."""
+"""Before a run: what it would begin with, whether the model fits, and the memory it takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hytrain.tools.explain.candidates import candidate_rows
 from hytrain.tools.explain.report import memory_text
 
 _LITTLE = 0.05
-"""Of a GPU's memory: a run with less of it left for activations may not fit with them."""
+"""Share of a GPU's memory: with less of it left for activations a run may not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class ModelSizes:
     Attributes:
         source: where the model's shape is from.
         state: what its optimizer state takes; weights that are kept on the host count as staging.
-        parameters: of each whole layer.
-        training_copy_bytes: of weights on this rank's GPU at the peak of a step.
-        host_weights: of those that are kept on the host.
+        parameters: number of parameters of each whole layer.
+        training_copy_bytes: bytes of weights on this rank's GPU at the peak of a step.
+        host_weights: bytes of weights that are kept on the host.
     """
 
     source: str
@@ -48,26 +48,26 @@ def first_decision(
     *,
     shares_host: bool = False,
 ) -> Decision:
-    """What a run begins with; ``gpu_bytes``: None without a GPU; ``activation_bytes``: known ones
-    on the GPU; ``shares_host``: its memory is the host's."""
+    """What a run begins with; ``gpu_bytes``: None without a GPU; ``activation_bytes``: the known
+    ones on the GPU; ``shares_host``: whether its memory is the host's."""
     base = sizes.training_copy_bytes + activation_bytes + sizes.state.first_backward_bytes
-    # Training finds weights on the host there, and a reserve is a share of what is left.
+    # Training finds the weights already on the host: a reserve is a share of what is left.
     limits = limits_within(config.solver, gpu_bytes, base, host_bytes - sizes.host_weights)
     limits = replace(limits, host=host_bytes, shares_host=shares_host)
     return decide_first(config, sizes.state, limits)
 
 
 def has_room(config: HyTrainConfig, decision: Decision) -> bool:
-    """Whether a run would begin: with the number of GPU layers that is fixed, or with any."""
+    """Whether a run would begin: with the fixed number of GPU layers, or with any."""
     found = decision.bounds
     return found.fits if config.gpu_fraction == "solve" else found.allow(decision.gpu_layers_target)
 
 
 def _misfit(sizes: ModelSizes, decision: Decision) -> str:
-    """What becomes of a run whose fixed number does not fit with the reserves."""
+    """What becomes of a run whose fixed number of GPU layers does not fit with the reserves."""
     layers, limits, target = decision.layer_bytes, decision.limits, decision.gpu_layers_target
     if limits.gpu is not None and not limits.shares_host:
-        # Training refuses without counting activations, or gradients that wait for their update.
+        # Training's check counts no activations, and no gradients that wait for their update.
         base = sizes.training_copy_bytes + sizes.state.first_backward_bytes
         if base + placed_bytes(layers, target) > limits.gpu:
             return "takes more than the GPU has: the run would be refused"
@@ -121,7 +121,7 @@ def verdict_of(
 
 
 def _room_words(decision: Decision) -> str:
-    """What is left for activations, where that is little."""
+    """What is left for activations, if that is little."""
     limits = decision.limits
     if limits.gpu is None:
         return ""
@@ -148,10 +148,10 @@ def model_text(
     *,
     is_muon: bool = False,
 ) -> str:
-    """Sizes and memory, for people; where a run would be refused, its table in their place.
+    """Sizes and memory, as text; if a run would be refused, its error's table instead.
 
     Args:
-        config: of the run.
+        config: the run's.
         sizes: the model's.
         decision: what the run begins with.
         advice: what would make it fit.

@@ -1,4 +1,4 @@
-"""A decision, of a run or of what a configuration begins with, for people and as JSON."""
+"""A decision, from a run or the first one of a configuration, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def explained(history: History) -> Decision:
 
 
 def run_text(history: History) -> str:
-    """All about a run."""
+    """Everything about a run, as text."""
     head = ""
     if len(history.ranks) > 1:
         head = f"Rank {history.rank} of the {len(history.ranks)} that wrote decisions.\n"
@@ -79,9 +79,10 @@ def memory_text(
     host_weights: int = 0,
     gpu_weights: int = 0,
 ) -> str:
-    """The numbers of GPU layers, and the bytes of some (None: of the first, last and chosen).
+    """The table of numbers of GPU layers, and the bytes of some.
 
-    ``host_weights``, ``gpu_weights``: see :func:`~hytrain.placement.memory.table`.
+    ``columns``: of which; None: of the first, last and chosen. ``host_weights``, ``gpu_weights``:
+    see :func:`~hytrain.placement.memory_report.table`.
     """
     columns = columns or sorted({0, decision.gpu_layers_target, decision.num_layers})
     sizes = decision.layer_bytes, decision.limits, decision.staging_bytes
@@ -97,7 +98,7 @@ def memory_text(
 
 
 def _misfit_words(rows: Sequence[CandidateRow], misfit: CandidateRow) -> str:
-    """In place of the solver's reason, which rests on predictions."""
+    """What replaces the solver's reason, which rests on predictions."""
     ran = [(row.measured.seconds, row) for row in rows if row.measured is not None]
     seconds, best = min(ran, key=lambda pair: pair[0])
     measured = misfit.measured and misfit.measured.seconds
@@ -129,7 +130,7 @@ def decision_json(
 
 
 def run_json(history: History) -> dict[str, Any]:
-    """All about a run, as plain JSON values."""
+    """Everything about a run, as plain JSON values."""
     names = ("step", "gpu_layers_before", "gpu_layers_target", "predicted_seconds", "reason")
     decisions: list[dict[str, Any]] = []
     for index, decision in enumerate(history.decisions):
@@ -185,8 +186,8 @@ def layer_groups(costs: StepCosts) -> list[tuple[int, LayerCosts]]:
 
 
 def costs_text(costs: StepCosts) -> str:
-    """What the layers take, neighbours of equal size in one line; the closed form's t_B, t_U and
-    alpha among their sums."""
+    """Times of the layers, neighbours of equal size in one line, and their sums, with the closed
+    form's t_B, t_U and alpha."""
     lines = ["a layer's mean, on this rank (sizes are of its shard):"]
     for count, mean in layer_groups(costs):
         times = [
@@ -222,7 +223,7 @@ def _short(value: float) -> str:
 
 
 def candidates_text(rows: Sequence[CandidateRow]) -> str:
-    """The table of all numbers of GPU layers; times where there are any."""
+    """The table of all numbers of GPU layers; with times if there are any."""
     is_predicted = any(row.predicted_seconds is not None for row in rows)
     is_measured = any(row.measured is not None for row in rows)
     predicted = ("predicted s", "worker s", "exposed s", "bound") if is_predicted else ()
@@ -259,7 +260,7 @@ def candidates_text(rows: Sequence[CandidateRow]) -> str:
 
 
 def _ends(rows: Sequence[CandidateRow]) -> list[CandidateRow]:
-    """The ends of what fits and what does not, the marked, and some between."""
+    """Rows at the ends of what fits and what does not, the marked rows, and some between."""
     fits, last, apart = [row.fits for row in rows], len(rows) - 1, max(1, len(rows) // 5)
     edges = {0, last, *range(0, last, apart)}
     edges |= {k for at in range(last) if fits[at] != fits[at + 1] for k in (at, at + 1)}
@@ -267,7 +268,7 @@ def _ends(rows: Sequence[CandidateRow]) -> list[CandidateRow]:
 
 
 def _seconds(value: float | None, longest: float | None = None) -> str:
-    """With a digit more where the longest beside it, or it itself, is of some ms."""
+    """Text of a time, with a digit more if the longest beside it, or it itself, is below 0.1 s."""
     if value is None:
         return "-"
     return f"{value:.{3 if (longest or value) >= 0.1 else 4}f}"

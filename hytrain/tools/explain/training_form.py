@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON says about a step, whatever "hytrain" is to make of it."""
+"""What a DeepSpeed JSON says about a step, apart from its "hytrain" section."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class TrainingForm:
     """What the rest of the DeepSpeed JSON says about a step.
 
     Attributes:
-        dtype: of the training copy: "bfloat16", "float16" or "float32".
+        dtype: the training copy's: "bfloat16", "float16" or "float32".
         dtype_from: the keys that say so, or what is assumed of them.
-        gradient_dtype: of the gradients that wait; None: the training copy's.
-        clipping: the threshold; 0 for none, None where "auto" leaves it to the trainer.
+        gradient_dtype: that of the gradients that wait; None: the training copy's.
+        clipping: the threshold; 0 for none, None if "auto" leaves it to the trainer.
         check_overflow: whether an inf or NaN skips the step.
         accumulation: micro-batches a step.
         shards_weights: whether each rank keeps its shards of the training copy only (ZeRO-3).
         weights_on_host: whether it keeps them in host memory (``offload_param``).
         sequence_ranks: ranks that share each sequence.
-        gather_keys: values of the ``stage3_*`` keys, where they are numbers.
-        stage: of ZeRO.
+        gather_keys: values of the ``stage3_*`` keys that are whole numbers.
+        stage: the ZeRO stage.
         optimizer: which one, in words.
         batch: the batch keys that have a number.
     """
@@ -54,7 +54,7 @@ class TrainingForm:
 
     @property
     def is_direct(self) -> bool:
-        """Whether updates are committed at once, since nothing about a step is left open."""
+        """Whether updates are committed at once, since nothing about a step is left to decide."""
         return self.clipping == 0.0 and not self.check_overflow
 
     @property
@@ -64,7 +64,7 @@ class TrainingForm:
 
 
 def read_form(config: Mapping[str, Any]) -> TrainingForm:
-    """The keys of a DeepSpeed JSON that decide what a step is.
+    """Reads the keys of a DeepSpeed JSON that decide what a step is.
 
     Raises:
         ConfigError: a key has a value of the wrong kind.
@@ -113,7 +113,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _number(config: Mapping[str, Any], name: str, default: float) -> float | None:
-    """None where "auto" leaves it to the trainer."""
+    """A number; None if "auto" leaves it to the trainer."""
     value = config.get(name, default)
     if value == "auto":
         return None

@@ -32,7 +32,7 @@ _MB_PER_GB = 1024
 
 
 class _Part(BaseModel):
-    """What is read of a JSON object, which may hold more."""
+    """The fields that are read from a JSON object, which may hold more."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
@@ -90,7 +90,7 @@ def _read(kind: Any, path: Path, what: str) -> Any:
 
 
 def read_case(case: Path, options: Options | None = None) -> Problem:
-    """The problem of a folder in the published formats.
+    """Reads the problem of a folder in the published formats.
 
     Raises:
         PlanError: a file or field is missing, unusable, or contradicts another; it is named.
@@ -118,7 +118,7 @@ def read_case(case: Path, options: Options | None = None) -> Problem:
 def read_cluster(
     hostfile: Path, clusterfile: Path
 ) -> tuple[tuple[Node, ...], tuple[DeviceType, ...]]:
-    """Nodes in the hostfile's order, and the types of their GPUs by name.
+    """Reads the nodes in the hostfile's order, and the types of their GPUs by name.
 
     Raises:
         PlanError: a line or field that cannot be used, or two nodes of a type that differ.
@@ -155,7 +155,7 @@ def read_cluster(
 def read_profiles(
     folder: Path, devices: list[str], num_layers: int
 ) -> dict[tuple[str, int, int], Samples]:
-    """Every profile of these types, by (type, tp, samples), whatever order the folder lists.
+    """Reads every profile of these types, by (type, tp, samples), whatever the folder's order.
 
     Raises:
         PlanError: no folder, a type without profile, or a file or field that cannot be used.

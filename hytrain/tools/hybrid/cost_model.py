@@ -1,13 +1,13 @@
 """What a plan costs: pure functions of a problem and a plan.
 
-The published model (Metis, USENIX ATC 2024, and its code), of a step of B micro-batches::
+The published model (Metis, USENIX ATC 2024, and its code), for a step of B micro-batches::
 
     (B-1)*max t_s + sum t_s + B*fb_sync(last) + max update_s + max gradients_s
         + sum activations_s + B*batch_generator
 
-A stage's strategy on given GPUs is linear in its layers: a :class:`Choice` holds sums over the
-layers below each, from which both a plan's cost and the search's tables (:mod:`.stage_tables`) are
-made.
+The cost of a stage's strategy on given GPUs is linear in its layers: a :class:`Choice` holds sums
+over the layers before each, from which both a plan's cost and the search's tables
+(:mod:`.stage_tables`) are made.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hytrain.errors import PlanError
 from hytrain.tools.hybrid.problem import Floats, Plan, Problem, Samples, exposed_ms
 
 BANDWIDTH_UNIT = 2.0**20
-"""Bytes a millisecond of 1 GB/s, in the published model."""
+"""Bytes per millisecond at 1 GB/s, in the published model."""
 
 NOTHING_MB = 0.001
-"""That a stage needs besides its layers, in the published model."""
+"""Memory that a stage needs besides its layers, in the published model."""
 
 Ranks = Sequence[tuple[str, int]]
-"""GPUs, each a (device type, number of its node)."""
+"""GPUs, each a (device type, number of its machine's first node)."""
 
 
 # -- the samples of a stage --------------------------------------------------------------------
 
 
 def charged_types(problem: Problem, types: Sequence[str]) -> tuple[str, ...]:
-    """Those of a tensor-parallel group's types that it is as slow as."""
+    """Returns the types of a tensor-parallel group of which the slowest sets its speed."""
     # Equal types are neighbours.
     if problem.options.tp_speed == "first" or types[0] == types[-1]:
         return (types[0],)
@@ -45,12 +45,12 @@ def charged_types(problem: Problem, types: Sequence[str]) -> tuple[str, ...]:
 def proportional_split(
     problem: Problem, types: Sequence[str], dp: int, tp: int, samples: int
 ) -> tuple[int, ...]:
-    """Samples of each replica, in proportion to its speed with one sample.
+    """Returns the samples of each replica, in proportion to its speed with one sample.
 
-    What is left by rounding down goes one each to the largest remainders, of equal ones the first.
+    The samples left by rounding down go one each to the largest remainders, the first if equal.
 
     Args:
-        types: of the GPUs; each replica has ``len(types) // dp`` neighbours.
+        types: of the GPUs; each replica has ``len(types) // dp`` consecutive ones.
         dp: replicas.
         tp: tensor parallel degree whose profile has the speeds.
         samples: of a micro-batch, all replicas together.
@@ -84,7 +84,7 @@ def _proportional_split(
 
 
 def micro_batch_slices(samples: int) -> list[int]:
-    """The sizes in which a replica of a mixed stage runs its samples: their binary digits.
+    """Returns the sizes in which a replica of a mixed stage runs its samples: their binary digits.
 
     >>> micro_batch_slices(11)
     [8, 2, 1]
@@ -93,7 +93,7 @@ def micro_batch_slices(samples: int) -> list[int]:
 
 
 def _slices(problem: Problem, device: str, tp: int, samples: int) -> list[Samples]:
-    """The profiles of what a replica of a mixed stage runs one after another."""
+    """Returns the profiles of the slices that a replica of a mixed stage runs in turn."""
     return [problem.profiled(device, tp, size) for size in micro_batch_slices(samples)]
 
 
@@ -101,9 +101,9 @@ def _slices(problem: Problem, device: str, tp: int, samples: int) -> list[Sample
 
 
 def bandwidth(problem: Problem, ranks: Ranks) -> float:
-    """GB/s between some GPUs.
+    """Returns the GB/s between some GPUs.
 
-    Published: the least intra-node bandwidth of the nodes, wherever the GPUs are.
+    As published, it is the least intra-node bandwidth of the nodes, wherever the GPUs are.
     """
     devices = [problem.device[name] for name in {name for name, _ in ranks}]
     if problem.options.inter_node and len({node for _, node in ranks}) > 1:
@@ -116,34 +116,34 @@ def bandwidth(problem: Problem, ranks: Ranks) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy of a stage on given GPUs, whatever its layers."""
+    """A strategy of a stage on given GPUs, for any layers."""
 
     dp: int
     tp: int
     on_host: bool
     split: tuple[int, ...]
-    """Samples of each replica; empty where the GPUs are equal."""
+    """Samples of each replica; empty if the GPUs are equal."""
 
     share: int
-    """Samples of a micro-batch of each replica, in the mean, rounded down."""
+    """Mean samples of a micro-batch per replica, rounded down."""
 
     times: Floats
-    """(kinds of replica, layers + 1): ms of the layers below each; the slowest one counts."""
+    """(kinds of replica, layers + 1): summed ms of the layers before each; the slowest counts."""
 
     memory: Floats
-    """(places, layers + 1): MB of the layers below each, in units of ``capacity``'s place."""
+    """(places, layers + 1): summed MB of the layers before each, scaled to ``capacity``."""
 
     capacity: float
-    """MB that each of ``memory`` must be within."""
+    """MB that the demand at each place must not exceed."""
 
     fb_sync: float
-    """Of a micro-batch, ms; counted in the last stage."""
+    """Time of a micro-batch that belongs to no layer, ms; counted in the last stage."""
 
     update: float
-    """Of the optimizer, ms a layer on the GPU, ms a byte of parameters on the host."""
+    """Optimizer time: ms per layer on the GPU, ms per byte of parameters on the host."""
 
     gradients: float
-    """All-reduce, ms a byte of parameters."""
+    """All-reduce, ms per byte of parameters."""
 
 
 def choices(
@@ -153,7 +153,7 @@ def choices(
     strategy: tuple[int, int],
     micro_batches: int,
 ) -> list[Choice]:
-    """What a stage on given GPUs with a given strategy may still choose.
+    """Returns the choices of a stage on given GPUs with a given strategy: state on GPU or host.
 
     Args:
         cluster: all ranks in the plan's order of types (``Problem.ranks``).
@@ -228,11 +228,11 @@ def _stage_memory(
     strategy: tuple[int, int],
     samples: int,
 ) -> tuple[Floats, float]:
-    """Demand by layer and capacity of a stage.
+    """Returns the demand by layer and the capacity of a stage.
 
-    As published, of the group's sum: one replica's demand where the GPUs are equal, else all
-    replicas' (see :func:`_mixed_memory`). With ``per_gpu_memory`` each GPU's own, in units of
-    the smallest one.
+    As published, the capacity is the group's sum, and the demand one replica's if the GPUs are
+    equal, else all replicas' (see :func:`_mixed_memory`). With ``per_gpu_memory`` both are each
+    GPU's own, scaled to the smallest one.
     """
     dp, tp = strategy
     none = np.zeros(problem.num_layers + 1)
@@ -263,7 +263,7 @@ def _stage_memory(
 def _mixed_memory(
     problem: Problem, cluster: Ranks, strategy: tuple[int, int], samples: int
 ) -> Floats:
-    """MB of the layers below each that the replicas of a mixed stage are taken to hold.
+    """Returns the summed MB of the layers before each that a mixed stage is taken to hold.
 
     As published, the samples are dealt as if the whole cluster were the stage.
     """
@@ -286,12 +286,12 @@ def _mixed_memory(
 
 
 def most_on_a_machine(problem: Problem, ranks: Ranks) -> int:
-    """GPUs of the machine, of those that the ranks are on, that has most: they share its host."""
+    """Returns the GPUs of the largest machine that the ranks are on: they share its host."""
     return max(problem.machine_gpus(node) for node in {node for _, node in ranks})
 
 
 def _on_host(problem: Problem, ranks: Ranks, on_gpu: Choice) -> Choice:
-    """The same with optimizer state in host memory, whose room is a further place."""
+    """Returns the same with optimizer state in host memory, which is a further place."""
     host = problem.options.host
     assert host is not None
     gpus = len(ranks)
@@ -316,19 +316,19 @@ class Stage:
 
     choice: Choice
     time: float
-    """Of a micro-batch, ms."""
+    """Time of a micro-batch, ms."""
 
     update: float
-    """Of the optimizer, ms."""
+    """Optimizer time, ms."""
 
     gradients: float
     """All-reduce, ms."""
 
     activation: float
-    """Bytes that a micro-batch sends on; counted in all stages but the last."""
+    """Bytes that a micro-batch sends to the next stage; counted in all stages but the last."""
 
     demand: float
-    """MB of ``choice.capacity``."""
+    """MB needed of ``choice.capacity``."""
 
     @property
     def fits(self) -> bool:
@@ -336,7 +336,7 @@ class Stage:
 
 
 def stage(problem: Problem, choice: Choice, start: int, stop: int) -> Stage:
-    """A stage of the layers from ``start`` to before ``stop``."""
+    """Returns a stage of the layers from ``start`` to before ``stop``."""
     time = float((choice.times[:, stop] - choice.times[:, start]).max())
     parameters = float(problem.parameter_sums[stop] - problem.parameter_sums[start])
     layers = stop - start
@@ -363,7 +363,7 @@ class PlanCost:
     total: float
     stages: tuple[Stage, ...]
     sends: tuple[float, ...]
-    """Activations from each stage to the next."""
+    """Time to send activations from each stage to the next."""
 
     @property
     def fits(self) -> bool:
@@ -372,7 +372,7 @@ class PlanCost:
 
 
 def plan_cost(problem: Problem, plan: Plan) -> PlanCost:
-    """The cost of a plan, whether it fits or not.
+    """Returns the cost of a plan, whether it fits or not.
 
     Raises:
         PlanError: a stage of it was not profiled.

@@ -1,9 +1,9 @@
 """The cheapest pipeline of one order of types, size class and number of micro-batches.
 
-Where no stage may exceed given limits of time, update and gradients, what is left of the cost is a
-sum over the stages, and its least value a shortest path: backward over (unit at which a stage
-starts, first layer), with the class of the next stage's bandwidth and the units that the groups
-before have above one each as the rest of the state.
+If no stage may exceed given limits of time, update and gradients, the rest of the cost is a sum
+over the stages, and its least value a shortest path. It is computed backward over states of (unit
+at which a stage starts, its link, excess: units that the groups before have beyond one each, its
+first layer).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hytrain.tools.hybrid.space import SizeClass
 from hytrain.tools.hybrid.stage_tables import Tables, stage_tables
 
 Limits = tuple[float, float, float]
-"""Of every stage's time, update and gradients, ms."""
+"""Limits of every stage's time, update and gradients, ms."""
 
 UNLIMITED: Limits = (np.inf, np.inf, np.inf)
 
@@ -32,7 +32,7 @@ class Path:
 
     plan: Plan
     rest: float
-    """What of its cost is a sum over stages: times, activations, fb_sync of the last."""
+    """The part of its cost that is a sum over stages: times, activations, fb_sync of the last."""
 
     peaks: Limits
     """The largest time, update and gradients of its stages."""
@@ -66,9 +66,9 @@ class Pipelines:
         self._sync: Floats = self._costs.fb_sync * micro_batches
 
     def _within(self, limits: Limits) -> Floats:
-        """Times of the stages that keep to the limits; infinite those of others.
+        """Returns the times of the stages that keep to the limits; others are infinite.
 
-        No longer than the longest stage that does.
+        The last axis ends with the longest stage, in layers, that keeps to them.
         """
         time, update, gradients = limits
         allowed = self._costs.time <= time
@@ -79,9 +79,9 @@ class Pipelines:
         return within[..., : int(lengths[-1]) + 1 if len(lengths) else 1]
 
     def least_peaks(self, limits: Limits) -> Limits:
-        """The least that the largest time, update and gradients can be, each alone, within limits.
+        """Returns the least peaks of time, update and gradients, each alone, within limits.
 
-        Infinite where no pipeline is within them.
+        Infinite if no pipeline is within them.
         """
         within = self._within(limits)
         lengths, is_none = within.shape[-1], np.isinf(within)
@@ -105,35 +105,35 @@ class Pipelines:
         return time, update, gradients
 
     def _empty(self, parts: int, lengths: int) -> tuple[Floats, Floats]:
-        """What is left from (unit, part, excess before it, layer) on; at first infinite.
+        """Returns a table of the rest from (unit, part, excess before it, layer) on, all infinite.
 
-        And the same memory as what is left after a stage: (..., first layer, layers less one).
+        And a view of it as the rest after a stage: (..., first layer, layers - 1).
         """
         size, layers = self.size, self.problem.num_layers
         least = np.full((size.units, parts, size.excess + 1, layers + lengths), np.inf)
         return least, sliding_window_view(least[..., 1:], lengths, axis=-1)
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
-        """(unit, units of a stage that starts there, its kind), from the last unit to the first."""
+        """Yields (unit, units of a stage that starts there, its kind), last unit first."""
         for unit in reversed(range(self.size.units)):
             for shape in self.size.shapes:
                 if (unit, shape) in self._kind:
                     yield unit, shape, self._kind[unit, shape]
 
     def _rows(self, unit: int) -> slice:
-        """The first layers that a stage, not the last one, can have there."""
+        """Returns the possible first layers of a stage that starts there and is not the last."""
         stages_before = max(0, unit - self.size.excess)
         stages_from = max(2, self.size.fewest - unit)
         return slice(stages_before, self.problem.num_layers - stages_from + 1)
 
     def _ends(self, shape: int) -> slice:
-        """The excess before a last group, where the stages are as many as they may be."""
+        """Returns the excess before a last group with which the stages are not too many."""
         return slice(
             max(0, self.size.units - self.size.most - shape + 1), self.size.excess + 2 - shape
         )
 
     def cheapest(self, limits: Limits) -> Path | None:
-        """The pipeline within limits whose sum over stages is least; None where there is none."""
+        """Returns the pipeline within limits with the least sum over stages; None if none is."""
         within = self._within(limits)
         send = self._costs.activation[..., : within.shape[-1]]
         inner = np.stack(
@@ -148,7 +148,7 @@ class Pipelines:
         return self._follow(least, inner, last, within)
 
     def _least_rest(self, inner: Floats, last: Floats) -> Floats:
-        """Least rest from (unit, link of the stage there, excess before it, first layer) on."""
+        """Returns the least rest from (unit, link of the stage there, excess, first layer) on."""
         lengths = inner.shape[-1]
         least, after = self._empty(self._num_links, lengths)
         for unit, shape, kind in self._steps():
@@ -164,7 +164,7 @@ class Pipelines:
         return least
 
     def _follow(self, least: Floats, inner: Floats, last: Floats, within: Floats) -> Path:
-        """The pipeline of the least rest; of equally cheap stages the smaller and earlier ones."""
+        """Returns the pipeline of the least rest, with the smaller and earlier of equal stages."""
         size, layers, lengths = self.size, self.problem.num_layers, inner.shape[-1]
         unit = excess = layer = 0
         link = int(least[0, :, 0, 0].argmin())
@@ -218,7 +218,7 @@ class Pipelines:
 
 
 def _to_the_end(table: Floats) -> Floats:
-    """Of a table by (..., first layer, layers less one), the stages that have the last layer."""
+    """Returns the stages with the last layer, of a table by (..., first layer, layers - 1)."""
     layers, lengths = table.shape[-2:]
     last = np.full(table.shape[:-1], np.inf)
     first = np.arange(max(0, layers - lengths), layers)

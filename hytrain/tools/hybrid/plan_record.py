@@ -1,8 +1,8 @@
 """A hybrid plan as JSON (docs/hybrid_planning.md, "The plan file"), and what a launcher needs.
 
 One stage without tensor parallelism is data parallel: hytrain trains it. Several equal stages are
-what DeepSpeed's ``PipelineModule`` runs (see :mod:`hytrain.tools.pipeline_stages`). Nothing else is
-executable by either, and is refused with the reasons.
+what DeepSpeed's ``PipelineModule`` runs (see :mod:`hytrain.tools.pipeline_stages`). Neither can run
+anything else, which is refused with the reasons.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hytrain.tools.hybrid.problem import Plan, Problem
 
 
 class PlannedNode(Record):
-    """A machine, and its GPUs that are of a stage."""
+    """A machine, and how many of its GPUs are in a stage."""
 
     name: str
     gpus: int
@@ -37,7 +37,7 @@ class PlannedStage(Record):
     dp: int
     tp: int
     samples: tuple[int, ...]
-    """Of a micro-batch, of each replica."""
+    """Samples of a micro-batch, for each replica."""
 
     optimizer_on_host: bool
     time_ms: float
@@ -49,7 +49,7 @@ class PlannedStage(Record):
 
 
 class HybridPlanFile(Record):
-    """All of a hybrid plan's file."""
+    """The contents of a hybrid plan's file."""
 
     kind: Literal["hybrid"] = "hybrid"
     version: Literal[1] = 1
@@ -72,7 +72,7 @@ class HybridPlanFile(Record):
 
 
 def plan_record(problem: Problem, plan: Plan, bound: float) -> HybridPlanFile:
-    """The record of a plan that is known to cost no less than ``bound`` ms at best."""
+    """Returns the record of a plan; no plan costs less than ``bound`` ms."""
     cost = plan_cost(problem, plan)
     ranks = problem.ranks(plan.order)
     stages: list[PlannedStage] = []
@@ -122,7 +122,7 @@ def plan_record(problem: Problem, plan: Plan, bound: float) -> HybridPlanFile:
 
 
 def obstacles(record: HybridPlanFile) -> list[str]:
-    """Why neither hytrain nor DeepSpeed's pipeline engine can run a plan; empty where one can."""
+    """Returns why neither hytrain nor DeepSpeed's pipeline engine can run a plan; or nothing."""
     found: list[str] = []
     degrees = sorted({(stage.dp, stage.tp) for stage in record.stages})
     if len(degrees) > 1:
@@ -152,7 +152,7 @@ def obstacles(record: HybridPlanFile) -> list[str]:
 
 
 def notes(record: HybridPlanFile) -> list[str]:
-    """What a model must bring for the plan to run."""
+    """Returns what a model must provide for the plan to run."""
     if any(stage.tp > 1 for stage in record.stages):
         return [
             "tensor parallelism must be in the model: give PipelineModule layers that are sharded "
@@ -162,9 +162,9 @@ def notes(record: HybridPlanFile) -> list[str]:
 
 
 def write_export(folder: Path, record: HybridPlanFile) -> list[str]:
-    """Writes plan.json, hostfile, ds_config.json and, of a pipeline, pipeline.json.
+    """Writes plan.json, hostfile, ds_config.json and, for a pipeline, pipeline.json.
 
-    ``folder``: is made; must not be there.
+    ``folder``: is created; must not exist.
 
     Returns:
         What else is needed: :func:`notes`, and how to launch.
@@ -195,7 +195,7 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 
 def _hostfile(record: HybridPlanFile) -> str:
-    """Nodes in the order of ranks: the GPUs of the first stage first."""
+    """Returns the hostfile with nodes in rank order: the GPUs of the first stage first."""
     slots: dict[str, int] = {}
     for stage in record.stages:
         for node in stage.nodes:
@@ -204,7 +204,7 @@ def _hostfile(record: HybridPlanFile) -> str:
 
 
 def ds_config(record: HybridPlanFile) -> dict[str, Any]:
-    """DeepSpeed's configuration: the batch as planned; learning rate and the like are examples."""
+    """Returns DeepSpeed's configuration: the batch as planned, learning rate etc. as examples."""
     stage = record.stages[0]
     config: dict[str, Any] = {
         "train_batch_size": record.global_batch,
@@ -226,7 +226,7 @@ def ds_config(record: HybridPlanFile) -> dict[str, Any]:
 
 
 def pipeline_values(record: HybridPlanFile) -> dict[str, Any]:
-    """For ``PipelineModule``: see :func:`hytrain.tools.pipeline_stages.stage_layers`."""
+    """Returns values for ``PipelineModule``: :func:`hytrain.tools.pipeline_stages.stage_layers`."""
     stage = record.stages[0]
     return {
         "boundaries": list(record.boundaries),

@@ -1,4 +1,4 @@
-"""What is planned for: GPUs of several types, a profiled model, and what the cost model counts.
+"""The planning problem: GPUs of several types, a profiled model, options of the cost model.
 
 Times are milliseconds, memory MB (1024 of them a GB), bandwidths GB/s as in the published files.
 A layer is a row of the profile: the first is the embedding, the last the head.
@@ -24,23 +24,23 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Host:
-    """What the nodes have for optimizer state: what that frees, and how much longer steps are.
+    """Optimizer state in the nodes' memory: what that frees, and how much longer steps are.
 
-    A stage's state is shared out over its GPUs, and each GPU's part kept and updated by its node,
+    A stage's state is divided among its GPUs, and each GPU's part kept and updated by its node,
     whose memory and CPU its GPUs share evenly. hytrain's limits apply (docs/internals.md): updates
-    begin with the last micro-batch's first final gradient, a layer's backward after that
+    begin with the last micro-batch's first final gradient, one layer's backward after that
     micro-batch's backward has begun, and end before the next step's forward of the same layer. So
-    of the last backward and the next forward, t of a micro-batch, all but one layer's part hides
-    them::
+    the last backward and the next forward, together a micro-batch's time t, hide them, except for
+    one layer's part::
 
         exposed = max(0, max(P / rate, 2 B * P / copy rate) + t / n - t)
 
-    with P parameters of one GPU's part and n layers. What pipeline bubbles hide besides is not
+    with P parameters in one GPU's part and n layers. What pipeline bubbles hide in addition is not
     counted.
     """
 
     memory_gb: float
-    """Of each node, for state."""
+    """Memory of each node for state."""
 
     update_rate: float
     """Parameters a second that a node's CPU updates."""
@@ -52,22 +52,22 @@ class Host:
     """Bytes of a parameter in the profile's ``parameters_per_layer_bytes``."""
 
     copy_bytes: int = 2
-    """Of a parameter, each way: its gradient to the host, the new weight back."""
+    """Bytes copied per parameter, each way: its gradient to the host, the new weight back."""
 
     moments: str = FP32
-    """How Adam's moments are kept; `update_rate` is of that kind, too."""
+    """How Adam's moments are kept; `update_rate` is for that kind."""
 
     def state_mb(self, parameter_bytes: Any) -> Any:
-        """State of parameters of so many profiled bytes."""
+        """Returns the MB of state of parameters of so many profiled bytes."""
         return parameter_bytes / self.parameter_size * state_bytes_each(self.moments) / 2**20
 
     def update_ms(self, parameter_bytes: Any, gpus: int, node_gpus: int) -> Any:
-        """Of a stage's update, with nothing to hide behind.
+        """Returns the ms of a stage's update if nothing hides it.
 
         Args:
             parameter_bytes: of the stage, as profiled.
             gpus: of the stage.
-            node_gpus: of the node that has most of them.
+            node_gpus: GPUs of the largest node that the stage is on.
         """
         part = parameter_bytes / self.parameter_size / gpus
         seconds = max(node_gpus / self.update_rate, self.copy_bytes / (self.copy_rate * 1e9))
@@ -75,7 +75,7 @@ class Host:
 
 
 def exposed_ms(update: Any, time: Any, layers: Any) -> Any:
-    """Of an update of so many ms, what the step is longer by."""
+    """Returns by how many ms an update of so many ms makes the step longer."""
     return np.maximum(0.0, update + time / np.maximum(1, layers) - time)
 
 
@@ -89,7 +89,7 @@ class Node:
 
     gpus: int
     machine: str = ""
-    """Nodes of one machine, of several types, have the same; empty: a machine of its own."""
+    """The same for the nodes of a machine with several types; empty: a machine of its own."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class DeviceType:
 
     name: str
     memory_mb: float
-    """Of one GPU."""
+    """Memory of one GPU."""
 
     intra_bandwidth: float
     """GB/s within a node."""
@@ -109,25 +109,25 @@ class DeviceType:
 
 @dataclass(frozen=True)
 class Samples:
-    """A device type at one (tensor parallel degree, micro-batch size), by layer."""
+    """The profile of a device type at one (tensor parallel degree, micro-batch size), by layer."""
 
     times: tuple[float, ...]
     """Forward and backward of one micro-batch, ms."""
 
     memory: tuple[float, ...]
-    """MB."""
+    """Memory, MB."""
 
     fb_sync: float
-    """Of forward and backward, what belongs to no layer, ms."""
+    """The part of forward and backward that belongs to no layer, ms."""
 
     @cached_property
     def time_sums(self) -> Floats:
-        """Times of the layers below each, ``num_layers + 1``."""
+        """Summed times of the layers before each, ``num_layers + 1`` values."""
         return prefix_sums(self.times)
 
     @cached_property
     def memory_sums(self) -> Floats:
-        """As :attr:`time_sums`, memory."""
+        """Summed memory, as :attr:`time_sums`."""
         return prefix_sums(self.memory)
 
 
@@ -139,28 +139,28 @@ class Constants:
     """Twice the profiled optimizer time: the whole model's update at tp = 1."""
 
     batch_generator_ms: float
-    """Of one micro-batch."""
+    """Time to generate one micro-batch."""
 
     parameter_bytes: tuple[float, ...]
-    """By layer."""
+    """Parameter bytes of each layer."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is counted beyond the published cost model, or otherwise than in it."""
+    """What is counted in addition to the published cost model, or differently."""
 
     tp_speed: TpSpeed = "slowest"
     """A tensor-parallel group of unequal GPUs is as fast as its first one (published) or as its
     slowest one."""
 
     inter_node: bool = False
-    """Whoever is not within one node talks at the least *inter*-node bandwidth of the nodes."""
+    """Whether GPUs of several nodes communicate at the least *inter*-node bandwidth of these."""
 
     per_gpu_memory: bool = False
-    """Each GPU holds its replica's demand, instead of the group's sum of memory the stage's."""
+    """Whether each GPU must hold its replica's demand, not the group's total memory the stage's."""
 
     host: Host | None = None
-    """A stage may keep its optimizer state in host memory."""
+    """If given, a stage may keep its optimizer state in host memory."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Problem:
 
     nodes: tuple[Node, ...]
     devices: tuple[DeviceType, ...]
-    """By name, ascending; so are the orders of types that are searched."""
+    """In ascending order of name, as are the orders of types that are searched."""
 
     samples: dict[tuple[str, int, int], Samples] = field(repr=False)
     """By (device type, tensor parallel degree, micro-batch size)."""
@@ -215,14 +215,14 @@ class Problem:
 
     @cached_property
     def parameter_sums(self) -> Floats:
-        """Parameter bytes of the layers below each, ``num_layers + 1``."""
+        """Summed parameter bytes of the layers before each, ``num_layers + 1`` values."""
         return prefix_sums(self.constants.parameter_bytes)
 
     def profiled(self, device: str, tp: int, samples: int) -> Samples:
-        """Of a type of GPU, at a tensor parallel degree and micro-batch size.
+        """Returns the profile of a type of GPU at a tensor parallel degree and micro-batch size.
 
         Raises:
-            PlanError: there is no profile of that.
+            PlanError: there is no such profile.
         """
         try:
             return self.samples[device, tp, samples]
@@ -233,7 +233,7 @@ class Problem:
 
     @cached_property
     def machines(self) -> tuple[int, ...]:
-        """Of each node the first node of its machine."""
+        """For each node the number of the first node of its machine."""
         firsts: dict[str, int] = {}
         return tuple(
             firsts.setdefault(node.machine or f"{number}", number)
@@ -241,17 +241,17 @@ class Problem:
         )
 
     def machine_gpus(self, machine: int) -> int:
-        """GPUs of a machine."""
+        """Returns the number of GPUs of a machine."""
         pairs = zip(self.machines, self.nodes, strict=True)
         return sum(node.gpus for number, node in pairs if number == machine)
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
-        """Results of the cost model's functions that are asked for again and again."""
+        """Results of the cost model's functions that are needed repeatedly."""
         return {}
 
     def ranks(self, order: Sequence[str]) -> tuple[tuple[str, int], ...]:
-        """(device type, machine) of each rank, where nodes come in that order of types."""
+        """Returns (device type, machine) of each rank, with the nodes in that order of types."""
         return tuple(
             (name, self.machines[number])
             for name in order
@@ -262,7 +262,7 @@ class Problem:
 
 
 def prefix_sums(values: Sequence[float]) -> Floats:
-    """0, the first, the first two, ..."""
+    """Returns 0, the first value, the sum of the first two, ..."""
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
@@ -271,7 +271,7 @@ class Plan:
     """Which GPUs form which stage, and what each stage does."""
 
     order: tuple[str, ...]
-    """Of device types; within a type the nodes are as in the hostfile."""
+    """Order of device types; within a type the nodes are in the hostfile's order."""
 
     groups: tuple[int, ...]
     """GPUs of each stage."""

@@ -2,11 +2,11 @@
 
 `hytrain profile` measures no tensor parallelism, so tp is 1. Layers are the embedding, the blocks
 and the head; what is measured outside of the blocks is counted with the head. Activations are
-recomputed, as in a pipeline many micro-batches are under way; memory is each GPU's own
+recomputed, since in a pipeline many micro-batches are in flight; memory is each GPU's own
 (``per_gpu_memory``):
 
-    weights and gradients 2 B each (4 in fp32), state 12 B a parameter
-    + the input of every block of as many micro-batches as there are GPUs, which no pipeline exceeds
+    weights and gradients 2 B each (4 in fp32), state 12 B per parameter
+    + the input of every block for as many micro-batches as there are GPUs: no pipeline has more
     + once, what the largest profiled block or head needs beside that, taken off every GPU
 """
 
@@ -34,7 +34,7 @@ _MB = 2**20
 def problem_from(
     profile: ProfileFile, *, gbs: int, intra: float, inter: float, options: Options
 ) -> Problem:
-    """The problem of a profile's ranks.
+    """Returns the problem of a profile's ranks.
 
     Args:
         gbs: samples of a step.
@@ -91,7 +91,7 @@ def problem_from(
 
 
 def _room(devices: Sequence[DeviceProfile]) -> float:
-    """MB of a GPU for weights, state and blocks' inputs; of equal GPUs the least."""
+    """Returns the MB of a GPU for weights, state and blocks' inputs; the least of equal GPUs."""
     return (
         min(
             one.memory_bytes
@@ -109,7 +109,7 @@ def _room(devices: Sequence[DeviceProfile]) -> float:
 def _samples(
     profile: ProfileFile, devices: Sequence[DeviceProfile], ranks: int
 ) -> dict[int, Samples]:
-    """By size; of equal GPUs on several hosts the slowest measurement counts."""
+    """Returns samples by size; of equal GPUs on several hosts the slowest measurement counts."""
     model = profile.model
     before, after = model.outside_parameters
     kept = 2 * ITEMSIZE[model.dtype] + state_bytes_each(model.moments)

@@ -1,4 +1,4 @@
-"""A search's result for people: a table, and JSON."""
+"""A search's result as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hytrain.tools.hybrid.search import Result
 
 
 def result_json(problem: Problem, result: Result) -> dict[str, Any]:
-    """What ``hytrain plan hybrid --json`` prints."""
+    """Returns what ``hytrain plan hybrid --json`` prints."""
     records = [plan_record(problem, one.plan, result.bound) for one in result.best]
     dumped = [record.model_dump(mode="json") for record in records]
     return {
@@ -31,7 +31,7 @@ def result_json(problem: Problem, result: Result) -> dict[str, Any]:
 
 
 def result_text(problem: Problem, result: Result) -> str:
-    """The same as a table."""
+    """Returns the result as a table."""
     record = plan_record(problem, result.plan, result.bound)
     if result.is_optimal:
         proof = "optimal: no plan of the space costs less"
@@ -71,13 +71,13 @@ def _rows(record: HybridPlanFile) -> list[list[str]]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Names of types may have commas of their own."""
+    """Returns the names joined, by semicolons if a name of a type has a comma of its own."""
     listed = list(names)
     return ("; " if any("," in name for name in listed) else ", ").join(listed)
 
 
 def _samples(split: tuple[int, ...]) -> str:
-    """Equal neighbours together: 2 x 12, 2 x 4."""
+    """Returns the samples with equal neighbours together: 2 x 12, 2 x 4."""
     runs: list[list[int]] = []
     for share in split:
         if runs and runs[-1][1] == share:

@@ -6,8 +6,8 @@
     result = plan(read_case(Path("row1")))
     result.plan, result.cost, result.is_optimal, result.bound
 
-The cost of a plan is three maxima over its stages (time, update, gradients) and a sum. Under given
-limits of the maxima the least sum is a shortest path (:mod:`.pipeline`), and
+The cost of a plan is three maxima over its stages (time, update, gradients) and a sum. Within given
+limits on the maxima the least sum is a shortest path (:mod:`.pipeline`), and
 
     (B-1)*low(time) + low(update) + low(gradients) + least sum within the limits
 
@@ -32,13 +32,13 @@ from hytrain.tools.hybrid.space import SizeClass, micro_batch_counts, orders, si
 from hytrain.tools.hybrid.stage_tables import Tables
 
 _TOLERANCE = 1e-12
-"""Relative; a box that could improve on the plan by less is left: it is rounding."""
+"""Relative; a box that could improve on the plan by less is skipped: that is rounding."""
 
 _LEAST_CUT = 0.02
-"""Of what a bound lacks: a maximum that lacks less is cut right below the path's."""
+"""Share of what a bound lacks; a maximum that lacks less is cut right below the path's."""
 
 _KEPT = 64
-"""Parts of the space whose tables are kept."""
+"""The number of parts of the space whose tables are kept."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Result:
     """What a search found."""
 
     best: tuple[Found, ...]
-    """Ascending by cost: the best plans of the best parts of the space."""
+    """The best plans of the best parts of the space, by ascending cost."""
 
     bound: float
     """No plan of the space costs less, ms."""
@@ -101,27 +101,28 @@ class _Box:
 
     bound: float
     number: int
-    """Of its making, which makes the search deterministic."""
+    """Serial number, which makes the search deterministic."""
 
     part: _Part = field(compare=False)
     lows: Limits = field(default=(0.0, 0.0, 0.0), compare=False)
     highs: Limits = field(default=UNLIMITED, compare=False)
     rest: float = field(default=0.0, compare=False)
-    """Least sum over stages that is known."""
+    """What the sum over stages is known to be at least."""
 
 
 def plan(problem: Problem, *, top: int = 1, gap: float = 0.0, seconds: float = math.inf) -> Result:
-    """The plan of least cost.
+    """Returns the plan of least cost.
 
     Args:
         problem: to be planned.
         top: how many plans; each is the best of its part of the space (order of types, number of
             micro-batches, class of stage counts), and the parts are the best ones.
         gap: stop at a plan that is proven to be within this of the optimum, relative.
-        seconds: stop after that time with the best plan so far and the bound that is proven.
+        seconds: stop after that time, once there is a plan, with the best one so far and the bound
+            that is proven.
 
     Raises:
-        NoPlanError: no plan fits; or none was found in that time.
+        NoPlanError: no plan fits.
     """
     search = _Search(problem, top)
     return search.run(gap, seconds)
@@ -141,7 +142,7 @@ class _Search:
         self._open_parts()
         bound = -math.inf
         while self._boxes:
-            # Bounds are in floating point, too: none falls below what was proven before.
+            # Bounds are rounded: none may fall below what was proven before.
             bound = max(bound, self._boxes[0].bound)
             goal = self._goal()
             is_late = time.perf_counter() - began > seconds and bool(self._best)
@@ -172,7 +173,7 @@ class _Search:
         )
 
     def _goal(self) -> float:
-        """What a part must be better than, to be among the best."""
+        """Returns the cost that a part must be below to be among the best."""
         if len(self._best) < self._top:
             return math.inf
         return sorted(one.cost for one in self._best.values())[self._top - 1]
@@ -207,7 +208,7 @@ class _Search:
             return
         highs = tighter(box.lows, box.highs, slack, part.micro_batches)
         lows = higher(box.lows, pipelines.least_peaks(highs))
-        # A stage takes the least peak at least: of the sum nothing else may be known yet.
+        # The sum is at least the least peak time, even if nothing else is known of it yet.
         if self._weigh(part, lows, max(box.rest, lows[0])) >= self._limit(part) * (1 - _TOLERANCE):
             return
         self._paths += 1
@@ -220,7 +221,7 @@ class _Search:
         self._cut(part, lows, highs, path)
 
     def _limit(self, part: _Part) -> float:
-        """What a plan of the part must cost less than to matter."""
+        """Returns the cost that a plan of the part must be below to matter."""
         own = self._best[part].cost if part in self._best else math.inf
         return min(own, self._goal())
 
@@ -229,11 +230,11 @@ class _Search:
         return (part.micro_batches - 1) * peaks[0] + peaks[1] + peaks[2] + rest + fixed
 
     def _cut(self, part: _Part, lows: Limits, highs: Limits, path: Path) -> None:
-        """Boxes of what is left: where one of the maxima is below the path's.
+        """Pushes boxes of the remaining plans: those with one of the maxima below the path's.
 
-        Above all of them the path is best. From the lows on, the maximum that the bound lacks most
-        is cut: below the cut is a box; above it the path remains the cheapest, and the bound is
-        higher, until it is no more of interest.
+        If none of them is below, the path is best. From the lows on, the maximum that the bound
+        lacks most is cut: below the cut is a box; above it the path remains the cheapest, and the
+        bound is higher, until it reaches the limit.
         """
         limit = self._limit(part) * (1 - _TOLERANCE)
         weights = (part.micro_batches - 1, 1, 1)
@@ -257,12 +258,12 @@ class _Search:
 
 
 def higher(lows: Limits, others: Limits) -> Limits:
-    """The larger of each."""
+    """Returns the larger of each."""
     return max(lows[0], others[0]), max(lows[1], others[1]), max(lows[2], others[2])
 
 
 def tighter(lows: Limits, highs: Limits, slack: float, micro_batches: int) -> Limits:
-    """Limits above which a plan would cost more than is left."""
+    """Returns the limits above which a plan would cost more than the slack allows."""
     weights = (micro_batches - 1, 1, 1)
     found = [
         min(high, low + slack / weight) if weight else high
@@ -272,13 +273,14 @@ def tighter(lows: Limits, highs: Limits, slack: float, micro_batches: int) -> Li
 
 
 class QuickBounds:
-    """Below every plan of a size class and number of micro-batches, whatever the order of types.
+    """Lower bounds on every plan of a size class and number of micro-batches, whatever the order.
 
-    A stage's slowest replica has at least the mean of the samples, and its largest slice at least
+    One of a stage's replicas has at least the mean of the samples, and its largest slice at least
     the power of two below: so a layer takes a type of GPU at least m(type, layer), the least
-    profiled time of such sizes, and w(layer), the least of all types. With r(type) the least
-    m(type, layer) / w(layer), a stage of that type takes t >= r(type) * (its layers' w). Stages are
-    no more than units (a mixed one has a unit that counts as of its fastest type), so
+    profiled time of such sizes, and any type at least w(layer), the least of all types. With
+    r(type) the least m(type, layer) / w(layer), a stage of that type takes t >= r(type) * (its
+    layers' w). There are no more stages than units (a mixed one has a unit that counts as its
+    fastest type's), so
 
         max t >= sum of w / (sum over units of 1 / r(type of the unit)),   sum of t >= sum of w
     """
@@ -295,7 +297,7 @@ class QuickBounds:
             self._gpus[node.device] += node.gpus
 
     def bound(self, size: SizeClass, micro_batches: int) -> float:
-        """In ms; infinite where nothing was profiled."""
+        """Returns the bound in ms; infinite if nothing was profiled."""
         samples = self._problem.gbs // micro_batches
         gpus = size.shapes[-1] * size.unit
         can_be = self._tp <= min(gpus, self._problem.max_tp)
@@ -304,7 +306,7 @@ class QuickBounds:
             return math.inf
         layers = self._times[can_be].min(axis=0)
         whole = float(layers.sum())
-        # Units that two types share count as of the fastest type there is.
+        # Units that two types share count as the fastest type's.
         speed = float(size.units - sum(n // size.unit for n in self._gpus.values()))
         for device, number in self._gpus.items():
             own = can_be & (self._device == device)

@@ -1,8 +1,8 @@
 """The space of plans, in parts that are searched one after another.
 
-Of S stages each group has at least ``max(N // S, S // N) * variance`` GPUs, and a power of two:
-stage counts whose least power of two is the same make a size class. In a class every rank at which
-a stage starts is a multiple of its least group, the unit.
+With S stages each group has at least ``max(N // S, S // N) * variance`` GPUs, and a power of two:
+stage counts with the same least power of two make a size class. In a class every rank at which a
+stage starts is a multiple of the class's least group, the unit.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ class SizeClass:
     """GPUs of the least group."""
 
     units: int
-    """Of the cluster."""
+    """Units of the cluster."""
 
     fewest: int
-    """Stages."""
+    """Fewest stages."""
 
     most: int
 
     @property
     def excess(self) -> int:
-        """Most units that all groups together have above one each."""
+        """Most units that all groups together have beyond one each."""
         return self.units - self.fewest
 
     @property
     def shapes(self) -> list[int]:
-        """Units of the groups there can be."""
+        """Possible sizes of a group, in units."""
         return [1 << bit for bit in range((self.excess + 1).bit_length())]
 
 
 def least_group(problem: Problem, stages: int) -> int:
-    """GPUs that a group must have."""
+    """Returns the least number of GPUs of a group."""
     least = max(problem.num_gpus // stages, stages // problem.num_gpus) * problem.variance
     return 1 << max(0, math.ceil(math.log2(least))) if least > 0 else 1
 
 
 def size_classes(problem: Problem) -> list[SizeClass]:
-    """The classes that have a plan, by descending unit."""
+    """Returns the classes that have a plan, by descending unit."""
     counts: dict[int, list[int]] = {}
     for stages in range(1, min(problem.num_gpus, problem.num_layers) + 1):
         counts.setdefault(least_group(problem, stages), []).append(stages)
@@ -62,10 +62,10 @@ def size_classes(problem: Problem) -> list[SizeClass]:
 
 
 def orders(problem: Problem) -> Iterator[tuple[str, ...]]:
-    """Of the device types; ascending by name."""
+    """Returns all orders of the device types; ascending by name."""
     return permutations(device.name for device in problem.devices)
 
 
 def micro_batch_counts(problem: Problem) -> list[int]:
-    """Divisors of the batch, ascending."""
+    """Returns the divisors of the batch, ascending."""
     return [count for count in range(1, problem.gbs + 1) if problem.gbs % count == 0]

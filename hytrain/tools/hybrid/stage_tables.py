@@ -1,6 +1,6 @@
 """What every possible stage costs, by its layers: the cost model's choices as tables.
 
-Stages on GPUs of the same types in the same order cost the same wherever they are: one kind.
+Stages on GPUs of the same types in the same order cost the same wherever they are: one *kind*.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hytrain.tools.hybrid.space import SizeClass
 
 @dataclass(frozen=True)
 class Link:
-    """What of a stage decides the bandwidth to its neighbour, GB/s."""
+    """The properties of a stage that decide the bandwidth to its neighbour, GB/s."""
 
     intra: float
     inter: float
     is_one_node: bool
 
     def bandwidth(self, other: Link, *, same_node: bool) -> float:
-        """To the next stage; ``same_node``: the border between them is within a node."""
+        """Returns the bandwidth to the next stage; ``same_node``: their border is within a node."""
         if self.is_one_node and other.is_one_node and same_node:
             return min(self.intra, other.intra)
         return min(self.inter, other.inter)
@@ -56,7 +56,7 @@ class Kind:
     """Bandwidth between its GPUs, GB/s."""
 
     host_gpus: int = 0
-    """GPUs that share a host with one of its GPUs, at most; 0 where state stays on GPUs."""
+    """GPUs of the largest host that the stage is on; 0 if state stays on GPUs."""
 
     @property
     def gpus(self) -> int:
@@ -68,21 +68,21 @@ class StageTables:
     """What each choice of each kind costs: (kind, choice, first layer, layers less one)."""
 
     time: Floats
-    """Of a micro-batch, ms; infinite where there is no such choice, or it does not fit."""
+    """Time of a micro-batch, ms; infinite if there is no such choice, or it does not fit."""
 
     update: Floats
     gradients: Floats
     activation: Floats
-    """Bytes."""
+    """Bytes that a micro-batch sends to the next stage."""
 
     fb_sync: Floats
-    """Of a micro-batch, ms, (kind, choice)."""
+    """Time of a micro-batch that belongs to no layer, ms: (kind, choice)."""
 
 
 def stage_tables(problem: Problem, found: Sequence[Sequence[Choice]], longest: int) -> StageTables:
-    """The tables of choices by kind: all that :func:`.cost_model.stage` computes, at once.
+    """Returns the tables of choices by kind: all that :func:`.cost_model.stage` computes, at once.
 
-    ``found``: the choices of each kind; ``longest``: most layers that a stage has.
+    ``found``: the choices of each kind; ``longest``: the most layers of a stage.
     """
     layers, most = problem.num_layers, max(1, *map(len, found))
     start, length = np.arange(layers)[:, None], np.arange(1, longest + 1)
@@ -92,7 +92,7 @@ def stage_tables(problem: Problem, found: Sequence[Sequence[Choice]], longest: i
     times = _filled(shape, [(kind, i, one.times) for kind, i, one in flat])
     memory = _filled(shape, [(kind, i, one.memory) for kind, i, one in flat])
     fields = np.zeros((7, *shape[:2]))
-    fields[0] = -1.0  # capacity of what is not there
+    fields[0] = -1.0  # capacity of missing choices
     for kind, i, one in flat:
         fields[:, kind, i] = (
             one.capacity,
@@ -118,7 +118,7 @@ def stage_tables(problem: Problem, found: Sequence[Sequence[Choice]], longest: i
 
 
 def _filled(shape: tuple[int, int, int], rows: Sequence[tuple[int, int, Floats]]) -> Floats:
-    """Rows of unequal number as one array; a choice's last row stands for those it lacks."""
+    """Returns rows of unequal number as one array; a choice's last row fills those it lacks."""
     most = max((len(row) for _, _, row in rows), default=1)
     filled = np.zeros((most, *shape))
     for kind, i, row in rows:
@@ -128,7 +128,7 @@ def _filled(shape: tuple[int, int, int], rows: Sequence[tuple[int, int, Floats]]
 
 
 def _ranges(sums: Floats, stop: NDArray[np.int64]) -> Floats:
-    """The largest row's sum from each layer to before ``stop``: (rows, ..., layers, lengths)."""
+    """Returns the largest row's sum from each layer to before ``stop``: (..., layers, lengths)."""
     longest = sums[0][..., stop] - sums[0][..., :-1, None]
     for row in sums[1:]:
         np.maximum(longest, row[..., stop] - row[..., :-1, None], out=longest)
@@ -137,21 +137,21 @@ def _ranges(sums: Floats, stop: NDArray[np.int64]) -> Floats:
 
 @dataclass(frozen=True)
 class Layout:
-    """The stages there can be of one order of types and size class."""
+    """The possible stages of one order of types and size class."""
 
     order: tuple[str, ...]
     size: SizeClass
     cluster: Ranks
     kinds: list[Kind]
     firsts: list[int]
-    """A first rank of each kind."""
+    """The first rank of one stage of each kind."""
 
     at: dict[tuple[int, int], int]
-    """Number of the kind at (first unit, units)."""
+    """Number of the kind of the stage at (first unit, units)."""
 
 
 def layout(problem: Problem, order: tuple[str, ...], size: SizeClass) -> Layout:
-    """The kinds of stage of an order of types, and where they are."""
+    """Returns the kinds of stage of an order of types, and where they are."""
     cluster = problem.ranks(order)
     is_linked = problem.options.inter_node
     numbers: dict[Kind, int] = {}
@@ -190,7 +190,7 @@ def _link(problem: Problem, ranks: Ranks) -> Link:
 
 
 class Tables:
-    """Of a problem: its layouts and the choices of its stages, each made once."""
+    """The layouts of a problem and the choices of its stages, each made once."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -204,7 +204,7 @@ class Tables:
         return self._layouts[order, size]
 
     def choices(self, where: Layout, micro_batches: int) -> list[list[Choice]]:
-        """Of each kind of stage, by ascending tensor parallel degree."""
+        """Returns the choices of each kind of stage, by ascending tensor parallel degree."""
         return [
             self._choices_of(where, kind, first, micro_batches)
             for kind, first in zip(where.kinds, where.firsts, strict=True)

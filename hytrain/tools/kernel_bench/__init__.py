@@ -1,1 +1,1 @@
-"""`hytrain bench kernel`: the CPU passes beside what they compete with."""
+"""`hytrain bench kernel`: compares the CPU passes with what they compete with."""

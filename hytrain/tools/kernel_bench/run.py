@@ -1,8 +1,8 @@
-"""`hytrain bench kernel`: how fast the CPU passes are beside what they compete with.
+"""`hytrain bench kernel`: how fast the CPU passes are, compared with what they compete with.
 
 Everything is measured in one run, interleaved round by round, because the bandwidth of a host
-changes from hour to hour and from machine to machine; medians over rounds; for each subject the
-best number of threads.
+changes from hour to hour and from machine to machine. Results are medians over rounds, with the
+best number of threads for each subject.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hytrain.model.partition import align_up
 from hytrain.tools.kernel_bench.subjects import ARRAY_BYTES, Arrays, Subject, all_subjects
 
 _LLC_MULTIPLE = 4  # each fp32 array is at least this many last-level caches
-_MEMORY_SHARE = 0.6  # of what is free
+_MEMORY_SHARE = 0.6  # of the free memory
 
 
 def _medians(
     runs: Mapping[str, Callable[[int], object]], counts: Sequence[int], num_rounds: int
 ) -> dict[str, tuple[float, int]]:
-    """For each subject its smallest median of seconds, and the thread count that has it."""
+    """For each subject its smallest median in seconds, and the thread count that reaches it."""
     turns = list(product(counts, runs))
     seconds: dict[tuple[int, str], list[float]] = {turn: [] for turn in turns}
     for round_index in range(num_rounds + 1):
@@ -65,10 +65,10 @@ def run_bench(
 
     Returns:
         Per subject ``{"gparams_per_s", "gbytes_per_s", "num_threads", "of_read_write",
-        "over_fp32"}``, or None where it is not installed or not asked for: G parameters/s, GB/s,
-        the best number of threads, the share of the bytes/s of the loop that only reads and writes
-        the same state, and (else None) the speed over that of the same pass on fp32 moments. And
-        "machine", which also holds what was measured on.
+        "over_fp32"}``, or None if it is not installed or not asked for: G parameters/s, GB/s, the
+        best number of threads, the bytes/s as a share of those of the loop that only reads and
+        writes the same state, and, for moments in fewer bytes (else None), the speed relative to
+        the same pass on fp32 moments. Also "machine", with the machine, array length and rounds.
 
     Raises:
         KernelArgumentError: a thread count is above what the kernels take.
@@ -88,7 +88,7 @@ def run_bench(
     best = _medians(runs, counts, num_rounds)
 
     def speed(name: str, num_bytes: float = 1.0) -> float:
-        """In 1e9 of parameters, or of bytes, a second."""
+        """Speed in 1e9 parameters per second, or bytes with ``num_bytes`` per parameter."""
         return n * num_bytes / best[name][0] / 1e9
 
     def figures(name: str, subject: Subject) -> dict[str, float | None]:
@@ -112,7 +112,7 @@ def run_bench(
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """How fast the update is, beside DeepSpeed's and plain reads and writes."""
+    """How fast the update is, compared with DeepSpeed's and with plain reads and writes."""
     own, other = result["commit"], result["deepspeed_adam"]
     words = f"An Adam update (commit, fp32 moments): {own['gparams_per_s']:.3g} G parameters/s"
     if other is not None:
@@ -144,6 +144,6 @@ def format_table(result: Mapping[str, Any]) -> str:
                 str(figures["num_threads"]),
             ]
         )
-    # Without the columns that have nothing.
+    # Empty columns are left out.
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     return "\n".join(align([*zip(*columns, strict=True)]))

@@ -24,13 +24,13 @@ from hytrain.tools.stdout import stdout_to
 logger = logging.getLogger(__name__)
 
 ARRAY_BYTES = 4 + 4 + 3 * 2 + sum(state_bytes_each(kind) - 4 for kind in MOMENTS)
-"""That :class:`Arrays` takes a parameter."""
+"""Bytes per parameter that :class:`Arrays` takes."""
 
 # Small enough that a thousand steps leave the values ordinary.
 _LR = 1e-6
 _WEIGHT_DECAY = 0.01
 _DRAWN = 2**20
-"""Random numbers of each array, again and again: torch's generator has one thread."""
+"""Random numbers drawn for each array, then repeated: torch's generator has one thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Subject:
     """One way to sweep an Adam step's memory.
 
     Attributes:
-        num_bytes: that it moves a parameter. Each fp32 array read and written is 8, bf16 read or
-            written is 2; a write that first fetches its cache line is not counted twice.
-        run: one pass, with so many threads; None where it is not to be had.
-        baseline: the loop that only reads and writes the same state.
-        in_fp32: for moments in fewer bytes, the same pass on fp32 moments.
+        num_bytes: bytes that it moves per parameter. Each fp32 array read and written is 8, bf16
+            read or written is 2; a write that first fetches its cache line is not counted twice.
+        run: runs one pass with the given number of threads; None if not available.
+        baseline: name of the loop that only reads and writes the same state.
+        in_fp32: for moments in fewer bytes, name of the same pass on fp32 moments.
     """
 
     num_bytes: float
@@ -163,7 +163,7 @@ def _run_with_threads(run: Callable[[], object], num_threads: int) -> None:
 
 
 def build_deepspeed_adam(weight: torch.nn.Parameter) -> torch.optim.Optimizer:
-    """DeepSpeedCPUAdam for one parameter; raises ImportError or RuntimeError if not to be had."""
+    """DeepSpeedCPUAdam for one parameter; raises ImportError or RuntimeError if not available."""
     # Compilers and DeepSpeed write to the standard output.
     with stdout_to(2):
         adam = importlib.import_module("deepspeed.ops.adam")

@@ -1,4 +1,4 @@
-"""State for ranks whose workloads are decided: shards, and whole layers on either side."""
+"""Deals state to ranks whose workloads are decided: shards, and whole layers on GPU and CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hytrain.tools.planner.cluster import Host
 from hytrain.tools.planner.cost_model import Workload, host_parts, largest_shards
 from hytrain.tools.planner.problem import Floats, Ints, PlanProblem
 
-# Of a host's memory and bandwidth, where its ranks compete for them.
+# Parts of a host's memory and bandwidth to be dealt if its ranks compete for them.
 _LEVELS = 256
 _ROUNDING = 1e-12
 
@@ -23,8 +23,8 @@ class Share:
     """A rank's part of the state.
 
     Attributes:
-        fraction: its shard, of the model.
-        gpu_layers: K, so many layers of the shard are updated on the GPU.
+        fraction: its shard, as a share of the model.
+        gpu_layers: K, the number of layers of the shard that are updated on the GPU.
     """
 
     fraction: float
@@ -34,9 +34,9 @@ class Share:
 def allocate(
     problem: PlanProblem, workloads: Sequence[Workload], step: float, *, even: bool
 ) -> list[Share] | None:
-    """Shares with which every rank keeps to a step of so many seconds; None where there are none.
+    """Returns shares with which every rank keeps to a step of so many seconds; None if none do.
 
-    Exact where the ranks of a host do not compete for its memory or bandwidth.
+    Exact if the ranks of a host do not compete for its memory or bandwidth.
     """
     shares: list[Share] = []
     for host, ranks in problem.cluster.host_ranks:
@@ -63,7 +63,7 @@ def allocate(
 def _on_host(
     problem: PlanProblem, host: Host, works: Sequence[Workload], step: float, *, even: bool
 ) -> list[Share] | None:
-    """The most state for the ranks of one host."""
+    """Returns the largest shares of the ranks of one host; None if they cannot keep to the step."""
     model = problem.model
     whole = model.parameters
     none = np.zeros(())
@@ -79,7 +79,7 @@ def _on_host(
     if min(float(room[0]) for room in found) < 0.0:
         return None
     rooms = np.minimum(np.array(found), most)
-    # What a shard takes of each, by the number of its GPU layers.
+    # What a shard takes of the host's memory and traffic, by the number of its GPU layers.
     on_gpu = model.gpu_parts * whole
     takes = host_parts(problem, host, step, on_gpu, whole - on_gpu, none)
     # Of the numbers of GPU layers with the most room, the one that takes the least of the host.
@@ -87,7 +87,7 @@ def _on_host(
     layers = rooms.shape[1] - 1 - roomy[:, ::-1].argmax(axis=1)
     shards = rooms[np.arange(len(rooms)), layers]
     choices = [shards]
-    if problem.offload_param:  # the host has a part of all of it: then no more than the whole
+    if problem.offload_param:  # hosts hold the weights of all shards: no more than the whole
         choices.append(np.array(water_fill(shards.tolist(), min(1.0, math.fsum(shards)))))
     for chosen in choices:
         if (takes[:, layers] @ chosen <= limits + _ROUNDING).all():
@@ -97,14 +97,14 @@ def _on_host(
 
 
 def _compete(rooms: Floats, takes: Floats) -> list[Share]:
-    """Large shards that take no more than the host has: a dynamic program over parts of the host.
+    """Returns large shards that fit the host together: a dynamic program over parts of the host.
 
-    (To raise a price of the host until all take no more is not enough: a GPU's room is worth the
+    (Raising a price of the host until all take no more is not enough: a GPU's room is worth the
     same to all of them, but not every shard fills it with whole layers.)
 
     Args:
-        rooms: the largest shards, a row a rank, a column a number of GPU layers.
-        takes: what a shard takes of the host's, by the number of its GPU layers, as a share.
+        rooms: the largest shards, a row per rank, a column per number of GPU layers.
+        takes: the share of the host that a shard takes, by the number of its GPU layers.
     """
     levels = np.arange(_LEVELS + 1)
     has = levels[:, None] / _LEVELS
@@ -130,7 +130,7 @@ def _compete(rooms: Floats, takes: Floats) -> list[Share]:
 
 
 def water_fill(rooms: Sequence[float], total: float) -> list[float]:
-    """Shares that sum to the total: the same for all, or a member's room where that is less.
+    """Returns shares that sum to the total: the same for all, or a member's room if that is less.
 
     Raises:
         PlanError: all rooms together are less than the total.

@@ -1,4 +1,4 @@
-"""Who computes: types of GPUs, as they were measured, hosts, and what joins them.
+"""The hardware: types of GPUs, as they were measured, hosts, and what connects them.
 
 Plain data: numbers are checked where files and options are read.
 """
@@ -15,7 +15,7 @@ from hytrain.offload.update_groups import LIMITS, group_begins
 from hytrain.tools.planner.curves import FREE, Table
 
 UNEVEN_FACTOR = 1.25
-"""What unequal shards cost in collectives where nobody measured it (Cephalo's number)."""
+"""Factor of unequal shards on the time of collectives if not measured (Cephalo's number)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,16 @@ class UpdateLaunchTimes:
     """What training adds to a host's launches of the model itself, in milliseconds.
 
     Attributes:
-        each: as it was measured.
-        shares: whether neighbours share launches; where they do not, each layer has its own.
+        each: the measured times.
+        shares: whether neighbouring layers share launches; if not, each has its own.
     """
 
     each: UpdateLaunches
     shares: bool = True
 
     def on_gpu(self, sizes: Sequence[int]) -> list[float]:
-        """To launch the updates of the first 0, 1, ... of layers with shards of these sizes."""
-        # Where launches count, updates leave room.
+        """Returns the times to launch updates of the first 0, 1, ... layers, given shard sizes."""
+        # If launches count, the host sets the pace: fewer groups of updates, which leave room.
         limits = LIMITS.leaving_room()
         begins = set(group_begins(sizes, [self.shares] * len(sizes), limits))
         found, launches = [0.0], 0
@@ -43,24 +43,24 @@ class UpdateLaunchTimes:
         return found
 
     def in_passes(self, on_gpu: int, on_cpu: int) -> float:
-        """Of a step's passes, with so many layers on either side."""
+        """Returns what training adds to launching a step's passes, by layers on each side."""
         each = self.each
         return each.passes_ms + on_gpu * each.gpu_layer_passes_ms + on_cpu * each.cpu_layer_ms
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchTimes:
-    """Of a host that launches a GPU's work, in milliseconds.
+    """A host's times to launch a GPU's work, in milliseconds.
 
     Attributes:
         layer_ms: to launch one layer's forward and backward, against samples.
-        outside_ms: what is outside of the layers, likewise.
-        slowdown: of launching, beside updates on the CPU.
-        updates: what updates take.
-        layer_device_ms: one layer's forward and backward on the device where all of it is launched
-            before; None where that was not measured.
-        outside_device_ms: likewise, of what is outside of the layers.
-        spread: by which launching took longer in some seconds than in others, as a share.
+        outside_ms: the same for what is outside of the layers.
+        slowdown: ratio of launching beside updates on the CPU to launching alone.
+        updates: launch times of updates.
+        layer_device_ms: one layer's forward and backward on the device if all of it was launched
+            before; None if that was not measured.
+        outside_device_ms: the same for what is outside of the layers.
+        spread: share by which launching took longer in some seconds than in others.
     """
 
     layer_ms: Table
@@ -72,11 +72,11 @@ class LaunchTimes:
     spread: float = 0.0
 
     def device(self, samples: int, taken: float) -> float:
-        """What one layer's passes need of the device; they took so many milliseconds."""
+        """Returns the device's own ms for one layer's passes, which took ``taken`` ms in all."""
         return taken if self.layer_device_ms is None else self.layer_device_ms.at(samples)
 
     def outside_device(self, samples: int, taken: float) -> float:
-        """Likewise, what is outside of the layers."""
+        """Returns the same for what is outside of the layers."""
         return taken if self.outside_device_ms is None else self.outside_device_ms.at(samples)
 
 
@@ -84,7 +84,7 @@ class LaunchTimes:
 class GpuProfile:
     """A type of GPU, as measured with the model to be planned. Equal profiles are one type.
 
-    Times and bytes must not fall with more samples: the bound on the best plan counts on it.
+    Times and bytes must not fall with more samples: the bound on the best plan relies on it.
 
     Attributes:
         memory_bytes: what the process may use of it, reserve taken off.
@@ -92,25 +92,24 @@ class GpuProfile:
         backward_ms: one layer's backward without recompute.
         peak_bytes: C, against the samples of a micro-batch: peak of all but the training copy, the
             optimizer state and the activations that other layers have left.
-        idle_bytes: C where no sample is computed.
+        idle_bytes: C if no sample is computed.
         update_rate: parameters/s that the GPU updates.
         copy_rate: bytes/s to the host, and at the same time from it.
-        outside_ms: what one micro-batch takes outside of the layers (embedding, head, loss), both
+        outside_ms: time of one micro-batch outside of the layers (embedding, head, loss), both
             passes.
-        recompute_ms: what a layer's checkpoint adds to its backward; None for its forward. Layer
-            by layer it is the forward always.
-        stored_bytes: C with all activations of all layers, where they are stored; None where that
-            was not measured.
-        multiprocessors: by which it is told apart from others of its name; 0 where not known.
-        limit_bytes: likewise, memory of the device or the process's part of it; None for
+        recompute_ms: what recomputing a checkpointed layer adds to its backward; None: as much as
+            its forward. Layer by layer it is always the forward.
+        stored_bytes: C if all activations of all layers are stored; None if that was not measured.
+        multiprocessors: to tell it apart from others of its name; 0 if not known.
+        limit_bytes: likewise, memory of the device or the process's part of it; None:
             memory_bytes.
-        sizes: micro-batches that may be chosen, 1 and more, ascending; None for all. The last one
-            of a rank, which has what is left, may be of any size below.
-        accumulation_ms: what adding a further micro-batch's gradient takes, a layer, against the
+        sizes: micro-batches that may be chosen, 1 and more, ascending; None: all. A rank's last
+            one, which has the remainder, may have any size below.
+        accumulation_ms: time to add a further micro-batch's gradient, per layer, against the
             micro-batch's samples.
-        fetch_rate: bytes/s from the host while nothing goes there; None for copy_rate.
-        layer_peak_bytes: the part of C that is there in a layer's passes; None for all of it.
-        launches: what the host takes to launch its work; None where that was not measured.
+        fetch_rate: bytes/s from the host while nothing is copied to it; None: copy_rate.
+        layer_peak_bytes: C during a layer's passes; None: the same as peak_bytes.
+        launches: the host's times to launch its work; None if they were not measured.
     """
 
     name: str
@@ -133,34 +132,34 @@ class GpuProfile:
     launches: LaunchTimes | None = None
 
     def layer_peak(self, samples: int) -> float:
-        """C in the passes of a layer: what is outside of the layers (the logits) is not there."""
+        """Returns C in a layer's passes, without what is outside of the layers (the logits)."""
         return (self.layer_peak_bytes or self.peak_bytes).at(samples)
 
     def fetch_rates(self, activations: Activations) -> tuple[float, float]:
-        """Bytes/s from the host in forward, and in backward, where gradients go there.
+        """Returns the bytes/s from the host in forward, and in backward, when gradients go to it.
 
-        In forward activations do, where they are offloaded.
+        In forward, activations go to it if they are offloaded.
         """
         is_alone = self.fetch_rate is not None and activations != "offload"
         return (self.fetch_rate or 0.0) if is_alone else self.copy_rate, self.copy_rate
 
     def is_launch_bound(self, size: int) -> bool:
-        """Whether it waits for its host to launch a micro-batch of so many samples."""
+        """Whether the GPU waits for its host to launch a micro-batch of ``size`` samples."""
         if self.launches is None or size < 1:
             return False
         passes = self.forward_ms.at(size) + self.backward_ms.at(size)
         return self.launches.layer_ms.at(size) > LAUNCH_BOUND_SHARE * passes
 
     def micro_sizes(self, batch: int) -> Sequence[int]:
-        """Micro-batches that may be used for so many samples."""
+        """Returns the micro-batches that may be used for ``batch`` samples."""
         if self.sizes is None:
             return range(1, batch + 1)
         return tuple(size for size in self.sizes if size <= batch)
 
     def micro_batches(self, samples: int) -> Sequence[int]:
-        """In which a rank may compute so many samples: :meth:`micro_sizes`, or all at once.
+        """Returns the sizes to compute ``samples`` in: :meth:`micro_sizes`, or all at once.
 
-        All at once is what is left of a larger micro-batch, so that must be one to choose.
+        All at once is the remainder of a larger micro-batch, so that must be one to choose.
         """
         sizes = self.micro_sizes(samples)
         is_rest = self.sizes is not None and samples < self.sizes[-1] and samples not in sizes
@@ -172,9 +171,9 @@ class Host:
     """A machine. Its ranks divide the cores equally, and share memory and bandwidth as needed.
 
     Attributes:
-        gpus: a rank each, in order.
-        cores: that the ranks may use.
-        memory_bytes: that the ranks may use together.
+        gpus: one per rank, in order.
+        cores: cores that the ranks may use together.
+        memory_bytes: bytes that the ranks may use together.
         bandwidth: bytes/s of its memory.
         update_rates: parameters/s of a CPU update against the number of cores.
     """
@@ -198,9 +197,9 @@ class Cluster:
 
     Attributes:
         hosts: in rank order.
-        all_gather_ms: of an evenly split layer over all ranks, against its bytes.
-        reduce_scatter_ms: likewise.
-        uneven_factors: what unequal shards cost in the two.
+        all_gather_ms: all-gather of an evenly sharded layer over all ranks, against its bytes.
+        reduce_scatter_ms: its reduce-scatter, likewise.
+        uneven_factors: factors of unequal shards on the two.
         contention: share of a collective's time by which it delays what is computed beside it:
             it takes multiprocessors and bandwidth.
     """
@@ -219,7 +218,10 @@ class Cluster:
     def collective_seconds(
         self, gathered: float, reduced: float, *, even: bool
     ) -> tuple[float, float]:
-        """An all-gather and a reduce-scatter of so many bytes, over even or unequal shards."""
+        """Returns the seconds of an all-gather and a reduce-scatter of so many bytes.
+
+        ``even``: whether shards are equal.
+        """
         if self.num_ranks == 1:
             return 0.0, 0.0
         of_gather, of_scatter = (1.0, 1.0) if even else self.uneven_factors

@@ -1,56 +1,55 @@
-"""What a rank's work takes: seconds of a step, bytes of GPU and host. hytrain's own cost model.
+"""hytrain's own cost model: what a rank's work takes in seconds of a step, bytes of GPU and host.
 
-A rank's b samples are l micro-batches of m, but for the last one, which has what is left. With f, g
-and r their forward, backward and recomputation (0 where activations are stored), and sums over all
+A rank's b samples are l micro-batches of m, but the last one has the remainder. With f, g and r
+their forward, backward and recomputation (0 if activations are stored), and sums over all
 micro-batches, one layer takes, layer-major
 
-    forward   max(AG, sum f + c AG, boundary bytes / copy rate where they are offloaded)
+    forward   max(AG, sum f + c AG, boundary bytes / copy rate if they are offloaded)
     backward  max(RS (+ AG in stage 3), sum (r + g) + (l - 1) accumulation + c RS, the same bytes)
 
-and where micro-batches pass through the model one by one, gradients being reduced in the last
-one's backward,
+and if micro-batches pass through the model one by one, with gradients reduced in the last one's
+backward,
 
     forward   max(AG, f of the first + c AG) + sum of f of the others
     backward  sum of (r + g + accumulation) of all but the last + max(RS, r + g of the last + c RS)
 
-c being the share of a collective that compute beside it misses (in stage 3, one by one, each
-micro-batch waits for its own AG in forward and AG + RS in backward, and misses c of both); on the
-GPU, that makes
+where c is the share of a collective's time that compute beside it loses (in stage 3, one by one,
+each micro-batch waits for its own AG in forward and AG + RS in backward, and loses c of both). On
+the GPU this makes
 
     compute   L (forward + backward) + sum of what is outside of the layers
 
-In stages 1 and 2 the AG is that of the updated weights, under forward. The rank's step is as long
-as the longest of these bounds, a step of the job as that of its slowest rank:
+In stages 1 and 2 the AG is that of the updated weights, beside forward. The rank's step is the
+longest of these bounds, the job's step that of its slowest rank:
 
     GPU       compute + GPU-placed parameters / GPU rate
     CPU       startup + CPU-placed parameters / CPU rate, or 2 B each way over the copy rate. The
-              startup is what the worker cannot use: it begins with the first layer's gradient, and
-              the last layer's forward follows its end; micro-batches between the first and the last
-              have nothing for it, unless the step is layer-major
+              startup is time that the worker cannot use: it begins with the first final gradient,
+              and the forward of its last layer follows its end; micro-batches between the first and
+              the last have no work for it, unless the step is layer-major
     copies    (2 B of each CPU-placed parameter + offloaded boundary bytes) / copy rate, each way
-    host      all traffic of all its ranks / bandwidth of its memory
+    host      traffic of all ranks of the host / bandwidth of its memory
 
-With weights in host memory (stage 3, ``offload_param``) a rank's part of a layer, so much of it as
-its shard is, is copied from there before each gather: AG becomes AG + fetch, in forward and in
-backward, and the first layer's fetch of every forward is waited for (layer_seconds.py). The copies
-to the host have the new copies of GPU-placed parameters, too; those of CPU-placed ones are written
-there.
+With weights in host memory (stage 3, ``offload_param``) a rank's shard of a layer is copied from
+there before each gather: AG becomes AG + fetch, in forward and in backward, and every forward waits
+for the first layer's fetch (layer_seconds.py). The copies to the host then include the new training
+copies of GPU-placed parameters; those of CPU-placed ones are written there.
 
-These are the roofline bounds of a step (docs/internals.md); planned_step.py is finer, it has the
-steps of all ranks simulated together. Memory of the GPU, where an element of the training copy has
-2 B: 2 B a parameter (4 B a parameter of the shard in stage 3, with its gradient) + 12 B a
-GPU-placed parameter + the larger of what there is in the passes and at the end of backward:
+These are the roofline bounds of a step (docs/internals.md); planned_step.py is finer: it simulates
+the steps of all ranks together. GPU memory, if an element of the training copy has 2 B, is 2 B per
+parameter (in stage 3 4 B per parameter of the shard, with its gradient) + 12 B per GPU-placed
+parameter + the larger of the peaks in the passes and at the end of backward:
 
-    passes    C(m) + what the activation policy leaves there + whole gradients before they are
+    passes    C(m) + what the activation policy keeps there + whole gradients before they are
               reduced (one by one: beside every micro-batch but the first)
-    end       C(m) + 2 B a GPU-placed parameter, whose gradient waits for the outcome
+    end       C(m) + 2 B per GPU-placed parameter, whose gradient waits for the outcome
 
-On the host 14 to 16 B a CPU-placed parameter + offloaded activations + with ``offload_param`` 2 B a
-parameter of the shard, which then are not on the GPU.
+On the host it is 14 to 16 B per CPU-placed parameter + offloaded activations + with
+``offload_param`` 2 B per parameter of the shard, which then are not on the GPU.
 
-Parameters that are not trained are weights and nothing else. They are cut as the trained ones are,
-and counted with them: where weights are kept, gathered or fetched, a trained parameter has 2 B
-times all of the model's parameters over the trained ones.
+Frozen parameters are weights and nothing else. They are sharded as the trained ones are, and
+counted with them: where weights are kept, gathered or fetched, a trained parameter has 2 B times
+the ratio of all parameters of the model to the trained ones.
 """
 
 from __future__ import annotations
@@ -82,15 +81,15 @@ class Workload:
     """A rank's part of the batch, and what that leaves for state.
 
     Attributes:
-        microbatch: of them at once; 0 where there are none.
-        activations: policy between layers.
+        microbatch: samples that are computed at once; 0 if there are none.
+        activations: activation policy.
         compute: seconds of both passes of all micro-batches.
         startup: seconds of a step in which the CPU worker can do nothing.
-        room: bytes of the GPU left for state, and in stage 3 for the training copy, while passes
-            are made; may be negative.
-        end_room: the same at the end of a backward, for the gradients that wait, too; no less.
+        room: GPU bytes left for state, and in stage 3 for the training copy, during the passes;
+            may be negative.
+        end_room: the same at the end of backward, for waiting gradients as well; at least ``room``.
         offloaded: bytes of activations that go to the host.
-        fetches: what copies of its weights from the host add to ``compute``, by its shard.
+        fetches: what fetching its weights from the host adds to ``compute``, by its shard.
     """
 
     batch: int
@@ -104,20 +103,20 @@ class Workload:
     fetches: tuple[FetchLine, ...] = ()
 
     def fetching(self, shard: float) -> float:
-        """Seconds by which fetches make the passes longer, with a shard of so many parameters."""
+        """Returns the seconds that fetches add to the passes with a shard of so many parameters."""
         return max((line.slope * shard - line.hidden for line in self.fetches), default=0.0)
 
 
 def fits_rounds(problem: PlanProblem, batch: int, microbatch: int) -> bool:
-    """Whether a rank with this workload makes as many micro-batches as all are to make."""
+    """Whether a rank with this workload makes as many micro-batches as all ranks must."""
     return problem.rounds is None or not batch or -(-batch // microbatch) == problem.rounds
 
 
 def sizes_to_choose(problem: PlanProblem, gpu: GpuProfile, samples: int) -> Sequence[int]:
-    """Micro-batches in which a rank may compute so many samples.
+    """Returns the micro-batch sizes in which a rank may compute ``samples``.
 
-    Those of the profile; any up to the largest of them where all ranks make as many micro-batches,
-    since few multiples of a number of rounds would sum to the batch.
+    Those of the profile; any up to the largest of them if all ranks make equally many
+    micro-batches, since few multiples of a number of rounds would sum to the batch.
     """
     if problem.rounds is None:
         return gpu.micro_batches(samples)
@@ -133,7 +132,7 @@ def workload(
     microbatch: int,
     activations: Activations,
 ) -> Workload:
-    """What ``batch`` samples take on a GPU, ``microbatch`` at once; 0 and 0 for none."""
+    """Returns what ``batch`` samples take on a GPU, ``microbatch`` at once; 0 and 0 for none."""
     model = problem.model
     sizes = split_batch(batch, microbatch)
     offloaded = 0.0
@@ -163,7 +162,7 @@ class WorkloadMaker:
         """The arguments are those of :func:`workload`."""
         self._problem = problem
         self._collectives = collectives
-        # By the profile's identity: to compare profiles takes long.
+        # By the profile's id: comparing profiles takes long.
         self._known: dict[tuple[int, int, int, Activations], Workload] = {}
 
     def of(self, gpu: GpuProfile, batch: int, size: int, policy: Activations) -> Workload:
@@ -177,9 +176,9 @@ class WorkloadMaker:
 def roofline(
     problem: PlanProblem, host: Host, gpu: GpuProfile, work: Workload, on_gpu: float, on_cpu: float
 ) -> dict[str, float]:
-    """Seconds of each bound of a rank's step, but for its host's bandwidth.
+    """Returns the seconds of each bound of a rank's step, except its host's bandwidth.
 
-    With so many parameters of state on either side.
+    ``on_gpu``, ``on_cpu``: parameters whose state is there.
     """
     copied = problem.model.itemsize * on_cpu
     written = problem.written_bytes * on_gpu
@@ -192,9 +191,9 @@ def roofline(
 
 
 def traffic(problem: PlanProblem, on_gpu: _Number, on_cpu: _Number, offloaded: _Number) -> _Number:
-    """Bytes that a rank's step moves in its host's memory: updates, activations, weights.
+    """Returns the bytes a rank's step moves in its host's memory: updates, activations, weights.
 
-    With so many GPU-placed and CPU-placed parameters, and bytes of offloaded activations.
+    ``on_gpu``, ``on_cpu``: parameters placed there; ``offloaded``: bytes of activations.
     """
     weights = problem.shard_traffic * (on_gpu + on_cpu)
     return problem.state_traffic * on_cpu + weights + 2.0 * offloaded
@@ -203,7 +202,7 @@ def traffic(problem: PlanProblem, on_gpu: _Number, on_cpu: _Number, offloaded: _
 def host_bytes(
     problem: PlanProblem, on_gpu: _Number, on_cpu: _Number, offloaded: _Number
 ) -> _Number:
-    """What a rank keeps in its host's memory; the arguments are those of :func:`traffic`."""
+    """Returns the bytes a rank keeps in its host's memory; arguments as for :func:`traffic`."""
     weights = problem.host_weight_bytes * (on_gpu + on_cpu)
     return problem.host_state_bytes * on_cpu + weights + offloaded
 
@@ -216,7 +215,7 @@ def host_parts(
     on_cpu: Floats,
     offloaded: Floats,
 ) -> Floats:
-    """Of the host's memory (a row), and of its traffic in a step (another), what ranks take."""
+    """Returns the shares that ranks take: of the host's memory (row 0), of its traffic (row 1)."""
     moved = traffic(problem, on_gpu, on_cpu, offloaded) / (step * host.bandwidth)
     held = host_bytes(problem, on_gpu, on_cpu, offloaded)
     # A host without memory has nothing for anyone.
@@ -227,13 +226,13 @@ def host_parts(
 def gpu_bytes(
     problem: PlanProblem, gpu: GpuProfile, work: Workload, on_gpu: float, on_cpu: float
 ) -> float:
-    """The peak of a rank's GPU."""
+    """Returns the peak bytes of a rank's GPU."""
     shard = problem.sharded_bytes * (on_gpu + on_cpu) + problem.gpu_state_bytes * on_gpu
     return gpu.memory_bytes + shard - min(work.room, work.end_room - problem.waiting_bytes * on_gpu)
 
 
 def gpu_layers_that_fit(problem: PlanProblem, work: Workload, shard: float) -> int:
-    """Layers of a shard of so many parameters that have room on the GPU."""
+    """Returns how many layers of a shard of so many parameters fit on the GPU; -1: not even 0."""
     model = problem.model
     each = problem.gpu_state_bytes * shard
     if each <= 0.0:
@@ -247,10 +246,10 @@ def gpu_layers_that_fit(problem: PlanProblem, work: Workload, shard: float) -> i
 def largest_shards(
     problem: PlanProblem, host: Host, gpu: GpuProfile, workloads: Sequence[Workload], step: float
 ) -> Floats:
-    """Parameters of the largest shard, of whole layers: a row a workload, a column a number 0..L.
+    """Returns the parameters of the largest shard by workload (row) and GPU layers 0..L (column).
 
-    The number is that of the layers that the GPU updates; the host's own limits are left apart.
-    Negative in all columns where a workload itself takes longer than the step.
+    GPU layers are whole layers that the GPU updates. The host's own limits are not applied.
+    Negative in all columns if a workload by itself does not fit or takes longer than the step.
     """
     rows = [(w.compute, w.startup, w.room, w.end_room, w.offloaded) for w in workloads]
     compute, startup, room, end_room, offloaded = np.array(rows).reshape(-1, 5).T[:, :, None]
@@ -267,17 +266,17 @@ def largest_shards(
         unlimited = np.full_like(shards, np.inf)
         shards = np.minimum(shards, np.divide(has, taken, out=unlimited, where=taken > 0.0))
     if problem.offload_param:
-        # No more goes to the host than comes from there in backward alone, as fast: no other limit.
+        # Backward alone fetches as much from the host as goes there, as fast: no further limit.
         shards = np.minimum(shards, _fetched(workloads, step, gpu_part / gpu.update_rate))
     possible = (room >= 0.0) & (on_gpu >= 0.0) & (on_cpu >= 0.0)
     return np.where(possible, shards, -1.0)
 
 
 def _fetched(workloads: Sequence[Workload], step: float, seconds: Floats) -> Floats:
-    """Parameters of the largest shard that is fetched in time: by workloads of one GPU and
-    ``seconds``, which each parameter of the shard takes besides."""
+    """Returns the parameters of the largest shard that is fetched in time, by workload of one GPU
+    and by ``seconds``, the time that each parameter of the shard takes besides."""
     most = max((len(work.fetches) for work in workloads), default=0)
-    lines = [(work.fetches * most)[:most] for work in workloads]  # as many of each: some again
+    lines = [(work.fetches * most)[:most] for work in workloads]  # as many of each: some repeat
     shape = len(workloads), most, 1
     slope = np.array([line.slope for own in lines for line in own]).reshape(shape) + seconds
     hidden = np.array([line.hidden for own in lines for line in own]).reshape(shape)
@@ -290,7 +289,7 @@ def _fetched(workloads: Sequence[Workload], step: float, seconds: Floats) -> Flo
 def longest_step(
     problem: PlanProblem, host: Host, gpu: GpuProfile, workloads: Sequence[Workload]
 ) -> float:
-    """Seconds after which no further time would let a rank with such work do or hold more."""
+    """Returns the seconds beyond which a longer step lets a rank do or hold no more."""
     whole = problem.model.parameters
     slopes = (line.slope for work in workloads for line in work.fetches)
     copied = problem.model.itemsize * whole + max(work.offloaded for work in workloads)
@@ -303,15 +302,15 @@ def longest_step(
 def peaks(
     problem: PlanProblem, gpu: GpuProfile, batch: int, microbatch: int, activations: Activations
 ) -> tuple[float, float]:
-    """Bytes of the GPU beside training copy, state and shards: most in the passes, and at the end.
+    """Returns GPU bytes beside training copy, state and shards: peak in the passes, and at the end.
 
-    The end is that of a backward, with the lowest layer's activations; the logits are gone by then.
-    H200s were within 2.5 % of the larger of both, state and shards added (experiments/unequal_gpus,
-    149 peaks, all policies but "offload").
+    The end is that of backward, with the lowest layer's activations; the logits are gone by then.
+    Peaks of H200s were within 2.5 % of the larger of both, state and shards added
+    (experiments/unequal_gpus, 149 peaks, all policies but "offload").
     """
     model = problem.model
     if not batch:
-        # In several ranks' reductions it has a layer of zeros.
+        # To reductions of several ranks it contributes a layer of zeros.
         zeros = 0.0
         if problem.cluster.num_ranks > 1:
             zeros = problem.gradient_bytes * model.parameters / model.num_layers
@@ -327,7 +326,7 @@ def _passes_peak(
 ) -> float:
     model = problem.model
     gradients = 0.0
-    if problem.stage != 3:  # there they are reduced as they come, in every backward
+    if problem.stage != 3:  # there each is reduced at once, in every backward
         gradients = float(problem.gradient_bytes * model.parameters)
     # All gradients are whole when backward has come to the lowest layer.
     whole = gpu.layer_peak(microbatch) + gradients

@@ -1,4 +1,4 @@
-"""A measured quantity against a size: what was measured, and how it goes on beyond it."""
+"""A measured quantity against a size, interpolated, and extrapolated beyond the measured sizes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hytrain.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A quantity at some sizes, straight lines between them.
+    """A quantity at some sizes, with straight lines between them.
 
-    Below the first size it is that of the first; above the last, the last line goes on, but never
-    falls. One point alone is proportional to the size.
+    Below the first size it has the first value; above the last, the last line goes on, but never
+    falls. With a single point it is proportional to the size.
 
     Attributes:
         points: (size, value), by ascending positive size.
 
     Raises:
-        PlanError: no point, sizes that do not ascend, or a value that is not a positive number.
+        PlanError: no point, sizes that do not ascend, or a value that is negative or not finite.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -35,11 +35,11 @@ class Table:
             raise PlanError(f"a table holds a value that is no positive number: {self.points}")
 
     def scaled(self, size: float, value: float = 1.0) -> Table:
-        """Against ``size`` times what it is against, and of ``value`` times its values."""
+        """Returns the table with all sizes times ``size`` and all values times ``value``."""
         return Table(tuple((size * x, value * y) for x, y in self.points))
 
     def at(self, size: float) -> float:
-        """The value at a size."""
+        """Returns the value at a size."""
         points = self.points
         first_size, first = points[0]
         if len(points) == 1:
@@ -55,4 +55,4 @@ class Table:
 
 
 FREE = Table(((1.0, 0.0),))
-"""What takes nothing."""
+"""A table of zeros: something that takes no time."""

@@ -1,8 +1,8 @@
-"""Profiles of GPUs that nobody has measured here, estimated from their data sheets.
+"""Profiles of GPUs that were not measured, estimated from their data sheets.
 
-For a first look at what a set of GPUs would do together. The tables have what NVIDIA's data sheets
-say: dense TFLOP/s, memory bandwidth, multiprocessors (memory: as the driver reports it). What is
-made of it is coarse, see the constants: a plan to train by needs `hytrain profile`.
+For a first look at what a set of GPUs would do together. The tables have the values of NVIDIA's
+data sheets: dense TFLOP/s, memory bandwidth, multiprocessors (memory: as the driver reports it).
+The estimates are coarse, see the constants: a plan for training needs `hytrain profile`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ SETTINGS = "estimated from data sheets, not measured"
 
 _WRITTEN = datetime(2026, 11, 21, tzinfo=timezone.utc)
 _GIB = 1024**3
-# Of the sheet's TFLOP/s, what a transformer layer's matrix products reach where there is enough to
-# do, and how many tokens at once are half of enough.
+# Share of the sheet's TFLOP/s that a transformer layer's matrix products reach with enough tokens,
+# and the number of tokens at once with which they reach half of that.
 _EFFICIENCY = 0.55
 _HALF_SPEED_TOKENS = 512
 _LAUNCH_MS = 0.1
-# Activations of a layer, bytes a token and hidden unit at 2 bytes each, without the scores of
-# attention (Korthikanti et al. 2022, arXiv 2205.05198), for layers of 12 hidden^2 parameters.
+# Activations of a layer, bytes per token and hidden unit at 2 bytes each, without attention scores
+# (Korthikanti et al. 2022, arXiv 2205.05198), for layers of 12 hidden^2 parameters.
 _ACTIVATION_BYTES = 34
 # Logits: 2 bytes, their fp32 copy, its gradient and softmax.
 _LOGIT_BYTES = 14
-# Of the memory's bandwidth, what Adam's kernels reach, and what they move for each parameter.
+# Share of the memory's bandwidth that Adam's kernels reach, and bytes they move per parameter.
 _UPDATE_SHARE = 0.8
 _UPDATE_BYTES = 30
 _GPU_SPEED: dict[MomentsName, float] = {"fp32": 1.0, "bf16": 1.4, "8bit": 1.2}
 _CPU_SPEED: dict[MomentsName, float] = {"fp32": 1.0, "bf16": 1.2, "8bit": 1.25}
-"""Of updates, over those with fp32 moments: one H200 and its host (experiments/moment_kinds).
-Arithmetic binds those of fewer bytes."""
+"""Speed of updates over those with fp32 moments: one H200 and its host (experiments/moment_kinds).
+Those of fewer bytes are limited by arithmetic."""
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _CORE_RATE = 3.3e8
 """Parameters/s that a core updates, until the memory's bandwidth is used up."""
@@ -58,14 +58,14 @@ class DeviceSheet:
     """A GPU's data sheet.
 
     Attributes:
-        name: as the driver gives it.
+        name: as the driver reports it.
         gib: memory, as the driver reports it.
-        half_tflops: bf16 (fp16 before Ampere has tensor cores, but no bf16: there as fp32).
+        half_tflops: bf16; the same as fp32 before Ampere, when tensor cores had fp16 but no bf16.
         single_tflops: fp32, without TF32.
         bandwidth: of its memory, GB/s.
-        copy_rate: to the host, each way while both go, GB/s.
-        link_rate: of a collective with other GPUs of its host by NVLink and its switches, GB/s: 0.8
-            of the link's each way. 0: through the host.
+        copy_rate: to and from the host, each way while both are in use, GB/s.
+        link_rate: of a collective with other GPUs of its host over NVLink and its switches, GB/s:
+            0.8 of the link's rate each way. 0: through the host.
     """
 
     name: str
@@ -104,12 +104,12 @@ _ALIASES = {
     "v10016gb": "v100", "v100pcie32gb": "v10032gb", "a10080gb": "a100", "a100sxm480gb": "a100",
     "a100sxm440gb": "a10040gb", "h10080gb": "h100", "h10080gbhbm3": "h100", "h100sxm": "h100",
 }  # fmt: skip
-"""Other words for them."""
+"""Other names of the sheets."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the estimate needs of a model beside what a profile says of it."""
+    """What an estimate needs to know of a model beyond what a profile says of it."""
 
     model: ProfiledModel
     hidden: int
@@ -117,15 +117,15 @@ class ModelShape:
 
 
 def sheet_of(name: str) -> DeviceSheet | None:
-    """The sheet that a user's word means, however it is spelt; None where there is none."""
+    """Returns the sheet that a user's name means, in any spelling; None if there is none."""
     word = re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
     return SHEETS.get(_ALIASES.get(word, word))
 
 
 def estimated_interconnect(profile: ProfileFile) -> float:
-    """Bytes a second of a collective between all ranks of an estimated profile.
+    """Returns the bytes/s of a collective between all ranks of an estimated profile.
 
-    By NVLink where all are GPUs of one host that have it, else through the slowest's host.
+    It uses NVLink if all are GPUs of one host that have it, else the slowest one's way to its host.
     """
     there = {device.device for device in profile.devices}
     linked = min(sheet.link_rate for sheet in SHEETS.values() if sheet.name in there)
@@ -135,7 +135,7 @@ def estimated_interconnect(profile: ProfileFile) -> float:
 
 
 def estimated_device(sheet: DeviceSheet, shape: ModelShape, host: str) -> DeviceProfile:
-    """A profile of the device with a model, from its data sheet."""
+    """Returns a profile of the device with a model, from its data sheet."""
     model = shape.model
     itemsize = ITEMSIZE[model.dtype]
     tflops = sheet.single_tflops if model.dtype == "fp32" else sheet.half_tflops
@@ -170,7 +170,7 @@ def _milliseconds(operations: float, tokens: int, per_ms: float) -> float:
 def _layer(shape: ModelShape, samples: int, per_ms: float, itemsize: int) -> LayerSample:
     model = shape.model
     tokens = samples * model.seq_len
-    # Two operations a parameter and token, and attention's own two products, half of them masked.
+    # Two operations per parameter and token, and attention's two products, half of them masked.
     operations = 2.0 * tokens * (model.layer_parameters + model.seq_len * shape.hidden)
     forward = _milliseconds(operations, tokens, per_ms)
     backward = _milliseconds(2.0 * operations, tokens, per_ms)
@@ -210,7 +210,7 @@ def estimated_host(
     bandwidth: float,
     moments: MomentsName,
 ) -> HostProfile:
-    """A host with so many cores and so much memory, of so many bytes a second."""
+    """Returns the profile of a host with so many cores and bytes of memory, of so many bytes/s."""
     speed = _CPU_SPEED[moments]
     together = speed * _UPDATE_SHARE * bandwidth / _UPDATE_BYTES / len(ranks)
     threads = sorted({1, max(1, cores // 2), cores})
@@ -234,7 +234,7 @@ _COUNTED = re.compile(r"(\d+)x(?=.*[A-Za-z])(.+)")
 
 
 def expand(names: Sequence[str]) -> list[str]:
-    """Names with counts, "2xl4" or "2x l4", as one name a device."""
+    """Returns names with counts, "2xl4" or "2x l4", as one name per device."""
     found: list[str] = []
     for name in names:
         counted = _COUNTED.fullmatch(name.strip())
@@ -246,7 +246,7 @@ def expand(names: Sequence[str]) -> list[str]:
 
 
 def _meant(name: str) -> str:
-    """An unknown name, with what it may be meant to be."""
+    """Returns an unknown name with a suggestion of what was meant."""
     if name.isdigit():
         return f"{name} (write {name}xNAME, as {name}xh100)"
     counted = re.fullmatch(r"(.+?)[x*:](\d+)", name)
@@ -257,7 +257,7 @@ def _meant(name: str) -> str:
 
 
 def hosts_of(names: Sequence[str], per_host: Sequence[int] | None) -> list[list[str]]:
-    """The devices of each host; all of one host where nobody says how many each has.
+    """Returns the devices of each host; all on one host if ``per_host`` is None.
 
     Raises:
         PlanError: the hosts do not have exactly these devices.
@@ -283,7 +283,7 @@ def estimated_cluster(
     memory_bytes: int = 64 * 1024**3,
     bandwidth: float = 1e11,
 ) -> ProfileFile:
-    """Hosts with devices of the shipped data sheets, with a model.
+    """Returns the profile of a model on hosts with devices of the shipped data sheets.
 
     Raises:
         PlanError: there is no data sheet for a name.

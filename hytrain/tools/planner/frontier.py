@@ -1,9 +1,9 @@
-"""What a rank may do in a step of some length.
+"""What a rank may do in a step of a given length.
 
-A batch of 65,536 has 10^5 workloads a rank and more. Few are made: where a rank may have many
-numbers of samples, they are cut into ranges, and of a range there is one offer: its most samples,
-with the workload of its fewest. So an offer is never worse than what it stands for, and where a
-rank's samples are known to lie in a small range each number is an offer of its own.
+A batch of 65,536 has 10^5 workloads per rank and more. Few are made: if a rank may have many
+numbers of samples, they are cut into ranges, and a range makes one offer: its most samples, with
+the workload of its fewest. So an offer is never worse than what it stands for, and if a rank's
+samples are known to lie in a small range, each number is an offer of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hytrain.tools.planner.cluster import GpuProfile, Host
 from hytrain.tools.planner.cost_model import Collectives, Workload, sizes_to_choose, workload
 from hytrain.tools.planner.problem import PlanProblem
 
-# Numbers of samples, or ranges of them, that are looked at.
+# The most numbers of samples, or ranges of them, that are looked at.
 _MOST_RANGES = 64
 
 
@@ -27,9 +27,9 @@ class Offer:
     """A range of workloads of a rank.
 
     Attributes:
-        samples: the most that it stands for.
-        size: of their micro-batches, at most; 0 for no samples.
-        work: the one with the fewest samples.
+        samples: the most samples of the range.
+        size: the largest size of their micro-batches; 0 for no samples.
+        work: the workload of the fewest samples for a bound, else of ``samples``.
     """
 
     samples: int
@@ -47,19 +47,19 @@ class _Family:
     _made: dict[int, Workload] = field(default_factory=dict[int, Workload])
 
     def at(self, samples: int) -> Workload:
-        """The workload."""
+        """Returns the workload of so many samples."""
         if samples not in self._made:
             self._made[samples] = self.make(samples)
         return self._made[samples]
 
     def fitting(self, fits: Callable[[Workload], bool]) -> range:
-        """Samples of the workloads before the first one that does not fit."""
+        """Returns the samples of the workloads before the first one that does not fit."""
         number = bisect.bisect_left(self.samples, True, key=lambda one: not fits(self.at(one)))
         return self.samples[:number]
 
 
 class RankFrontier:
-    """The workloads of a rank, but those that leave no room on the GPU or take too long."""
+    """The workloads of a rank, except those that do not fit on the GPU or take too long."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class RankFrontier:
         for policy, (below, size) in itertools.product(
             problem.activations, itertools.pairwise(sizes)
         ):
-            # Of as many rounds all but the last are full.
+            # All rounds but the last are full.
             full = 0 if problem.rounds is None else (problem.rounds - 1) * size
             most = problem.batch if problem.rounds is None else problem.rounds * size
             family = _Family(
@@ -102,26 +102,26 @@ class RankFrontier:
 
     @property
     def extremes(self) -> list[Workload]:
-        """Those with the fewest and the most samples of each policy and micro-batch."""
+        """The workloads with the fewest and the most samples of each policy and micro-batch."""
         families = self._families
         ends = [family.at(family.samples[end]) for family in families for end in (0, -1)]
         return [*ends, *self._idle]
 
     def most_samples(self, step: float) -> int:
-        """The most that are computed in a step of so many seconds; -1: not even none are."""
+        """Returns the most samples that fit in a step of so many seconds; -1: not even none do."""
         idle = any(one.compute <= step for one in self._idle)
         return max((ranged[-1] for _, ranged in self._in_time(step)), default=0 if idle else -1)
 
     def offers(self, step: float, least: int, *, bound: bool) -> list[Offer]:
-        """What a rank may do in a step of so many seconds, with so many samples at least.
+        """Returns what a rank may do in a step of so many seconds, with ``least`` samples or more.
 
-        ``bound``: whether no workload may be better than the offers; without, each is a workload.
+        ``bound``: whether no workload may be better than the offers; if not, each is a workload.
         """
         idle = [one for one in self._idle if one.compute <= step and least <= 0]
         found = [Offer(0, 0, one) for one in idle]
         families = [(one, ranged) for one, ranged in self._in_time(step) if ranged[-1] >= least]
         if self._is_in_rounds and not bound:
-            # Few numbers of samples make so many rounds: the largest alone seldom sum to a batch.
+            # Few numbers of samples make these rounds: the largest alone seldom sum to the batch.
             fewest = ((family, max(least, ranged[0])) for family, ranged in families)
             found += [Offer(batch, family.size, family.at(batch)) for family, batch in fewest]
         most = max((ranged[-1] for _, ranged in families), default=0)
@@ -138,7 +138,7 @@ class RankFrontier:
         return found
 
     def _in_time(self, step: float) -> Iterator[tuple[_Family, range]]:
-        """Of each family the workloads that are computed and copied in time, and fit the host."""
+        """Yields each family's samples that are computed and copied in time, and fit the host."""
         offloaded = min(step * self.gpu.copy_rate, step * self.host.bandwidth / 2.0)
         offloaded = min(offloaded, self.host.memory_bytes) * (1.0 + 1e-9)
 

@@ -1,4 +1,4 @@
-"""Where no plan fits: in words, what is short of memory, what it has and what the least takes."""
+"""Why no plan fits, in words: what is short of memory, what it has and what is needed at least."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _GIB = 1024**3
 
 
 def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
-    """What no step, however long, would mend.
+    """Returns why no plan fits, however long its step.
 
     Args:
-        problem: for which no plan was found.
-        is_bounded: whether some step may be possible as far as the bound knows.
+        problem: the problem for which no plan was found.
+        is_bounded: whether the bound is finite: by it, some step may be possible.
     """
     ranks = problem.cluster.ranks
     program = StepProgram(problem, even=False)
@@ -70,9 +70,9 @@ def missing(problem: PlanProblem, *, is_bounded: bool) -> Infeasible:
 
 
 def lacks_memory(problem: PlanProblem) -> bool:
-    """Whether it is certain without a search that no plan fits: where hosts do not hold what GPUs
-    have no room for."""
-    # As where a first backward does without its gradients, which takes least.
+    """Whether it is certain without a search that no plan fits, as hosts cannot hold what GPUs have
+    no room for."""
+    # Without the gradients that a first backward keeps: this needs the least memory.
     least = replace(problem, keeps_gradients=False)
     ranks = StepProgram(least, even=False).ranks
     room = sum(max((work.room for work in rank.extremes), default=0.0) for rank in ranks)
@@ -81,7 +81,7 @@ def lacks_memory(problem: PlanProblem) -> bool:
 
 
 def _and_host(problem: PlanProblem, found: Infeasible, room: float) -> Infeasible:
-    """What GPUs lack, and what hosts lack beside it; ``room``: bytes for state that GPUs have."""
+    """Adds what hosts lack to what GPUs lack; ``room``: bytes that GPUs have for state."""
     short = _host_is_short(problem, room)
     if short is None:
         return found
@@ -89,8 +89,8 @@ def _and_host(problem: PlanProblem, found: Infeasible, room: float) -> Infeasibl
 
 
 def _host_is_short(problem: PlanProblem, room: float) -> tuple[str, float] | None:
-    """In words, and GiB, that the hosts lack for what GPUs with so many bytes for state do not
-    hold; None where they hold it."""
+    """Returns in words and in GiB what the hosts lack for what GPUs with so many bytes for state do
+    not hold; None if they hold it."""
     parameters = problem.model.parameters
     state = max(0.0, parameters - room / problem.gpu_state_bytes) * problem.host_state_bytes
     needed = state + problem.host_weight_bytes * parameters
@@ -106,13 +106,13 @@ def _host_is_short(problem: PlanProblem, room: float) -> tuple[str, float] | Non
 
 def _too_little(names: Sequence[str], kind: str, usable: float, least: float) -> str:
     who = f"the {kind} ({names[0]})" if len(names) == 1 else f"the {len(names)} {kind}s together"
-    # Rounded apart, so that the larger number is the larger one in print, too.
+    # Rounded apart, so that the larger number is larger in print, too.
     has, needs = math.floor(usable / _GIB * 100) / 100, math.ceil(least / _GIB * 100) / 100
     return f"{kind} memory is short: {who} can use {has:.2f} GiB and must hold {needs:.2f} at least"
 
 
 def _lacking(problem: PlanProblem, gpu: GpuProfile, batch: int) -> float:
-    """GiB that a rank's GPU lacks for so many samples, beside what else must be there."""
+    """Returns the GiB a rank's GPU lacks for so many samples and all else that must be there."""
     collectives = Collectives.of(problem, even=True)
     roomy = replace(gpu, memory_bytes=2**62)
     works = [
@@ -124,7 +124,7 @@ def _lacking(problem: PlanProblem, gpu: GpuProfile, batch: int) -> float:
 
 
 def _rank_is_missing(problem: PlanProblem, rank: int, gpu: GpuProfile, batch: int) -> Infeasible:
-    """A rank whose GPU does not hold 0 samples, or 1, beside what else must be there."""
+    """Describes a rank whose GPU cannot hold 0 samples, or 1, beside what else must be there."""
     lacking = _lacking(problem, gpu, batch)
     what = "the weights alone" if batch == 0 else "a single sample beside the weights"
     return Infeasible(
@@ -135,7 +135,7 @@ def _rank_is_missing(problem: PlanProblem, rank: int, gpu: GpuProfile, batch: in
 
 
 def _samples_are_missing(problem: PlanProblem, most: int) -> Infeasible:
-    """GPUs that compute ``most`` samples of the batch at most."""
+    """Describes GPUs that can compute ``most`` samples of the batch at most."""
     ranks = problem.cluster.ranks
     each = -(-problem.batch // len(ranks))
     lacking = min(_lacking(problem, gpu, each) for _, gpu in ranks)

@@ -1,11 +1,11 @@
 """Seconds of micro-batches' passes through a layer on one rank; formulas are in cost_model.py.
 
-Where weights are kept in host memory (``offload_param``), each gather of a layer begins with a copy
-of this rank's part of it, on the same stream: a *fetch*, as long as the rank's shard is large. How
-large it will be is not known when workloads are compared. So what fetches add to a rank's passes is
-told as a function of the shard (:func:`fetch_lines`): with n passes of a kind, whose compute
-outlasts their collectives by h each, and a fetch of x a layer, that is the sum of n max(0, x - h),
-the largest of a few straight lines.
+If weights are kept in host memory (``offload_param``), each gather of a layer begins with a copy of
+this rank's part of it, on the same stream: a *fetch*, whose time is proportional to the rank's
+shard. The shard is not yet known when workloads are compared. So what fetches add to a rank's
+passes is given as a function of the shard (:func:`fetch_lines`): with n passes of a kind, whose
+compute outlasts their collectives by h each, and fetches of x per layer, it is the sum of
+n max(0, x - h), the largest of a few straight lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hytrain.tools.planner.problem import PlanProblem
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """Seconds of one layer's collectives, and what they take from compute beside them."""
+    """Seconds of one layer's collectives, and by how much they delay compute beside them."""
 
     gather: float
     scatter: float
@@ -30,9 +30,9 @@ class Collectives:
 
     @staticmethod
     def of(problem: PlanProblem, *, even: bool) -> Collectives:
-        """Even or unequal shards; one rank has none."""
+        """Returns the collectives of even or unequal shards; none for a single rank."""
         cluster, model = problem.cluster, problem.model
-        # What is not trained is gathered where it is sharded, and never reduced.
+        # Frozen parameters are gathered if they are sharded, and never reduced.
         gathered = model.layer_weight_bytes if problem.stage == 3 else model.layer_bytes
         gather, scatter = cluster.collective_seconds(gathered, model.layer_bytes, even=even)
         return Collectives(
@@ -41,7 +41,7 @@ class Collectives:
 
 
 def split_batch(batch: int, microbatch: int) -> list[tuple[int, int]]:
-    """(how many, their samples), in order: full ones, and the last with what is left."""
+    """Returns (how many, their samples), in order: full ones, and the last with the remainder."""
     if not batch:
         return []
     full, left = divmod(batch, microbatch)
@@ -50,12 +50,12 @@ def split_batch(batch: int, microbatch: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class LayerPasses:
-    """Seconds of one layer, of all micro-batches.
+    """Seconds of one layer's passes, of all micro-batches.
 
     Attributes:
-        first: forward that waits for the layer's new weights.
-        further: what follows until the backward that gives the gradient; the CPU has no updates
-            to make then.
+        first: the forward that waits for the layer's new weights.
+        further: the passes from then until the backward that completes the gradient; the CPU has
+            no updates to make meanwhile.
         last: that backward.
     """
 
@@ -78,23 +78,23 @@ def layer_passes(
     activations: Activations,
     fetch: tuple[float, float] = (0.0, 0.0),
 ) -> LayerPasses:
-    """One layer's passes with micro-batches of these sizes (:func:`split_batch`).
+    """Returns one layer's passes with micro-batches of these sizes (:func:`split_batch`).
 
     Args:
         problem: what is planned.
         gpu: the rank's.
         collectives: of one layer.
         sizes: of the rank's micro-batches.
-        copy: seconds for which its offloaded activations are copied, each way.
+        copy: seconds to copy the layer's offloaded activations, each way.
         activations: policy.
-        fetch: seconds for which its weights are copied from the host, in forward and in backward.
+        fetch: seconds to copy the layer's weights from the host, in forward and in backward.
     """
     is_sharded = problem.stage == 3
     gather = collectives.gather + fetch[0]
     sharded = gather if is_sharded else 0.0
     delay = collectives.gather_delay if is_sharded else 0.0
     scatter = collectives.scatter + (collectives.gather if is_sharded else 0.0)
-    # Activations that come back share the way with weights.
+    # Activations that come back share the path with weights.
     least = max(scatter, copy) + fetch[1]
     each = least if is_sharded else 0.0
     if not sizes:
@@ -131,11 +131,11 @@ def layer_passes(
 
 @dataclass(frozen=True, slots=True)
 class FetchLine:
-    """What fetches add to a rank's step is at least: seconds a parameter of its shard, less some.
+    """A lower bound on what fetches add to a rank's step: ``slope`` * shard - ``hidden``.
 
     Attributes:
-        slope: seconds a parameter.
-        hidden: seconds that compute hides of that.
+        slope: seconds per parameter of the shard.
+        hidden: seconds of that which compute hides.
     """
 
     slope: float
@@ -150,17 +150,17 @@ def fetch_lines(
     copy: float,
     activations: Activations,
 ) -> tuple[FetchLine, ...]:
-    """What fetches add to all passes of all layers: the largest of these lines, or nothing.
+    """Returns lines, the largest of which (or 0) is what fetches add to all passes of all layers.
 
-    The arguments are those of :func:`layer_passes`. The first layer of every forward pass is waited
-    for: nothing is computed before it.
+    The arguments are those of :func:`layer_passes`. Every forward pass waits for its first layer:
+    nothing is computed before it.
     """
     if not problem.offload_param:
         return ()
     layers, fetched = problem.model.num_layers, problem.model.weight_bytes
     forward_rate, backward_rate = gpu.fetch_rates(activations)
     forward_slope, backward_slope = fetched / forward_rate, fetched / backward_rate
-    # (seconds a parameter of all passes of a kind, parameters that come for nothing)
+    # (seconds per parameter of all passes of a kind, parameters whose fetches are hidden)
     kinds: list[tuple[float, float]] = []
     scatter = max(collectives.scatter + collectives.gather, copy)
 
@@ -201,7 +201,7 @@ def fetch_lines(
 def fetch_seconds(
     problem: PlanProblem, gpu: GpuProfile, activations: Activations, shard: float
 ) -> tuple[float, float]:
-    """Seconds of one layer's fetch in forward and in backward, by the rank's shard (parameters)."""
+    """Returns the seconds of a layer's fetch in forward and backward; ``shard``: parameters."""
     if not problem.offload_param:
         return 0.0, 0.0
     size = problem.model.weight_bytes * shard / problem.model.num_layers
@@ -210,17 +210,17 @@ def fetch_seconds(
 
 
 def outside_seconds(gpu: GpuProfile, sizes: Sequence[tuple[int, int]]) -> float:
-    """Seconds outside of the layers, of all micro-batches."""
+    """Returns the seconds of all micro-batches outside of the layers."""
     return sum(count * gpu.outside_ms.at(size) for count, size in sizes) / 1e3
 
 
 def micro_seconds(
     gpu: GpuProfile, microbatch: int, activations: Activations
 ) -> tuple[float, float]:
-    """Seconds of one layer's forward and backward of one micro-batch, recomputation included.
+    """Returns a layer's seconds of forward and of backward (with recomputation), one micro-batch.
 
     A checkpoint stops when it has what backward needs: mostly before a layer's last product. Layer
-    by layer, the layer's output is needed as well, to go back from, and all of it is computed.
+    by layer, backward starts from the layer's output, so all of the layer is recomputed.
     """
     forward, backward = gpu.forward_ms.at(microbatch), gpu.backward_ms.at(microbatch)
     if activations in LAYER_MAJOR or (activations == "recompute" and gpu.recompute_ms is None):

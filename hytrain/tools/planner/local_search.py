@@ -1,15 +1,15 @@
-"""A plan made better by its simulated step: state, layers and samples are moved.
+"""Improves a plan by its simulated step: state, layers and samples are moved.
 
-The search (search.py) goes by roofline bounds: a rank's CPU has the whole step but for a startup,
-whenever its gradients come. Many plans are equally good so, which are not when they are simulated:
-where every step is clipped, a layer that the CPU updates late is waited for. So from a plan small
-changes are tried, and the best of each round is taken while the simulated step becomes shorter:
+The search (search.py) uses roofline bounds: a rank's CPU has the whole step except a startup,
+whenever its gradients come. Many plans are equally good by these but not when they are simulated:
+if every step is clipped, a layer that the CPU updates late is waited for. So small changes to a
+plan are tried, and the best of each round is taken while the simulated step becomes shorter:
 
-- state from one rank's shard to another's, each keeping as many layers on its GPU as have room;
+- state from one rank's shard to another's, each keeping as many layers on its GPU as fit;
 - a sample from one rank to another, each with its fastest micro-batch;
 - another policy for a rank's activations, or other micro-batches, which leave more room.
 
-Equal ranks (the same GPU, work and share, on equal hosts) change together, but for samples.
+Equal ranks (the same GPU, work and share, on equal hosts) change together, except for samples.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from hytrain.tools.planner.result import Found, parts, roofline_step
 from hytrain.tools.planner.search import Dealer
 
 _MOVED = (0.16, 0.04, 0.01)
-"""Of the model's state, from one kind of ranks to another."""
+"""Shares of the model's state to move from one kind of ranks to another."""
 _SIZES = 4
-"""Of micro-batches on either side of what a rank has."""
+"""How many sizes of micro-batches to try on either side of a rank's own."""
 _GAIN = 1e-3
-"""A change that gains less of the step is none."""
+"""A change that gains less than this share of the step is not made."""
 _MOST_TRIES = 600
-"""Changes that are simulated, in all rounds."""
+"""The most changes that are simulated, in all rounds."""
 
 
 def local_search(problem: PlanProblem, found: Found) -> Found:
-    """The plan, or one whose simulated steps are shorter; even shards stay even."""
+    """Returns the plan, or one whose simulated steps are shorter; even shards stay even."""
     return _Refinement(problem, found).run()
 
 
 def unevenly(problem: PlanProblem, found: Found) -> Found:
-    """A plan with even shards as one whose shards need not be: its collectives take longer."""
+    """Returns a plan of even shards as one of unequal shards, whose collectives take longer."""
     collectives = Collectives.of(problem, even=False)
     workloads = tuple(
         workload(problem, gpu, collectives, work.batch, work.microbatch, work.activations)
@@ -69,7 +69,7 @@ class _Refinement:
         self._found = found
 
     def run(self) -> Found:
-        """See :func:`local_search`; until its end the steps are simulated."""
+        """See :func:`local_search`; until the end ``Found.step`` is the simulated step."""
         now = first = self._simulated(self._found.workloads, self._found.shares)
         if now is None:
             return self._found
@@ -91,7 +91,7 @@ class _Refinement:
                 yield simulated
 
     def _simulated(self, workloads: Sequence[Workload], shares: Sequence[Share]) -> Found | None:
-        """None where it has no room."""
+        """Returns them with their simulated step; None if the hosts have no room."""
         problem = self._problem
         for host, ranks in problem.cluster.host_ranks:
             held = sum(
@@ -121,7 +121,7 @@ class _Refinement:
     def _shares(
         self, workloads: Sequence[Workload], shares: Sequence[Share], changed: Sequence[int]
     ) -> list[Share] | None:
-        """The shares with as many GPU layers of the changed ones as have room; None: not even 0."""
+        """Returns the shares, the changed ones with all GPU layers that fit; None: not even 0."""
         fitting = list(shares)
         for rank in changed:
             shard = shares[rank].fraction * self._problem.model.parameters

@@ -1,9 +1,9 @@
-"""Stage 3: all ranks go layer by layer, or one micro-batch after another, as often.
+"""Stage 3: all ranks go layer by layer, or all make equally many micro-batches one after another.
 
-Each micro-batch gathers every layer on all ranks: all make as many, a *round* each, and all store
-activations or all compute them again. Few numbers of rounds can come to the batch
-(:func:`candidate_rounds`). By the time that compute alone takes at least they are put in order;
-from the shortest on each is searched, until that time alone is as long as the best step.
+One after another, each micro-batch gathers every layer on all ranks: all make as many of them,
+called *rounds*, and all store activations or all recompute them. Few numbers of rounds can make up
+the batch (:func:`candidate_rounds`). They are ordered by the least time of their compute alone, and
+searched from the shortest on, until that time alone is as long as the best step.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from hytrain.tools.planner.result import OtherMode, Plan, even_split, to_plan
 from hytrain.tools.planner.search import CLOSE, PRECISION, search_program
 from hytrain.tools.planner.step_program import StepProgram
 
-# So many numbers of rounds, the most promising, are looked at for their simulated steps.
+# How many numbers of rounds, the most promising, are searched for shorter simulated steps.
 _MOST_OTHERS = 8
-# So many further numbers of micro-batches are tried without a gain.
+# How many further numbers of micro-batches are tried without a gain.
 _WORSE = 3
 
 Solver = Callable[[PlanProblem], "Plan | Infeasible"]
-"""Gives a problem's plan."""
+"""Returns a problem's plan."""
 RivalSolver = Callable[[PlanProblem, float], "Plan | Infeasible"]
-"""Gives a problem's plan, not the best one where that is longer than a rival of so many seconds."""
+"""Returns a problem's plan; it need not be the best if that is slower than a rival, in seconds."""
 
 
 def best_mode(problem: PlanProblem, solve: RivalSolver, solve_rounds: Solver) -> Plan | Infeasible:
-    """The best solution of stage 3, where all ranks use each layer as often, in the same order.
+    """Returns the best plan of stage 3, where all ranks use each layer equally often, in one order.
 
-    ``solve`` is for ranks that go layer by layer, its rival the best plan of those that do not;
-    ``solve_rounds`` for ranks that compute one micro-batch after another.
+    ``solve`` is for ranks that go layer by layer, with the best plan of those that do not as its
+    rival; ``solve_rounds`` is for ranks that compute one micro-batch after another.
     """
     found: dict[Accumulation, Plan | Infeasible] = {}
     for mode, group in ACCUMULATION_MODES.items():
@@ -71,7 +71,7 @@ def best_mode(problem: PlanProblem, solve: RivalSolver, solve_rounds: Solver) ->
 
 
 def some_rounds(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
-    """One micro-batch after another: the best of some numbers of them, by policy."""
+    """Returns the best plan of some numbers of micro-batches, one after another, by policy."""
     best: Plan | None = None
     refusals: list[Infeasible] = []
     for policy in problem.activations:
@@ -90,7 +90,7 @@ def some_rounds(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
 
 
 def _nearest(refusals: Sequence[Infeasible]) -> Infeasible:
-    """The one that comes nearest to fitting."""
+    """Returns the refusal that comes nearest to fitting."""
     close = [refusal for refusal in refusals if refusal.is_close]
     lacking = [refusal for refusal in refusals if refusal.missing > 0.0]
     if close or not lacking:
@@ -99,7 +99,7 @@ def _nearest(refusals: Sequence[Infeasible]) -> Infeasible:
 
 
 def _numbers(batch: int) -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 12, ...: each by a half or a third more than the one before."""
+    """Yields 1, 2, 3, 4, 6, 8, 12, ...: from 3 on, each is a half or a third more than the last."""
     number = 1
     while number <= batch:
         yield number
@@ -109,15 +109,15 @@ def _numbers(batch: int) -> Iterator[int]:
 
 
 def best_rounds(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
-    """The best number of rounds, and a bound for all numbers.
+    """Returns the plan of the best number of rounds, with a bound for all numbers.
 
-    ``solve``, for one number of them, is asked only where nothing fits, for the reason.
+    ``solve``, for one number of them, is called only if no plan was found, for the reason.
     """
     plans: list[Plan] = []
     bounds: list[float] = []
 
     def goal() -> float:
-        """Longer steps are not searched for."""
+        """Returns the seconds above which no steps are searched for."""
         return min((plan.step_seconds for plan in plans), default=math.inf) * (1.0 - PRECISION)
 
     def look(policy: Activations, rounds: int, worst: float, *, even: bool) -> None:
@@ -148,7 +148,7 @@ def best_rounds(problem: PlanProblem, solve: Solver) -> Plan | Infeasible:
 
 
 def _by_shortest_step(problem: PlanProblem) -> list[tuple[float, bool, Activations, int]]:
-    """(seconds that it takes at least, even shards, policy, rounds), the shortest first."""
+    """Returns (least seconds of a step, even shards, policy, rounds), the shortest first."""
     numbers = candidate_rounds(problem)
     found: list[tuple[float, bool, Activations, int]] = [
         (step, even, policy, number)
@@ -162,10 +162,10 @@ def _by_shortest_step(problem: PlanProblem) -> list[tuple[float, bool, Activatio
 
 
 def candidate_rounds(problem: PlanProblem) -> list[int]:
-    """The numbers of rounds that ranks with samples can all make.
+    """Returns the numbers of rounds that ranks with samples can all make.
 
-    If their micro-batches are M samples together, R rounds of them are more than (R - 1) M samples
-    and up to R M: R is the batch over M, rounded up.
+    If their micro-batches have M samples together, R rounds have more than (R - 1) M samples and
+    up to R M: R is the batch over M, rounded up.
     """
     batch = problem.batch
     largest = sum(_largest(problem, gpu) for _, gpu in problem.cluster.ranks)
@@ -173,17 +173,17 @@ def candidate_rounds(problem: PlanProblem) -> list[int]:
 
 
 def _largest(problem: PlanProblem, gpu: GpuProfile) -> int:
-    """Samples of the largest micro-batch."""
+    """Returns the samples of the largest micro-batch."""
     return max(sizes_to_choose(replace(problem, rounds=1), gpu, problem.batch))
 
 
 def shortest_steps(
     problem: PlanProblem, policy: Activations, numbers: Sequence[int], *, even: bool
 ) -> Floats:
-    """For each number of rounds seconds that a step takes at least, whatever becomes of state.
+    """Returns the least seconds of a step for each number of rounds, ignoring state.
 
-    In R rounds the batch takes micro-batches of batch / R samples together. A rank gives so many
-    of them as it has time for, if all its rounds but the last are full.
+    In R rounds the ranks' micro-batches must have batch / R samples together. A rank contributes
+    as many of them as it has time for, if all its rounds but the last are full.
     """
     collectives = Collectives.of(problem, even=even)
     rounds = np.array(numbers, dtype=np.float64)[:, None]
@@ -197,7 +197,7 @@ def shortest_steps(
                 linear = own[2] + (rounds - 3.0) * (own[3] - own[2])
             seconds = np.where(rounds == 1.0, own[0], np.where(rounds == 2.0, own[1], linear))
             seconds[np.isnan(seconds)] = math.inf
-            # A larger micro-batch that takes no longer is one that the smaller one may become.
+            # A larger micro-batch that takes no longer may replace the smaller one.
             seconds = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
             times += [seconds] * sum(other is gpu for other in ranks)
             first = seconds[:, 0]
@@ -217,9 +217,9 @@ def shortest_steps(
 def _seconds(
     problem: PlanProblem, collectives: Collectives, gpu: GpuProfile, policy: Activations
 ) -> Floats:
-    """Of one to four rounds (rows) by size (columns), all but the last round full.
+    """Returns the seconds of one to four rounds (rows) by size (columns), all but the last full.
 
-    From three on each further round adds the same. Infinite where that leaves no room.
+    From three on each further round adds the same. Infinite if the GPU has no room.
     """
     columns: list[list[float]] = []
     for size in range(1, _largest(problem, gpu) + 1):

@@ -3,9 +3,9 @@
 search.py finds the shortest step by the roofline bounds of cost_model.py for even shards, whose
 collectives are faster, and for unequal ones, and proves that no plan is faster than
 ``lower_bound``. So a plan comes with a gap: it is at most that share longer than the best. The step
-that it promises is simulated (planned_step.py); where that is not close to the bound, plans of
-fewer policies are searched as well, and local_search.py makes the best of each choice better. Where
-all ranks have to make as many micro-batches (stage 3), micro_batch_counts.py finds how many.
+that it predicts is simulated (planned_step.py); if that is not close to the bound, plans with fewer
+policies are searched as well, and local_search.py improves the best of each choice. If all ranks
+must make equally many micro-batches (stage 3), micro_batch_counts.py finds how many.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hytrain.tools.planner.problem import PlanProblem
 from hytrain.tools.planner.result import Found, OtherMode, Plan, even_split, to_plan
 from hytrain.tools.planner.search import CLOSE, Search, longer, search
 
-# A plan that is not that close is compared with plans of a step up to so many times as long by the
-# roofline bounds; so many of them are simulated, and refined.
+# A plan that is not within CLOSE of the bound is compared with plans whose step by the roofline
+# bounds is up to _NEARBY times as long; this many of them, at most, are simulated and refined.
 _NEARBY = 1.25
 _MOST_SIMULATED = 24
 _MOST_REFINED = 6
 
 
 def make_plan(problem: PlanProblem) -> Plan | Infeasible:
-    """The fastest plan found, and a bound on the fastest that there is."""
+    """Returns the fastest plan found, with a bound on the fastest possible one."""
     if problem.sequence_ranks > 1:
         short = "no equal parts fit: `hytrain explain` with --ranks and --seq says what is missing"
         return even_split(problem) or Infeasible(short)
@@ -40,20 +40,20 @@ def make_plan(problem: PlanProblem) -> Plan | Infeasible:
 
 
 def make_plan_without_spare(problem: PlanProblem) -> tuple[PlanProblem, Plan | Infeasible]:
-    """The plan; where none fits in stage 3, one whose first backward does without its gradients.
+    """Returns the plan; if none fits in stage 3, one whose first backward keeps no gradients.
 
-    One micro-batch after another only: layer by layer the first step may be a trial, which keeps
-    them.
+    The latter has one micro-batch after another: layer by layer, the first step may be a trial,
+    which keeps them.
 
     Returns:
-        The problem that was planned, and its plan; if nothing fits, that which lacks less memory,
-        and why.
+        The problem that was planned, and its plan; if nothing fits, the problem that lacks less
+        memory, and why.
     """
     plan = make_plan(problem)
     policies = tuple(policy for policy in problem.activations if policy not in LAYER_MAJOR)
     if not isinstance(plan, Infeasible) or problem.stage != 3 or not policies:
         return problem, plan
-    # One rank, which need not decide on a number, has room for one micro-batch only.
+    # A single rank whose number of micro-batches is not searched has room for only one.
     rounds = problem.rounds or (None if problem.needs_rounds else 1)
     other = replace(problem, activations=policies, keeps_gradients=False, rounds=rounds)
     found = make_plan(other)
@@ -63,7 +63,7 @@ def make_plan_without_spare(problem: PlanProblem) -> tuple[PlanProblem, Plan | I
 
 
 def beside_micro_batch_major(problem: PlanProblem, plan: Plan) -> Plan:
-    """A plan of which a rank goes layer by layer, with what the best plan without such takes."""
+    """Adds the step of the best micro-batch-major plan to a plan with a layer-major rank."""
     policies = tuple(policy for policy in problem.activations if policy not in LAYER_MAJOR)
     if not policies:
         return plan
@@ -73,9 +73,9 @@ def beside_micro_batch_major(problem: PlanProblem, plan: Plan) -> Plan:
 
 
 def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeasible:
-    """Where each rank may have its own, or where it is decided on.
+    """Returns the plan if each rank may have its own accumulation mode, or if that is decided.
 
-    What cannot be as fast as a rival is not refined.
+    A plan that cannot be as fast as ``rival`` seconds is not refined.
     """
     cluster = problem.cluster
     if not problem.allow_idle and problem.batch < cluster.num_ranks:
@@ -88,7 +88,7 @@ def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeas
     if not plans:
         return missing(problem, is_bounded=math.isfinite(found.bound))
     best = min(plans, key=lambda plan: plan.predicted_seconds)
-    # One of many numbers of rounds is one of many plans already.
+    # A given number of rounds is one of many that the caller compares.
     is_one_of_many = problem.rounds is not None or found.bound > rival
     if not is_one_of_many and best.predicted_seconds > CLOSE * found.bound:
         plans += _refined(problem, found, min(plan.step_seconds for plan in plans))
@@ -98,10 +98,11 @@ def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeas
 
 
 def _refined(problem: PlanProblem, found: Search, step: float) -> list[Plan]:
-    """Plans whose simulated steps may be shorter than that of the best by the roofline bounds.
+    """Returns plans whose simulated steps may be shorter than that of the best by the bounds.
 
-    These do not know when in a step a rank's gradients come, by which the policies differ. Small
-    changes lead from one choice of policies to another seldom: the best of each is refined.
+    The roofline bounds do not know when in a step a rank's gradients come, and in that the policies
+    differ. Small changes seldom lead from one choice of policies to another: the best of each is
+    refined.
     """
     trail = [*found.trail, *longer(problem, step)]
     for policies in _choices(problem.activations):
@@ -120,7 +121,7 @@ def _refined(problem: PlanProblem, found: Search, step: float) -> list[Plan]:
 
 
 def _choices(activations: tuple[Activations, ...]) -> list[tuple[Activations, ...]]:
-    """Each policy alone, and those of each accumulation mode."""
+    """Returns each policy alone, and the policies of each accumulation mode."""
     groups: list[tuple[Activations, ...]] = [(policy,) for policy in activations]
     for own in ACCUMULATION_MODES.values():
         groups.append(tuple(policy for policy in activations if policy in own))

@@ -1,4 +1,4 @@
-"""A plan, for people and for machines."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _LIMITS = {
     "host": "host memory bandwidth",
     "weights": "weights from the host",
 }
-# By this share clipped steps take another time: worth a line.
+# Clipped steps whose time differs by more than this share are worth a line.
 _DIFFERENT = 0.01
-# By this share a host that launches may be slower in some seconds than in others.
+# Up to this share, a host's launching may vary over the seconds of a profile without a line.
 _STEADY = 0.1
-# Of a GPU's memory: a plan that uses more is limited by it, too.
+# Share of a GPU's memory: a plan that uses more is limited by memory, too.
 _FULL = 0.95
-# A step of which collectives are this share is limited by them as well, and by them alone.
+# Shares of a step above which collectives limit it as well (_NOTABLE), or alone (_MOST).
 _NOTABLE, _MOST = 0.05, 0.5
-# A wider bound tells more of the bound than of the plan.
+# A wider gap says more about the bound than about the plan.
 _CLOSE = 0.1
-# To launch a layer's forward and backward: 2.4 to 3.5 on hosts of an H100 and an H200
+# Time to launch a layer's forward and backward: 2.4 to 3.5 ms on hosts of an H100 and an H200
 # (experiments/solve_k/planned_steps.json).
 _LAUNCH_SECONDS = 3e-3
 _LEGEND = (
@@ -52,10 +52,10 @@ _HEADING = (
 
 
 def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = None) -> str:
-    """What each GPU does in the plan, and how good it is.
+    """Returns what each GPU does in the plan, and how good it is.
 
-    ``without_offload``: the plan for weights that stay on the GPU, where they are planned to be in
-    host memory and that fits all the same.
+    ``without_offload``: if weights are planned to be in host memory, the plan that keeps them on
+    the GPU, if that fits as well.
     """
     parts: list[str] = []
     if any(_is_cpu(gpu) for _, gpu in problem.cluster.ranks):
@@ -83,7 +83,7 @@ def plan_text(problem: PlanProblem, plan: Plan, without_offload: Plan | None = N
 
 
 def headline(problem: PlanProblem, plan: Plan) -> str:
-    """The step, what an even split would reach, and a warning of GPUs that compute nothing."""
+    """Returns the step, what an even split would reach, a warning of GPUs that compute nothing."""
     number, degree = len(plan.ranks), problem.sequence_ranks
     speed = problem.batch / degree / plan.predicted_seconds
     words = f"Step: {1e3 * plan.predicted_seconds:.1f} ms predicted{_mode_note(plan)}, "
@@ -114,7 +114,7 @@ def headline(problem: PlanProblem, plan: Plan) -> str:
 
 
 def trust_words(problem: PlanProblem, plan: Plan) -> str:
-    """How far the step of a plan from data sheets was, or is, off."""
+    """Returns how far off the step of a plan from data sheets may be."""
     most = max(-(-one.batch_size // max(1, one.microbatch_size)) for one in plan.ranks)
     launching = most * problem.model.num_layers * _LAUNCH_SECONDS
     if plan.predicted_seconds < launching:
@@ -139,7 +139,7 @@ def _devices(problem: PlanProblem) -> str:
 
 
 def _one_gpu(problem: PlanProblem, plan: Plan) -> str:
-    """In place of the tables."""
+    """Returns the sentence that replaces the tables for a single GPU."""
     rank, (host, gpu), layers = plan.ranks[0], problem.cluster.ranks[0], problem.model.num_updates
     limit = limit_words(rank, gpu, passes(problem, plan)[0][1])
     return (
@@ -172,9 +172,9 @@ def _ranks(problem: PlanProblem, plan: Plan) -> str:
 
 
 def limit_words(rank: PlannedRank, gpu: GpuProfile, waited: float) -> str:
-    """What a rank's step is as long as, and whether its memory is full.
+    """Returns what limits a rank's step, and whether its memory is full.
 
-    ``waited``: seconds of it that collectives take.
+    ``waited``: seconds of the step that collectives take.
     """
     words = _LIMITS[rank.limit]
     if rank.limit == "gpu" and gpu.is_launch_bound(rank.microbatch_size):
@@ -185,7 +185,7 @@ def limit_words(rank: PlannedRank, gpu: GpuProfile, waited: float) -> str:
 
 
 def device_words(gpu: GpuProfile) -> str:
-    """A device, told apart from others of its name."""
+    """Returns a device's name and multiprocessors, to tell it apart from others of that name."""
     units = "cores" if _is_cpu(gpu) else "SMs"
     return f"{gpu.name}, {gpu.multiprocessors} {units}" if gpu.multiprocessors else gpu.name
 
@@ -196,7 +196,7 @@ def _is_cpu(gpu: GpuProfile) -> bool:
 
 
 def passes(problem: PlanProblem, plan: Plan) -> list[tuple[float, float]]:
-    """For each rank the seconds of forward and backward, and of them what collectives add."""
+    """Returns for each rank the seconds of its passes, and those of them that collectives add."""
     collectives = Collectives.of(problem, even=plan.even), Collectives(0.0, 0.0)
     makers = [WorkloadMaker(problem, one) for one in collectives]
     found: list[tuple[float, float]] = []
@@ -219,7 +219,7 @@ def _quality_words(problem: PlanProblem, plan: Plan) -> list[str]:
 
 
 def _collective_words(problem: PlanProblem, plan: Plan) -> list[str]:
-    """A line about collectives, where they take a part of the step."""
+    """Returns a line about collectives if they take a notable part of the step."""
     waited = max(waited for _, waited in passes(problem, plan))
     if waited <= _NOTABLE * plan.predicted_seconds:
         return []
@@ -231,7 +231,7 @@ def _collective_words(problem: PlanProblem, plan: Plan) -> list[str]:
 
 
 def _clipped_words(plan: Plan) -> list[str]:
-    """A line about clipped steps, where that makes a difference."""
+    """Returns a line about clipped steps if they take a different time."""
     clipped, unclipped = plan.clipped_seconds, plan.unclipped_seconds
     if abs(clipped - unclipped) <= _DIFFERENT * unclipped:
         return []
@@ -242,7 +242,7 @@ def _clipped_words(plan: Plan) -> list[str]:
 
 
 def _unsteady_words(problem: PlanProblem, plan: Plan) -> list[str]:
-    """A line about hosts of launch-bound ranks that were not as fast in all of the profile."""
+    """Returns a line about hosts of launch-bound ranks whose speed varied during the profile."""
     spread = max(
         (
             gpu.launches.spread
@@ -266,7 +266,7 @@ _MODE_WORDS: dict[Accumulation, str] = {
 
 
 def _mode_words(plan: Plan) -> list[str]:
-    """A line about the accumulation mode, where there was a choice."""
+    """Returns a line about the accumulation mode that was not chosen, if there was a choice."""
     other = plan.other_mode
     if other is None:
         return []
@@ -277,7 +277,7 @@ def _mode_words(plan: Plan) -> list[str]:
 
 
 def _mode_note(plan: Plan) -> str:
-    """For the first line: that a step is not one that Trainer makes, and what that takes."""
+    """Returns a note for the first line if Trainer makes no such steps, and what its mode takes."""
     is_even = len({rank.batch_size for rank in plan.ranks}) == 1
     if plan.accumulation == "micro_batch_major":
         return "" if is_even else " (with engine.train_batch, not in Trainer)"
@@ -293,7 +293,7 @@ def _mode_note(plan: Plan) -> str:
 def plan_json(
     problem: PlanProblem, plan: Plan, without_offload: Plan | None = None
 ) -> dict[str, Any]:
-    """The plan as its file has it; the arguments are those of :func:`plan_text`."""
+    """Returns the plan as in its file, and more; the arguments are those of :func:`plan_text`."""
     record = plan_file(problem, plan).model_dump(mode="json")
     record["global_batch"] //= problem.sequence_ranks
     record["samples_per_second"] = record["global_batch"] / plan.predicted_seconds

@@ -1,10 +1,11 @@
 """The step of a plan's ranks as :mod:`hytrain.cost` simulates it, and GPU layers that shorten it.
 
 It is finer than the roofline bounds of cost_model.py. In stage 3 the ranks gather each layer
-together. Where micro-batches pass through the model one by one, they do so in every one of them:
-all take as long as the slowest one, and a rank with fewer micro-batches waits for its first. Layer
-by layer they meet once a layer and pass, however many micro-batches each has. With weights in host
-memory every gather begins with a copy of each rank's part from there: all wait for the longest.
+together. If micro-batches pass through the model one by one, they do so in every one of them: all
+take as long as the slowest one, and a rank with fewer micro-batches waits before its first. Layer
+by layer they meet once per layer and pass, however many micro-batches each has. With weights in
+host memory every gather begins with a copy of each rank's part from there: all wait for the
+longest.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from hytrain.tools.planner.layer_seconds import (
 )
 from hytrain.tools.planner.problem import PlanProblem
 
-# More GPU layers must gain so much of the step.
+# Share of the step that more GPU layers must gain.
 _WORTHWHILE = 0.003
 _MOST_CANDIDATES = 24
 
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """Seconds of a layer's first forward, of all between, of a layer's last backward."""
+    """Seconds of a layer's first forward, of all layers in between, of a layer's last backward."""
 
     first: float = 0.0
     middle: float = 0.0
@@ -50,7 +51,7 @@ class _Passes:
 
 
 class PlannedStep:
-    """The steps of a plan's ranks."""
+    """The simulated steps of a plan's ranks."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class PlannedStep:
         *,
         even: bool,
     ) -> None:
-        """With each rank's work and state; ``even``: whether all shards are equal."""
+        """Takes each rank's work and state; ``even``: whether all shards are equal."""
         self._problem = problem
         self._collectives = _layer_collectives(problem, even=even)
         whole = problem.model.parameters
@@ -68,7 +69,7 @@ class PlannedStep:
             fetch_seconds(problem, gpu, work.activations, share.fraction * whole)
             for (_, gpu), work, share in zip(problem.cluster.ranks, workloads, shares, strict=True)
         ]
-        # A layer is there when the part of the last rank is.
+        # A layer has come when the last rank's part has.
         fetch = max(once for once, _ in fetches), max(back for _, back in fetches)
         collectives = Collectives.of(problem, even=even)
         passes = [
@@ -93,11 +94,11 @@ class PlannedStep:
     def seconds(
         self, gpu_layers: Sequence[int] | None = None, *, clipped_share: float | None = None
     ) -> float:
-        """The steady state's step.
+        """Returns the seconds of a step in the steady state.
 
         Args:
             gpu_layers: a number for each rank; None for the shares' own.
-            clipped_share: of the steps, in [0, 1]; None for the problem's.
+            clipped_share: share of clipped steps, in [0, 1]; None for the problem's.
         """
         share = self._problem.clipped_share if clipped_share is None else clipped_share
         ranks = self._ranks
@@ -109,13 +110,14 @@ class PlannedStep:
 
     @property
     def late_layers(self) -> tuple[int, ...]:
-        """Of each rank, how many layers the CPU updates when the step's outcome is known."""
+        """For each rank, how many layers the CPU updates only when the step's outcome is known."""
         return tuple(rank.late_layers for rank in self._ranks)
 
     def worthwhile_layers(self, most: Sequence[int]) -> list[int]:
-        """GPU layers with which each rank's updates delay the step least.
+        """Returns the GPU layers with which each rank's updates delay the step least.
 
-        For each rank its own number, or a larger one that gains, up to as many as have room.
+        For each rank this is its own number, or a larger one that shortens the step, up to
+        ``most``, which has room.
         """
         found: dict[tuple[Rank, int], int] = {}
         for pair in zip(self._ranks, most, strict=True):
@@ -140,17 +142,17 @@ class PlannedStep:
 
 
 def _placed(rank: Rank, gpu_layers: int) -> Rank:
-    """The same rank with another number of layers on its GPU."""
+    """Returns the same rank with another number of layers on its GPU."""
     places = first_on_gpu(gpu_layers, len(rank.costs.layers))
     return Rank(rank.costs, places, rank.launches, has_samples=rank.has_samples)
 
 
 def _layer_collectives(problem: PlanProblem, *, even: bool) -> LayerCollectives:
-    """Of each layer that training updates."""
+    """Returns the collectives of each layer that training updates."""
     sizes = [problem.model.itemsize * size for size in problem.model.update_sizes]
     pairs = [problem.cluster.collective_seconds(size, size, even=even) for size in sizes]
     gather, scatter = zip(*pairs, strict=True)
-    # In stage 3 layers are gathered where they are used: the passes have that.
+    # In stage 3 layers are gathered when they are used: the passes include that.
     return LayerCollectives((0.0,) * len(sizes) if problem.stage == 3 else gather, scatter)
 
 
@@ -161,15 +163,15 @@ def _own_passes(
     work: Workload,
     fetch: tuple[float, float],
 ) -> _Passes:
-    """Of one rank; the first layer's fetch of each forward is waited for.
+    """Returns the passes of one rank; each forward waits for the first layer's fetch.
 
-    ``fetch``: seconds of a layer's weights, in forward and in backward.
+    ``fetch``: seconds to fetch a layer's weights, in forward and in backward.
     """
     layers = problem.model.num_layers
     sizes = split_batch(work.batch, work.microbatch)
     if not sizes:
         return _Passes()
-    # What the layers wait for outside of stage 3 is simulated.
+    # In stages 1 and 2 the simulation has the layers' waits for collectives.
     here = {} if problem.stage == 3 else {"gather": 0.0, "scatter": 0.0}
     copy = work.offloaded / layers / gpu.copy_rate
     own = replace(collectives, **here)
@@ -186,7 +188,7 @@ def _together(
     workloads: Sequence[Workload],
     fetch: tuple[float, float],
 ) -> list[_Passes]:
-    """Stage 3: the passes of the slowest rank, in each layer or each round, which all wait for."""
+    """Returns the passes in stage 3, where all wait for the slowest rank in each layer or round."""
     layers = problem.model.num_layers
     first, last = max(own.first for own in passes), max(own.last for own in passes)
     if all(work.activations in LAYER_MAJOR for work in workloads if work.batch):
@@ -202,7 +204,7 @@ def _together(
 def _round_seconds(
     problem: PlanProblem, workloads: Sequence[Workload], fetch: tuple[float, float]
 ) -> list[float]:
-    """Of each round the slowest rank's; the last ones coincide."""
+    """Returns the slowest rank's seconds of each round, last round first: those coincide."""
     layers = problem.model.num_layers
     rounds: list[float] = []
     for (_, gpu), work in zip(problem.cluster.ranks, workloads, strict=True):
@@ -218,7 +220,7 @@ def _round_seconds(
 
 
 def _worker_rates(problem: PlanProblem, shares: Sequence[Share]) -> list[float]:
-    """Parameters/s of each rank's worker, all of its host busy."""
+    """Returns the parameters/s of each rank's worker, with all workers of its host busy."""
     layers = len(problem.model.update_sizes)
     rates: list[float] = []
     for host in problem.cluster.hosts:
@@ -232,9 +234,9 @@ def _worker_rates(problem: PlanProblem, shares: Sequence[Share]) -> list[float]:
 def _first_late_layers(
     problem: PlanProblem, host: Host, work: Workload, fraction: float
 ) -> tuple[int, ...]:
-    """For 0..L GPU layers, the first one with split master weights on the CPU; () if none may be.
+    """Returns for 0..L GPU layers the first CPU layer with split master weights; () if none may be.
 
-    As training has it, a rank's part of its host being as large as each other's.
+    The rule is that of training, with equal parts of a host for its ranks.
     """
     if not problem.splits_master:
         return ()
@@ -264,7 +266,7 @@ def _rank(
         shard = share.fraction * size
         update, copied = shard / rate, model.itemsize * shard / gpu.copy_rate
         commit, preview = clipped_passes(update)
-        # Where the host has the weights, they come when they are gathered.
+        # Weights in host memory are fetched when they are gathered.
         to_device, write_back = (0.0, copied) if problem.offload_param else (copied, 0.0)
         return LayerCosts(
             name="",
@@ -294,7 +296,7 @@ def _rank(
 def step_launches(
     problem: PlanProblem, gpu: GpuProfile, work: Workload, fraction: float
 ) -> Launches:
-    """What the host takes to launch a rank's step with such a part of the state."""
+    """Returns what the host takes to launch a rank's step with ``fraction`` of the state."""
     times, sizes = gpu.launches, split_batch(work.batch, work.microbatch)
     if times is None or not sizes:
         return Launches()

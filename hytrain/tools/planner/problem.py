@@ -1,9 +1,10 @@
 """What a plan is made from: the cluster, the model, the batch. Plain data.
 
-The problem is larger than Cephalo's (solver.py), since optimizer state may live on the host and be
-updated there. For each rank a plan decides the samples b of the global batch, the micro-batch m,
-the shard s of the state, how many of the L layers are updated on the GPU (K), and what becomes of
-activations between forward and backward. cost_model.py has the times and the memory.
+The problem is larger than Cephalo's (tools/uneven/solver.py), since optimizer state may live
+on the host and be updated there. For each rank a plan decides the samples b of the global batch,
+the micro-batch m, the shard s of the state, how many of the L layers are updated on the GPU (K),
+and what becomes of activations between forward and backward. cost_model.py has the times and the
+memory.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ class Model:
 
     Attributes:
         num_layers: L.
-        parameters: those of all of it that are trained.
-        frozen: those that are not: a training copy, sharded in stage 3, and nothing else.
-        boundary_bytes: activations between two layers, per sample.
-        itemsize: bytes of a parameter of the training copy, and of its gradient; so many cross to
+        parameters: trained parameters of the whole model.
+        frozen: frozen parameters, which have only a training copy, sharded in stage 3.
+        boundary_bytes: bytes of activations between two layers, per sample.
+        itemsize: bytes per parameter of the training copy, and of its gradient; as many cross to
             the host and come back.
-        dtype: of the training copy, for the record; None where not known.
-        seq_len: tokens of a sample, likewise.
+        dtype: of the training copy, for the record; None if not known.
+        seq_len: tokens per sample, for the record; None if not known.
         moments: how Adam's moments are kept, for the record.
-        outside: parameters before the first layer and behind the last one. They are among
-            ``parameters``, dealt out to the layers, but training updates them as layers of their
-            own.
+        outside: trained parameters before the first layer and after the last one. They are among
+            ``parameters``, spread evenly over the layers, but training updates them as layers of
+            their own.
     """
 
     name: str
@@ -68,11 +69,11 @@ class Model:
 
     @property
     def num_updates(self) -> int:
-        """Layers that training updates: L, and what is before the first and behind the last."""
+        """Layers that training updates: L, and one each for parameters before and after them."""
         return self.num_layers + sum(size > 0 for size in self.outside)
 
     def gpu_part(self, gpu_layers: int) -> float:
-        """The part of the state that the first so many of :attr:`update_sizes` have."""
+        """Returns the share of state in the first ``gpu_layers`` of :attr:`update_sizes`."""
         if gpu_layers == self.num_updates:
             return 1.0
         blocks, before = gpu_layers, self.outside[0]
@@ -82,22 +83,22 @@ class Model:
 
     @property
     def gpu_parts(self) -> npt.NDArray[np.float64]:
-        """:meth:`gpu_part` of 0, 1, ... layers."""
+        """:meth:`gpu_part` of 0, 1, ..., :attr:`num_updates` layers."""
         return np.array([self.gpu_part(number) for number in range(self.num_updates + 1)])
 
     @property
     def layer_bytes(self) -> float:
-        """The training copy of one layer's trained parameters; of its gradient as much."""
+        """Bytes of the training copy of one layer's trained parameters, and of their gradient."""
         return float(self.itemsize) * self.parameters / self.num_layers
 
     @property
     def layer_weight_bytes(self) -> float:
-        """The training copy of one layer."""
+        """Bytes of one layer's training copy, frozen parameters included."""
         return self.layer_bytes * self.weight_bytes / self.itemsize
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of the training copy a trained parameter, frozen ones counted with those."""
+        """Bytes of the whole training copy, frozen parameters included, per trained parameter."""
         return self.itemsize * (1.0 + self.frozen / self.parameters)
 
 
@@ -106,36 +107,37 @@ class PlanProblem:
     """A batch and a model's state, to be dealt to the ranks of a cluster.
 
     Attributes:
-        stage: of ZeRO; 3 shards the training copy too.
-        activations: which policies for activations may be used.
-        gradient_bytes: bytes a parameter of the gradient before it is reduced. It is there whole
-            while micro-batches pass through the model one by one, and at the end of the first
-            backward of several ranks, which have not agreed on an order yet, or layer by layer,
-            which is a trial.
-        gpu_state_bytes: bytes a GPU-placed parameter, besides the training copy; its gradient at
+        stage: ZeRO stage; 3 shards the training copy too.
+        activations: the activation policies that may be used.
+        gradient_bytes: bytes per parameter of the gradient before it is reduced. The GPU holds all
+            of it while micro-batches pass through the model one by one, and at the end of the first
+            backward if there are several ranks, which have not agreed on an order yet, or if that
+            goes layer by layer, which is a trial.
+        gpu_state_bytes: bytes per GPU-placed parameter, besides the training copy; its gradient at
             the end of backward is :attr:`waiting_bytes`.
-        host_state_bytes: bytes a CPU-placed parameter: 14, or 16 with fp32 gradients; fewer with
+        host_state_bytes: bytes per CPU-placed parameter: 14, or 16 with fp32 gradients; fewer with
             moments in fewer bytes.
-        update_bytes: bytes of host memory traffic a CPU-placed parameter and step.
+        update_bytes: bytes of host memory traffic per CPU-placed parameter and step.
         allow_idle: whether a rank may compute nothing and only hold state.
-        rounds: micro-batches that every rank with samples makes; None: any number. In stage 3,
-            where micro-batches pass through the model one by one, each of them gathers every layer
-            on all ranks: one with fewer waits for those with more. Layer by layer a layer is
-            gathered once a pass, and ranks may differ.
+        rounds: number of micro-batches that every rank with samples makes; None: any. If
+            micro-batches pass through the model one by one in stage 3, each gathers every layer on
+            all ranks: a rank with fewer would wait for those with more. Layer by layer, a layer is
+            gathered once per pass, and ranks may differ.
         offload_param: the training copy is kept in pinned host memory (stage 3): a rank's shard of
             it on its host, whole layers on the GPU while they are used. GPU updates send the new
             copy there, CPU updates write it in place.
-        clipped_share: of the steps, those whose gradient is clipped, in [0, 1]: GPU layers are
-            chosen and the step is predicted for it. By default all of them, so that a plan holds
-            also at the beginning of a training.
+        clipped_share: share of steps whose gradient is clipped, in [0, 1]: GPU layers are chosen
+            and the step is predicted for it. By default 1, so that a plan also holds at the
+            beginning of training.
         keeps_gradients: in stage 3 each GPU has room for its shard of all gradients, as the first
-            backward keeps them. Without, that backward sends them as later ones do (where each
-            rank makes one micro-batch), and waits for the CPU's updates.
-        sequence_ranks: how many share each sequence; ``batch`` counts as many parts a sample.
-        exchange_ms: of a layer's attention, each way; its times have it already.
-        splits_master: master weights are split on the GPU, and on the CPU those of as few layers
-            as a rank's part of its host asks for, whose updates begin when the step's outcome is
-            known. ``host_state_bytes`` are of split ones.
+            backward keeps them. If not, that backward sends them as later ones do (if each rank
+            makes one micro-batch), and waits for the CPU's updates.
+        sequence_ranks: ranks that share each sequence; ``batch`` counts as many parts per sample.
+        exchange_ms: time of the exchanges of a layer's attention, each way; the layer's times
+            include it already.
+        splits_master: master weights are split on the GPU, and on the CPU for as few layers as the
+            memory of a rank's part of its host demands; the updates of these layers begin when the
+            step's outcome is known (late layers). ``host_state_bytes`` is with split ones.
     """
 
     cluster: Cluster
@@ -158,10 +160,10 @@ class PlanProblem:
 
     @property
     def needs_rounds(self) -> bool:
-        """Whether :attr:`rounds`, and one mode for all ranks, are still to be decided on.
+        """Whether :attr:`rounds`, and one accumulation mode for all ranks, are still undecided.
 
-        With ``offload_param`` for one rank, too: how often it fetches its weights is in
-        :attr:`shard_traffic`.
+        With ``offload_param`` also for one rank: :attr:`shard_traffic` depends on how often it
+        fetches its weights.
         """
         is_open = self.rounds is None and not set(self.activations) <= set(LAYER_MAJOR)
         is_gathered = self.cluster.num_ranks > 1 or self.offload_param
@@ -169,11 +171,12 @@ class PlanProblem:
 
     @property
     def sharded_bytes(self) -> float:
-        """Bytes of GPU a parameter of a rank's shard, whatever is updated where.
+        """GPU bytes per parameter of a rank's shard, wherever it is updated.
 
-        Stage 3 has the training copy there, unless the host has, and the gradient that
-        micro-batches add to, or that a first backward keeps (:attr:`keeps_gradients`). With
-        ``offload_param`` it is not counted where one rank sends each gradient as it comes.
+        In stage 3 these are the training copy, unless that is on the host, and the gradient that
+        micro-batches add to, or that the first backward keeps (:attr:`keeps_gradients`). It is not
+        counted with ``offload_param`` for one rank with one micro-batch, which sends each gradient
+        at once.
         """
         if self.stage != 3:
             return 0
@@ -186,7 +189,7 @@ class PlanProblem:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes a GPU-placed parameter at the end of a backward, besides :attr:`gpu_state_bytes`.
+        """Bytes per GPU-placed parameter at the end of backward, besides :attr:`gpu_state_bytes`.
 
         Its reduced gradient waits for the outcome of the step, unless it is among
         :attr:`sharded_bytes`. Activations are gone by then.
@@ -196,7 +199,7 @@ class PlanProblem:
 
     @property
     def host_weight_bytes(self) -> float:
-        """Bytes of host memory a parameter of a rank's shard, whatever is updated where."""
+        """Bytes of host memory per parameter of a rank's shard, wherever it is updated."""
         return self.model.weight_bytes if self.offload_param else 0.0
 
     @property
@@ -206,16 +209,16 @@ class PlanProblem:
 
     @property
     def state_traffic(self) -> float:
-        """Bytes of host memory traffic a CPU-placed parameter and step, besides the shard's.
+        """Bytes of host memory traffic per CPU-placed parameter and step, besides the shard's.
 
-        With ``offload_param`` the new copy does not leave for the GPU when it is written, and that
-        it is written counts for the shard.
+        With ``offload_param`` the new copy is not sent to the GPU when it is written, and writing
+        it is part of :attr:`shard_traffic`.
         """
         return self.update_bytes - (2 * self.model.itemsize if self.offload_param else 0)
 
     @property
     def shard_traffic(self) -> float:
-        """Likewise a parameter of the shard: its new copy is written once, and read for gathers."""
+        """Likewise per parameter of the shard: the new copy is written once, read for gathers."""
         return 2 * (self.rounds or 1) * self.host_weight_bytes + self.written_bytes
 
     def __post_init__(self) -> None:

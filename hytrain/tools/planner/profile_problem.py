@@ -1,7 +1,7 @@
-"""From what was measured to what is planned: profiles, a batch and options make a problem.
+"""Makes a planning problem from measured profiles, a batch and options.
 
-Measurements are of one block and of all that is outside; the problem's tables are of a rank's
-whole work. Reserves are taken off memory here, so that a plan fills what is left.
+Measurements are of one block and of everything outside of the blocks; the problem's
+tables are of a rank's whole work. Reserves are taken off memory here: a plan may fill the rest.
 """
 
 from __future__ import annotations
@@ -36,53 +36,53 @@ from hytrain.tools.planner.cluster import (
 from hytrain.tools.planner.curves import FREE, Table
 from hytrain.tools.planner.problem import Model, PlanProblem
 
-# At most, of a rank: pinned buffers through which gradients and new weights pass, whose size does
+# At most, per rank: pinned buffers through which gradients and new weights pass. Their size does
 # not grow with the model (offload/slots.py).
 _STAGING_BYTES = 2**29
-# Where that was not measured: of a CPU update measured alone, what is left beside copies both ways
-# and the launching thread. On an H200's host 0.91 to 0.92 with 8 to 15 of 16 cores, 0.80 with all
-# (2026-11-22, experiments/zero3/results.json).
+# If that was not measured: share of a CPU update's rate, measured alone, that is left beside copies
+# both ways and the launching thread. On an H200's host 0.91 to 0.92 with 8 to 15 of 16 cores, 0.80
+# with all (2026-11-22, experiments/zero3/results.json).
 _BESIDE_TRAINING = 0.87
-# Of sequences that ranks share: how many directions of attention's exchanges each time has.
+# If ranks share sequences: how many one-way exchanges of attention each time includes.
 _EXCHANGES = {"forward_ms": 1, "backward_ms": 1, "recompute_backward_ms": 2, "device_ms": 2}
-# In stage 3, layers whose training copy is gathered at once, where nobody says how many: one in
-# use, the others on their way.
+# In stage 3, layers whose training copy is gathered at once, if no number is given: one in use, the
+# others on their way.
 _GATHERED_LAYERS = 3
 UNMEASURED = 1.05
-"""What a micro-batch between two measured sizes takes, as a share of the straight line.
+"""Time of a micro-batch between two measured sizes, relative to linear interpolation.
 
 On H200 steps with such sizes took 1 to 8 % longer than by the line (5 samples between 4 and 8;
 13, 14 and 15 between 12 and 16), once all else was counted.
 """
-# A doubled micro-batch that takes less than so much as long as the smallest waits for the host.
+# A doubled micro-batch that takes at most this many times the smallest's time waits for the host.
 _HOST_BOUND = 1.05
-# Within a host a collective delays what is computed beside it by all of its time: it takes
+# Within a host a collective delays what is computed beside it by its whole duration: it takes
 # multiprocessors, and NVLink brings bytes about as fast as they can be added. Steps of two H200
-# were longer than their passes by what all collectives take. Over a network little is to be done
-# at a time, and waiting costs no one anything.
+# were longer than their passes by the time of all collectives. Over a network there is little to do
+# at a time, and waiting costs nothing.
 _CONTENTION = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What a plan is asked for.
+    """The options of a plan.
 
     Attributes:
         batch: samples of the global batch.
-        gpu_reserve: bytes that stay free of a GPU with so many.
-        host_reserve: bytes that stay free of a host with so many.
+        gpu_reserve: returns the bytes that stay free on a GPU, given its usable bytes.
+        host_reserve: returns the bytes that stay free on a host, given its usable bytes.
         offload_param: whether the training copy is kept in host memory (stage 3).
-        live_parameters: in stage 3, the most parameters of gathered layers at a time, for layers of
-            so many in the order of their use; None for three of the model's.
-        activations: policies that may be chosen from.
-        memory_fraction: of each GPU's memory that may be used.
+        live_parameters: in stage 3, returns the most parameters that are gathered at a time, given
+            those of each layer in order of use; None: three layers of the model.
+        activations: policies to choose from.
+        memory_fraction: share of each GPU's memory that may be used.
         allow_idle: whether a rank may compute nothing.
-        interconnect: bytes a second of a collective, for ranks whose collectives were not measured;
-            None where they must have been.
-        clipped_share: of the steps, those whose gradient is clipped; see
+        interconnect: bytes/s of collectives, used instead of measurements; None: they must have
+            been measured.
+        clipped_share: share of steps whose gradient is clipped; see
             :class:`~hytrain.tools.planner.problem.PlanProblem`.
-        sequence_ranks: how many share each sequence.
-        exchanged_bytes: of a sample in a layer: queries, keys, values, and attention's output.
+        sequence_ranks: ranks that share each sequence.
+        exchanged_bytes: bytes of a sample's queries, keys, values and attention output in a layer.
         reduced: bytes of a gradient while ranks reduce it, over those that are kept.
         master: how master weights are kept ("hytrain.master").
     """
@@ -105,11 +105,11 @@ class PlanOptions:
 
 
 def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
-    """The problem of training the profiled model on all ranks of the profile.
+    """Returns the problem of training the profiled model on all ranks of the profile.
 
     Raises:
         PlanError: an option is out of range, a GPU's reserve leaves nothing, or collectives of
-            these ranks can be told neither from the profile nor from ``interconnect``.
+            these ranks follow neither from the profile nor from ``interconnect``.
     """
     degree, exchange = options.sequence_ranks, _exchange_ms(profile, options)
     if degree > 1:
@@ -155,7 +155,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
 
 
 def _exchange_ms(profile: ProfileFile, options: PlanOptions) -> Table:
-    """A layer's four all-to-alls in one direction; each moves as much as an all-gather would."""
+    """Returns the time of a layer's four all-to-alls one way, each taken to be an all-gather."""
     names = [host.host for host in profile.hosts for _ in host.ranks]
     degree = options.sequence_ranks
     groups = (names[first : first + degree] for first in range(0, len(names), degree))
@@ -165,10 +165,10 @@ def _exchange_ms(profile: ProfileFile, options: PlanOptions) -> Table:
 
 
 def _shared(profile: ProfileFile, degree: int, exchange_ms: Table) -> ProfileFile:
-    """The profile against samples of a group of ranks, each of which has a part of them.
+    """Returns the profile against samples of ``degree`` ranks, each of which has a part of each.
 
-    It has their tokens' part, and in attention all tokens of its part of the heads: ``degree``
-    samples take what one that was measured takes, and the exchanges.
+    A rank has its part of the tokens, and in attention all tokens for its part of the heads:
+    ``degree`` samples take as long as a measured one, plus the exchanges.
     """
     devices: list[DeviceProfile] = []
     for device in profile.devices:
@@ -199,16 +199,16 @@ def _cluster(profile: ProfileFile, options: PlanOptions) -> Cluster:
 def gpu_profile(
     device: DeviceProfile, model: ProfiledModel, options: PlanOptions, gathered: int = 0
 ) -> GpuProfile:
-    """A device as the planner sees it.
+    """Returns a device as the planner sees it.
 
     Args:
-        device: what was measured.
-        model: with which.
+        device: its measurements.
+        model: the model they were made with.
         options: of the plan.
-        gathered: bytes of layers that are gathered at once.
+        gathered: bytes of the layers that are gathered at once.
 
     Raises:
-        PlanError: the reserve leaves nothing of its memory.
+        PlanError: the reserve leaves no memory.
     """
     limit = int(device.limit_bytes * options.memory_fraction)
     memory = min(device.memory_bytes, limit)
@@ -238,8 +238,8 @@ def gpu_profile(
         stored_bytes=_stored_table(device, model, idle),
         multiprocessors=device.multiprocessors,
         limit_bytes=limit,
-        # Fewer samples than were measured take as long as those. Beyond nobody knows what fits, and
-        # there is little to gain.
+        # Fewer samples than measured take as long as the fewest measured. Whether more than the
+        # most measured fit is not known, and there is little to gain.
         sizes=(*range(1, device.layer[0].samples), *(row.samples for row in device.layer)),
         accumulation_ms=_accumulation(device, model),
         fetch_rate=device.copies.from_host,
@@ -265,7 +265,7 @@ def _launches(device: DeviceProfile, *, shares: bool) -> LaunchTimes | None:
 
 
 def _device_ms(row: LayerSample | OutsideSample) -> float:
-    """Where the device does not wait for the host, what it takes is what it needs."""
+    """Returns the device's own time: that of the passes, unless it waits for the host in them."""
     return row.forward_ms + row.backward_ms if row.device_ms is None else row.device_ms
 
 
@@ -273,9 +273,10 @@ _Row = TypeVar("_Row", LayerSample, OutsideSample)
 
 
 def _shared_rows(rows: Sequence[_Row], degree: int, exchange_ms: Table) -> tuple[_Row, ...]:
-    """Below the smallest measured size on the line through the two smallest.
+    """Returns the rows against samples that ``degree`` ranks share, with the exchanges added.
 
-    Not less than its part of the smallest; a simulated step is not shorter than its launches.
+    Below the smallest measured size values are on the line through the two smallest, but not less
+    than in proportion to the smallest. Launches stay as measured: they bound a simulated step.
     """
     least = rows[0].samples if rows else 0
     smaller = [(number, rows[0]) for number in range(1, degree * least)]
@@ -294,14 +295,14 @@ def _shared_rows(rows: Sequence[_Row], degree: int, exchange_ms: Table) -> tuple
 
 
 def times(rows: Sequence[_Row], value: Callable[[_Row], float]) -> Table:
-    """Times against every number of samples up to the largest that was measured.
+    """Returns times against every number of samples from the smallest to the largest measured.
 
-    They do not fall, which the planner counts on: less for more samples is noise, of kernels that
-    the host could not start fast enough, and neighbours share their mean.
+    They do not fall, which the planner relies on: a shorter time for more samples is noise, from
+    kernels that the host could not launch fast enough, and neighbours share their mean.
 
-    Between two measured sizes lies more than a straight line: kernels work in tiles, and an odd
-    size fills its last tiles less. A size takes a share more than by the line
-    (:data:`UNMEASURED`), but no more than the next larger one that was measured.
+    Between two measured sizes times are above the straight line: kernels work in tiles, and an odd
+    size fills its last tiles less. Such a size takes :data:`UNMEASURED` times as long as by the
+    line, but no longer than the next larger measured one.
     """
     measured = [
         (row.samples, level)
@@ -317,7 +318,7 @@ def times(rows: Sequence[_Row], value: Callable[[_Row], float]) -> Table:
 
 
 def isotonic(values: Sequence[float]) -> list[float]:
-    """The values that do not fall and are nearest to the given ones (pooled adjacent violators)."""
+    """Returns the nearest values that do not fall (pooled adjacent violators)."""
     pools: list[tuple[float, int]] = []
     for value in values:
         pool = (value, 1)
@@ -330,9 +331,9 @@ def isotonic(values: Sequence[float]) -> list[float]:
 
 
 def _accumulation(device: DeviceProfile, model: ProfiledModel) -> Table:
-    """What adding gradients takes, with a layer's part of what is outside.
+    """Returns the time to add a layer's gradient, with its part of those outside of the layers.
 
-    Sizes that take no longer than the smallest wait for the host; there the GPU has time for it.
+    Sizes that take no longer than the smallest wait for the host: there the GPU has time for it.
     """
     itemsize = ITEMSIZE[model.dtype]
     layer_ms = device.accumulation_ms
@@ -356,7 +357,7 @@ def _accumulation(device: DeviceProfile, model: ProfiledModel) -> Table:
 
 
 def _bytes(rows: Sequence[_Row], value: Callable[[_Row], float]) -> Table:
-    """Does not fall either; memory has no noise that could be shared."""
+    """Returns bytes against samples as a running maximum: memory has no noise to average."""
     rising = itertools.accumulate((value(row) for row in rows), max)
     return Table(tuple((float(row.samples), most) for row, most in zip(rows, rising, strict=True)))
 
@@ -368,7 +369,7 @@ def _outside_bytes(device: DeviceProfile) -> Table | None:
 def _peak_table(
     device: DeviceProfile, model: ProfiledModel, idle: int, outside: Table | None
 ) -> Table:
-    """C where layers are computed again: the larger of one layer's peak and that outside."""
+    """Returns C if layers are recomputed: the larger of one layer's peak and that outside."""
 
     def peak(row: LayerSample) -> float:
         most = max(row.recompute_peak_bytes, outside.at(row.samples) if outside else 0.0)
@@ -379,7 +380,7 @@ def _peak_table(
 
 
 def _stored_table(device: DeviceProfile, model: ProfiledModel, idle: int) -> Table:
-    """C with all activations: at the loss, or in the last layer's backward."""
+    """Returns C with all activations stored: its peak is at the loss or in the last backward."""
     outside = _outside_bytes(device)
 
     def stored(row: LayerSample) -> float:
@@ -391,9 +392,10 @@ def _stored_table(device: DeviceProfile, model: ProfiledModel, idle: int) -> Tab
 
 
 def _gathered_bytes(model: ProfiledModel, options: PlanOptions, num_ranks: int) -> int:
-    """Training copy that stage 3 has gathered at once; what is outside is gathered as one.
+    """Returns the bytes of training copy that stage 3 has gathered at once.
 
-    One rank has all of it anyway, unless it is in host memory.
+    What is before the blocks is gathered as one layer, and so is what is after them. A single rank
+    has all of the training copy anyway, unless it is in host memory.
     """
     if options.stage != 3 or (num_ranks == 1 and not options.offload_param):
         return 0
@@ -410,7 +412,7 @@ def _gathered_bytes(model: ProfiledModel, options: PlanOptions, num_ranks: int) 
 
 def _host(host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions) -> Host:
     rates = [row.in_training or _BESIDE_TRAINING * row.rate for row in host.updates]
-    # Training takes the best number of threads, which may leave cores to others.
+    # Training uses the best number of threads, which may leave some cores unused.
     best = itertools.accumulate(rates, max)
     table = Table(
         tuple((float(row.threads), rate) for row, rate in zip(host.updates, best, strict=True))
@@ -426,13 +428,13 @@ def _host(host: HostProfile, gpus: Sequence[GpuProfile], options: PlanOptions) -
 def _collectives(
     profile: ProfileFile, hosts: Sequence[str], options: PlanOptions
 ) -> tuple[Table, Table, tuple[float, float], float]:
-    """All-gather, reduce-scatter (against bytes), what unequal shards cost in each, contention."""
+    """Returns all-gather, reduce-scatter (against bytes), factors of unequal shards, contention."""
     if len(hosts) == 1:
         return FREE, FREE, (1.0, 1.0), 0.0
     if options.interconnect is not None:
         ms = 1e3 * (len(hosts) - 1) / len(hosts) / options.interconnect
         line = Table(((1.0, ms),))
-        # A bandwidth that is given is that of a network: a few multiprocessors keep it busy.
+        # A given bandwidth is taken for a network's: a few multiprocessors keep that busy.
         return line, line, (UNEVEN_FACTOR, UNEVEN_FACTOR), 0.0
     for measured in profile.collectives:
         if measured.hosts == tuple(hosts):

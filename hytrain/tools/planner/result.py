@@ -1,4 +1,4 @@
-"""A plan: what each rank does, what it shall take, and how good it is."""
+"""A plan: what each rank does, what that is predicted to take, and how good it is."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hytrain.tools.planner.planned_step import PlannedStep
 from hytrain.tools.planner.problem import PlanProblem
 
 TOLERANCE = 1e-4
-"""Bisection ends where the step is known to this share."""
-# A step of which weights from the host are this share is limited by them.
+"""Bisection ends when the step is known to within this share."""
+# If fetching weights from the host takes more than this share of a step, it limits the step.
 _NOTABLE = 0.05
 
 
@@ -51,17 +51,17 @@ class Plan:
 
     Attributes:
         ranks: in rank order.
-        step_seconds: by the roofline bounds of cost_model.py.
-        lower_bound: no plan has a shorter step by these bounds, which are of unclipped steps.
-        shortest_step: by these bounds, of all plans that were compared. Less than ``step_seconds``
-            where the simulated step of this plan is shorter.
+        step_seconds: the step by the roofline bounds of cost_model.py.
+        lower_bound: no plan has a shorter step by these bounds, which are for unclipped steps.
+        shortest_step: the shortest step by these bounds of all plans that were compared. Less than
+            ``step_seconds`` if another plan is faster by the bounds but slower when simulated.
         even: whether all shards are equal.
         unclipped_seconds: a step that is not clipped, simulated (planned_step.py).
-        clipped_seconds: one that is.
-        late_layers: of each rank, how many of those on the CPU are updated when the step's outcome
-            is known: their master weights are split there as well.
-        other_mode: what it was chosen over; None where there was no choice, or each rank has its
-            own.
+        clipped_seconds: a step that is clipped, simulated.
+        late_layers: for each rank, how many of its CPU layers are updated when the step's outcome
+            is known: their master weights are split on the CPU as well.
+        other_mode: the mode it was chosen over; None if there was no choice, or each rank has its
+            own mode.
     """
 
     ranks: tuple[PlannedRank, ...]
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def accumulation(self) -> Accumulation | None:
-        """The mode of all ranks with samples; None where they differ."""
+        """The mode of all ranks with samples; None if they differ."""
         modes: set[Accumulation] = {
             "layer_major" if rank.activations in LAYER_MAJOR else "micro_batch_major"
             for rank in self.ranks
@@ -87,22 +87,22 @@ class Plan:
 
     @property
     def predicted_seconds(self) -> float:
-        """The mean simulated step, with the share of clipped steps planned for."""
+        """The mean simulated step at the share of clipped steps planned for."""
         share = self.clipped_share
         return (1.0 - share) * self.unclipped_seconds + share * self.clipped_seconds
 
     @property
     def gap(self) -> float:
-        """By what share the predicted step may be longer than that of any other plan.
+        """The share by which the predicted step may be longer than that of the best plan.
 
-        A simulated step is never shorter than the roofline bounds of it, nor those than the bound.
+        A simulated step is never shorter than its roofline bounds, nor those than ``lower_bound``.
         """
         return self.predicted_seconds / self.lower_bound - 1.0 if self.lower_bound else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Workloads with their shares, of even or of unequal shards."""
+    """Workloads and shares of all ranks, with even or unequal shards."""
 
     workloads: tuple[Workload, ...]
     shares: tuple[Share, ...]
@@ -113,9 +113,9 @@ class Found:
 def settle(
     problem: PlanProblem, workloads: Sequence[Workload], step: float, *, even: bool
 ) -> Found | None:
-    """Shares for workloads that are decided, with the shortest step from ``step`` on.
+    """Returns shares for decided workloads with the shortest step of at least ``step`` seconds.
 
-    None where no step is long enough.
+    None if no step is long enough.
     """
     rows = zip(problem.cluster.ranks, workloads, strict=True)
     longest = max(longest_step(problem, host, gpu, [work]) for (host, gpu), work in rows)
@@ -136,7 +136,7 @@ def settle(
 
 
 def parts(problem: PlanProblem, share: Share) -> tuple[float, float]:
-    """Parameters of state on the GPU and on the host."""
+    """Returns how many parameters have their state on the GPU, and how many on the host."""
     model = problem.model
     shard = share.fraction * model.parameters
     on_gpu = shard * model.gpu_part(share.gpu_layers)
@@ -146,7 +146,7 @@ def parts(problem: PlanProblem, share: Share) -> tuple[float, float]:
 def _bounds(
     problem: PlanProblem, workloads: Sequence[Workload], shares: Sequence[Share]
 ) -> list[dict[str, float]]:
-    """For each rank the seconds of each roofline bound; that of its host is of all its ranks."""
+    """Returns each rank's seconds by roofline bound; "host" counts all ranks of its host."""
     both = [parts(problem, share) for share in shares]
     bounds: list[dict[str, float]] = []
     for host, ranks in problem.cluster.host_ranks:
@@ -165,7 +165,7 @@ def roofline_step(
 
 
 def _more_gpu_layers(problem: PlanProblem, found: Found, steps: PlannedStep) -> tuple[Share, ...]:
-    """The shares with as many more GPU layers as shorten the simulated step and have room."""
+    """Returns the shares, with more GPU layers if they fit and shorten the simulated step."""
     most: list[int] = []
     for work, share in zip(found.workloads, found.shares, strict=True):
         shard = share.fraction * problem.model.parameters
@@ -180,14 +180,14 @@ def _more_gpu_layers(problem: PlanProblem, found: Found, steps: PlannedStep) -> 
 
 
 def _limit(seconds: dict[str, float], fetching: float) -> str:
-    """The longest line; of the GPU's, what it does or what it waits for."""
+    """Returns the name of the longest bound; "weights" for a GPU that waits for fetches."""
     longest = max(seconds, key=seconds.__getitem__)
     waits = longest == "gpu" and fetching > _NOTABLE * seconds[longest]
     return "weights" if waits else longest
 
 
 def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
-    """What was found, simulated, with the GPU layers that this asks for."""
+    """Returns what was found as a simulated plan, with the GPU layers that make it shortest."""
     steps = PlannedStep(problem, found.workloads, found.shares, even=found.even)
     shares = _more_gpu_layers(problem, found, steps)
     steps = PlannedStep(problem, found.workloads, shares, even=found.even)
@@ -232,12 +232,12 @@ def to_plan(problem: PlanProblem, found: Found, bound: float) -> Plan:
 
 
 def _whole(num_bytes: float) -> int:
-    """Rounded up, but for what sums of floats add."""
+    """Rounds bytes up, ignoring the rounding errors of float sums."""
     return math.ceil(num_bytes * (1.0 - 1e-12))
 
 
 def plan_file(problem: PlanProblem, plan: Plan) -> PlanFile:
-    """A plan as plan.json has it."""
+    """Returns a plan as the record of plan.json."""
     model = {name: getattr(problem.model, name) for name in PlannedModel.model_fields}
     return PlanFile(
         version=VERSION,
@@ -257,10 +257,10 @@ def plan_file(problem: PlanProblem, plan: Plan) -> PlanFile:
 
 
 def even_split(problem: PlanProblem) -> Plan | None:
-    """All ranks compute equally many samples, equally many at once, and own equally much.
+    """Returns the best plan in which all ranks have equal batches, micro-batches and shards.
 
-    Of all micro-batches, policies and numbers of GPU layers the best; None where none fits. What
-    of the batch cannot be divided is left out.
+    It is the best of all micro-batches, policies and numbers of GPU layers; None if none fits. The
+    remainder of the batch is left out.
     """
     number = problem.cluster.num_ranks
     best: tuple[PlanProblem, Found] | None = None

@@ -1,9 +1,9 @@
-"""The first stage of planning: the shortest step by the roofline bounds, and plans that come near.
+"""The first stage of planning: the shortest step by the roofline bounds, and plans close to it.
 
-Whether a step of some length is possible is asked of step_program.py. No is certain, so the longest
-step of which that is known is a bound: mostly that in which the ranks can just compute the batch,
-whatever the state. What it says to a longer one is dealt in whole samples (here) and whole layers
-(allocation.py) at once, which may take a little longer. Lengths are bisected.
+step_program.py says whether a step of a given length is possible. A no is certain, so the longest
+step that is known to be impossible is a bound: mostly that in which the ranks can just compute the
+batch, ignoring state. The answer for a longer step is dealt at once in whole samples (here) and
+whole layers (allocation.py), which may take a little longer. Lengths are bisected.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from hytrain.tools.planner.result import TOLERANCE, Found, settle
 from hytrain.tools.planner.step_program import Choice, StepProgram, whole_parts
 
 CLOSE = 1.02
-"""A plan that takes at most so many times the bound is as good as the best."""
+"""A plan that takes at most this many times the bound counts as the best."""
 PRECISION = 4e-3
-"""Between a plan and a bound that differ by no more than this share nothing is searched for."""
-# Where whole ranks and layers leave plans longer than the bound, longer steps are tried up to here.
+"""A plan and a bound that differ by no more than this share end the search."""
+# If plans of whole ranks and layers are longer than the bound, steps up to this share above it are
+# tried.
 _FARTHEST = 1.0
 _LONGER = (1.01, 1.03, 1.1)
 
@@ -39,8 +40,8 @@ class Search:
     """What is known of the shortest step.
 
     Attributes:
-        bound: no step by the roofline bounds is shorter; infinite where none is possible.
-        trail: the plans that the search has come by.
+        bound: no step by the roofline bounds is shorter; infinite if none is possible.
+        trail: the plans found during the search.
     """
 
     bound: float = math.inf
@@ -48,26 +49,26 @@ class Search:
 
     @property
     def shortest(self) -> list[Found]:
-        """The best of the trail, the best with other shards after it."""
+        """The best plans of the trail with even and with unequal shards, the shorter one first."""
         own = ([one for one in self.trail if one.even == even] for even in (True, False))
         best = [min(found, key=lambda one: one.step) for found in own if found]
         return sorted(best, key=lambda one: one.step)
 
 
 def search(problem: PlanProblem, worst: float = math.inf) -> Search:
-    """Searches with even and with unequal shards, steps up to ``worst`` seconds."""
+    """Searches steps of up to ``worst`` seconds with even and with unequal shards."""
     found = Search()
     # Unequal shards first: they may allow much shorter steps.
     for even in (False, True)[problem.cluster.num_ranks == 1 :]:
         own = search_program(StepProgram(problem, even=even, worst=worst), worst)
         found = Search(min(found.bound, own.bound), found.trail + own.trail)
-        # Where both are as good, even shards have the faster collectives.
+        # If both are about as good, even shards have the faster collectives.
         worst = min([worst, *(one.step * (1.0 + PRECISION) for one in own.trail)])
     return found
 
 
 def longer(problem: PlanProblem, step: float) -> list[Found]:
-    """Plans of steps that are longer than so many seconds, in which the CPU has more time."""
+    """Returns plans of steps longer than ``step`` seconds, in which the CPU has more time."""
     found: list[Found | None] = []
     for even in (False, True)[problem.cluster.num_ranks == 1 :]:
         program = StepProgram(problem, even=even, worst=_LONGER[-1] * step)
@@ -78,7 +79,7 @@ def longer(problem: PlanProblem, step: float) -> list[Found]:
 
 
 def search_program(program: StepProgram, worst: float) -> Search:
-    """A bound on a program's steps, and plans of steps up to ``worst`` seconds or little longer."""
+    """Returns a bound on a program's steps, and plans of up to ``worst`` seconds or a bit more."""
     longest = min(program.longest, worst)
     if program.spare_samples(longest) < 0:
         return Search()
@@ -110,7 +111,7 @@ def search_program(program: StepProgram, worst: float) -> Search:
 
 
 def _bisect(able: Callable[[float], bool], low: float, high: float, precision: float) -> float:
-    """The longest that is known not to be able, to the precision; ``high`` is."""
+    """Returns the longest step known to be impossible, to the precision; ``high`` is possible."""
     while high - low > precision * high:
         middle = (low + high) / 2.0
         low, high = (low, middle) if able(middle) else (middle, high)
@@ -118,7 +119,7 @@ def _bisect(able: Callable[[float], bool], low: float, high: float, precision: f
 
 
 class Dealer:
-    """Workloads of whole samples."""
+    """Makes workloads of whole samples."""
 
     def __init__(self, problem: PlanProblem, *, even: bool) -> None:
         """``even``: whether all shards are equal."""
@@ -130,26 +131,26 @@ class Dealer:
     def of_size(
         self, gpu: GpuProfile, batch: int, size: int, policy: Activations
     ) -> Workload | None:
-        """With these micro-batches; None where they leave no room or do not make the rounds."""
+        """Returns the workload with these micro-batches; None: no room, or not the right rounds."""
         if not fits_rounds(self._problem, batch, size):
             return None
         work = self._make.of(gpu, batch, size, policy)
         return work if work.room >= 0.0 else None
 
     def fastest(self, gpu: GpuProfile, batch: int, policy: Activations) -> Workload | None:
-        """With the fastest micro-batches; None where none will do."""
+        """Returns the workload with the fastest micro-batches; None if none fits."""
         sizes = sizes_to_choose(self._problem, gpu, batch) if batch else (0,)
         made = (self.of_size(gpu, batch, size, policy) for size in sizes)
         roomy = (work for work in made if work is not None)
         return min(roomy, key=lambda work: work.compute, default=None)
 
     def plan(self, choices: Sequence[Choice] | None, least: float) -> Found | None:
-        """What was chosen, as a plan with its own shortest step, from ``least`` seconds on."""
+        """Returns the choices as a plan with its own shortest step, ``least`` seconds or more."""
         dealt = self._whole(choices) if choices else None
         return None if dealt is None else settle(self._problem, dealt, least, even=self._even)
 
     def _whole(self, choices: Sequence[Choice]) -> list[Workload] | None:
-        """Whole samples that are the batch, in micro-batches of the sizes that were chosen."""
+        """Returns workloads of whole samples that sum to the batch, in micro-batches as chosen."""
         batches = whole_parts([choice.samples for choice in choices], self._problem.batch)
         dealt: list[Workload] = []
         for gpu, choice, batch in zip(self._gpus, choices, batches, strict=True):

@@ -1,21 +1,21 @@
-"""Whether a batch and all state can be dealt in a step of a given length: a mixed-integer program.
+"""Whether the batch and all state fit a step of a given length, by a mixed-integer program.
 
-With the step's length T everything else is linear. A rank with a workload and the first K layers on
-its GPU can own a shard of up to some size, which cost_model.py knows (``largest_shards``); what
-such a shard takes of its host is in proportion to it. So for each kind of ranks on a host (equal
-GPUs are one kind, of which there are some number) and each offer (frontier.py) there are vertices:
-no state, or some K with its largest shard. Of the numbers K those are vertices at which the largest
-shard, against its CPU-placed part, bends. With w, how many ranks of the kind take a vertex,
+For a given length T of the step everything else is linear. A rank with a workload and the first K
+layers on its GPU can own a shard of up to some size, which cost_model.py computes
+(``largest_shards``); what such a shard takes of its host is proportional to it. So for each kind of
+rank on a host (equal GPUs are one kind, with a count) and each offer (frontier.py) there are
+vertices: no state, or some K with its largest shard. Only those K are vertices at which the largest
+shard, drawn against its CPU-placed part, bends. With w, how many ranks of the kind take a vertex,
 
     sum of w = ranks of the kind,  sum of w * (fewest, most samples) on either side of the batch
     for each host: sum of w * (bytes held), and of w * (bytes moved), <= what it has in T
-    sum of w * shard >= 1; it is to be large
+    sum of w * shard >= 1, and about as large as possible
     for each policy and micro-batch size of a kind: sum of w is a whole number
 
-Even shards are vertices of their own, the largest K that holds 1/n, and the most samples are asked
-for. Every plan is a solution, so where there is none no plan has so short a step. A solution is a
-plan but for samples and layers that are in parts. HiGHS (Huangfu and Hall, "Parallelizing the dual
-revised simplex method", 2018) solves the programs, by way of scipy.
+Even shards have vertices of their own, the largest K that can hold 1/n, and the samples are
+maximized instead. Every plan is a solution, so if there is none, no plan has so short a step. A
+solution is a plan, except that samples and layers are fractional. HiGHS (Huangfu and Hall,
+"Parallelizing the dual revised simplex method", 2018) solves the programs, through scipy.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ except ImportError:  # training needs no scipy, and must not stop for it
     optimize = None
 
 _ROUNDING = 1e-9
-# So many branches are looked at: seconds would make plans depend on the machine. It ends with what
-# holds nearly as much as can be.
+# The most branches looked at: a time limit would make plans depend on the machine. It ends with a
+# solution that holds nearly as much as possible (_ROOMY).
 _MOST_NODES = 400
 _ROOMY = 0.05
-# HiGHS's word for it.
+# HiGHS's status of an infeasible program.
 _IMPOSSIBLE = 2
 
 
@@ -60,8 +60,8 @@ class Choice:
     """What a rank is to do.
 
     Attributes:
-        samples: of the batch, not yet a whole number.
-        size: of its micro-batches, at most.
+        samples: its part of the batch, not yet a whole number.
+        size: largest size of its micro-batches.
     """
 
     samples: float
@@ -71,16 +71,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Vertices:
-    """What ranks of a kind may do, as columns; a row of each array is one.
+    """What ranks of a kind may do, as columns of the program; each array has an entry per vertex.
 
     Attributes:
         groups: (policy, micro-batch size).
-        group: which of them it is of.
-        fewest: samples of a rank.
-        samples: the most.
+        group: number of the vertex's group.
+        fewest: fewest samples of a rank.
+        samples: most samples of a rank.
         shard: parameters of state.
-        on_cpu: of these the CPU-placed ones.
-        offloaded: bytes of activations.
+        on_cpu: parameters of the shard that are CPU-placed.
+        offloaded: bytes of offloaded activations.
     """
 
     groups: list[tuple[Activations, int]]
@@ -103,11 +103,11 @@ class _Block:
     columns: slice
 
     def choices(self, weights: Floats, *, even: bool) -> list[Choice]:
-        """What each of the ranks does, whole ones.
+        """Returns what each rank does, with fractions of ranks mixed into whole ones.
 
-        ``even``: equal shards go with equal work. With others those of a group are dealt in order
-        of their samples, so that only neighbours are mixed: the mean of all may need more
-        micro-batches than most of them, and leave less room for state.
+        ``even``: equal shards go with equal work. With unequal ones the vertices of a group are
+        dealt in order of their samples, so that only neighbours are mixed: the mean of all may need
+        more micro-batches than most of them, and leave less room for state.
         """
         own, weights = self.vertices, weights[self.columns]
         found: list[Choice] = []
@@ -125,7 +125,7 @@ class _Block:
 
 
 class StepProgram:
-    """All ranks of a problem with even or with unequal shards."""
+    """The program of all ranks of a problem, with even or with unequal shards."""
 
     def __init__(self, problem: PlanProblem, *, even: bool, worst: float = math.inf) -> None:
         """``even``: whether all shards are equal. Steps longer than ``worst`` seconds, known to be
@@ -133,8 +133,8 @@ class StepProgram:
         self.problem = problem
         self.even = even
         collectives = Collectives.of(problem, even=even)
-        # Equal GPUs are one kind, on hosts that differ in name only, too. All that is kept is by
-        # the first one's number: to compare profiles takes long.
+        # Equal GPUs are one kind, also on hosts that differ only in name. Everything is kept by the
+        # kind's number: comparing profiles takes long.
         hosts: dict[Host, int] = {}
         ranks: dict[tuple[int, GpuProfile], int] = {}
         self.kinds: list[RankFrontier] = []
@@ -157,7 +157,7 @@ class StepProgram:
 
     @property
     def longest(self) -> float:
-        """Seconds after which no further time would let anything more fit."""
+        """Seconds beyond which a longer step lets nothing more fit."""
         kinds = ((kind, kind.extremes) for kind in self.kinds)
         steps = (
             longest_step(self.problem, k.host, k.gpu, workloads)
@@ -167,18 +167,18 @@ class StepProgram:
         return max(steps, default=0.0)
 
     def spare_samples(self, step: float) -> int:
-        """By which the ranks could compute more than the batch in a step, whatever the state."""
+        """Returns by how many samples the ranks exceed the batch in a step, ignoring state."""
         most = [kind.most_samples(step) for kind in self.kinds]
         ranks = [most[kind] for kinds in self._hosts for kind in kinds]
         return -1 if min(ranks) < 0 else sum(ranks) - self.problem.batch
 
     def choose(self, step: float) -> list[Choice] | None:
-        """What each rank does; None where no plan has so short a step.
+        """Returns what each rank does; None if no plan has so short a step.
 
-        An empty list where that is not known.
+        An empty list if that is not known.
         """
         bound = self._blocks(step, bound=True)
-        # Of ranks in parts first: that is decided faster, and mostly denies as much.
+        # First with fractional ranks: that is decided faster, and mostly rules out as much.
         if self._solve(step, bound, whole=False)[1]:
             return None
         blocks = self._blocks(step, bound=False)
@@ -192,7 +192,7 @@ class StepProgram:
         return [chosen[host, kind].pop() for host, kinds in hosts for kind in kinds]
 
     def held(self, step: float) -> float:
-        """What whole ranks with unequal shards hold of the state in such a step, as a share."""
+        """Returns the share of the state that whole ranks with unequal shards hold in a step."""
         blocks = self._blocks(step, bound=False)
         weights, _ = self._solve(step, blocks, whole=True, least=0.0)
         if weights is None:
@@ -201,7 +201,7 @@ class StepProgram:
         return held / self.problem.model.parameters
 
     def _blocks(self, step: float, *, bound: bool) -> list[_Block]:
-        """For each host and kind of its ranks; none where a rank can do nothing in time.
+        """Returns a block per host and kind of its ranks; none if a rank can do nothing in time.
 
         ``bound``: see :meth:`RankFrontier.offers`.
         """
@@ -222,11 +222,11 @@ class StepProgram:
     def _solve(
         self, step: float, blocks: Sequence[_Block], *, whole: bool, least: float = 1.0
     ) -> tuple[Floats | None, bool]:
-        """How many ranks take each vertex, holding about the most state; whether none can.
+        """Returns how many ranks take each vertex, holding about the most state; whether none can.
 
-        With even shards about the most samples, of the batch. Neither is known of a program that
-        takes too long. ``whole``: whether ranks with the same policy and micro-batches are a whole
-        number; ``least``: of the state, as a share.
+        With even shards they compute about the most samples instead. Neither is known of a program
+        that takes too long. ``whole``: whether ranks with the same policy and micro-batches must be
+        a whole number; ``least``: share of the state to hold at least.
         """
         if optimize is None:
             raise PlanError("planning needs scipy, whose solver it uses: pip install scipy")
@@ -234,7 +234,7 @@ class StepProgram:
             return None, True
         hosts = self.problem.cluster.hosts
         vertices = blocks[-1].columns.stop
-        # Behind the vertices, how many ranks are of each group.
+        # After the vertices, how many ranks are in each group.
         width = vertices + whole * sum(len(block.vertices.groups) for block in blocks)
         upper, gain = np.zeros((2 * len(hosts) + 3, width)), np.zeros(width)
         equal: list[Floats] = []
@@ -263,11 +263,11 @@ class StepProgram:
         upper[-1] = -gain
         limits = np.concatenate([np.ones(len(upper) - 2), [-1.0, -least * (1.0 - _ROUNDING)]])
         lower = np.concatenate([np.full(len(upper), -math.inf), counts])
-        limited: Any = optimize.LinearConstraint  # whose stubs know numbers only
+        limited: Any = optimize.LinearConstraint  # its stubs accept only numbers
         constraints = limited(np.vstack([upper, equal]), lower, np.append(limits, counts))
         options = {"node_limit": _MOST_NODES, "mip_rel_gap": _ROOMY * least}
         integrality = (np.arange(width) >= vertices).astype(np.float64)
-        # HiGHS prints a line of its own now and then, whatever it is told.
+        # HiGHS sometimes prints a line of its own, whatever its options.
         with open(os.devnull, "wb") as nowhere, stdout_to(nowhere.fileno()):
             found = optimize.milp(
                 -gain, integrality=integrality, constraints=constraints, options=options
@@ -304,15 +304,15 @@ class StepProgram:
 
 
 def _bends(shards: Floats, gpu_parts: Floats) -> tuple[Ints, Ints]:
-    """(offer, GPU layers) of the vertices of what an offer may hold, -1 for no state.
+    """Returns (offer, GPU layers) of the vertices of what an offer may hold; -1: no state.
 
-    From the number of layers with the largest shard on, shards become smaller and so does their
-    CPU-placed part; they lie on a line that bends where another limit binds.
+    Beyond the number of GPU layers with the largest shard, shards become smaller and so does their
+    CPU-placed part: they lie on a line that bends where another limit binds.
     """
     possible = shards[:, 0] >= 0.0
     numbers = np.arange(len(gpu_parts))
     on_cpu = shards * (1.0 - gpu_parts)
-    # The last of those with the most: it takes the least of the host.
+    # The last of those with the largest shard: it takes the least of the host.
     most = len(gpu_parts) - 1 - shards[:, ::-1].argmax(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = np.diff(shards, axis=1) / np.diff(on_cpu, axis=1)
@@ -329,7 +329,7 @@ def _bends(shards: Floats, gpu_parts: Floats) -> tuple[Ints, Ints]:
 
 
 def whole_parts(parts: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to the parts, by largest remainder."""
+    """Returns whole numbers in proportion to the parts, by largest remainder."""
     exact = [total * part / math.fsum(parts) for part in parts]
     found = [math.floor(part + _ROUNDING) for part in exact]
     order = sorted(range(len(exact)), key=lambda index: found[index] - exact[index])

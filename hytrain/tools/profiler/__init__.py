@@ -1,1 +1,1 @@
-"""Measuring: the CPU kernel, layers on real steps, GPU profiles."""
+"""`hytrain profile`: measures GPUs, hosts and collectives with a model, for plans."""

@@ -1,13 +1,13 @@
 """Tells where a training pass is, block by block, and lets some blocks recompute.
 
-A block's forward lies between its module's hooks, its backward between the gradient of its output
-and the gradient of the output before. The points of a pass over n blocks, in order:
+A block's forward lies between its module's hooks, its backward between the gradients of its output
+and of the previous block's output. The points of a pass over n blocks, in order:
 
     BEGIN, (ENTER, 0), (LEAVE, 0), ..., (LEAVE, n - 1), LOSS,
     (GRADIENT, n - 1), ..., (GRADIENT, 0), (GRADIENT, -1), END
 
-(GRADIENT, i) is where the gradient of block i's output is there; -1 stands for the first block's
-input, and is left out where that needs no gradient.
+(GRADIENT, i) is when the gradient of block i's output is available; -1 stands for the first block's
+input, and is left out if that needs no gradient.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class BlockHooks:
     """Hooks on the blocks of a model, until :meth:`close`."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        """Of the blocks in the order of their forwards."""
+        """``blocks``: in the order of their forwards."""
         self.tell: Callable[[Point], None] = ignore
-        """Called at each point but BEGIN, LOSS and END, on whatever thread comes there."""
+        """Called at each point but BEGIN, LOSS and END, on the thread that reaches it."""
         self.boundary_bytes = 0
-        """Of the last block's input, as far as it needs a gradient; known after a pass."""
+        """Bytes of the last block's inputs that need a gradient; known after a pass."""
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for number, block in enumerate(blocks):
             self._handles.append(
@@ -47,11 +47,11 @@ class BlockHooks:
             self._handles.append(block.register_forward_hook(self._leaving(number)))
 
     def close(self) -> None:
-        """Removes the hooks, tells nobody any more. May be called twice."""
+        """Removes the hooks and stops calling :attr:`tell`. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        # Whoever is told holds these hooks, as a rule: a cycle that would keep the model.
+        # The callback usually holds these hooks: a cycle that would keep the model alive.
         self.tell = ignore
 
     def _entering(self, number: int) -> Callable[..., None]:
@@ -81,11 +81,11 @@ class BlockHooks:
 
 
 def ignore(point: Point) -> None:
-    """Where nobody wants to be told."""
+    """Does nothing: for passes whose points nobody records."""
 
 
 def _with_gradient(value: object) -> Iterator[torch.Tensor]:
-    """Tensors in nested containers that a gradient comes back to, in order."""
+    """Tensors in nested containers that require a gradient, in order."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             yield value
@@ -98,14 +98,14 @@ def _with_gradient(value: object) -> Iterator[torch.Tensor]:
 
 
 class Recomputation:
-    """Blocks that keep only their input until backward, and run again there."""
+    """Blocks that keep only their input until backward and are recomputed there."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = list(blocks)
         self._recomputes = [True] * len(self._blocks)
 
     def choose(self, keeps: int | None) -> None:
-        """All blocks recompute, but for this one."""
+        """Lets all blocks recompute, except the block ``keeps``."""
         self._recomputes = [number != keeps for number in range(len(self._blocks))]
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Times of the collectives that carry a layer, against its bytes."""
+"""Times of the collectives that carry a layer, by its size in bytes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hytrain.placement.step_timer import Clock
 from hytrain.tools.profiler.ranks import Ranks
 
 SIZES = tuple(2**20 * size for size in (1, 4, 16, 64, 256, 512))
-"""Bytes of a layer; one of 270 M parameters is the last."""
+"""Bytes of a layer; the last is a layer of 270 M parameters."""
 _MOST_ON_CPU = 2**24
-"""The largest size without GPUs, where a profile is for trying."""
+"""The largest size without GPUs, where a profile is only for trying it out."""
 _REPEATS = 5
 _WARM = 2
 _SLOW_SECONDS = 0.5
-"""Sizes do not go on after one of the collectives has taken as long."""
+"""Larger sizes are skipped once a collective has taken longer than this."""
 
 
 def uneven_sizes(elements: int, world_size: int) -> list[int]:
-    """Shards from half to one and a half of the even one, together at most so many elements."""
+    """Shard sizes from 0.5 to 1.5 times the even one, together at most ``elements``."""
     even = elements // world_size
     spread = max(1, world_size - 1)
     return [even // 2 + even * rank // spread for rank in range(world_size)]
@@ -38,9 +38,9 @@ def collective_samples(
     dtype: torch.dtype = torch.bfloat16,
     sizes: Sequence[int] = SIZES,
 ) -> tuple[CollectiveSample, ...]:
-    """All-gather and reduce-scatter over all ranks, equal and unequal shards; a collective.
+    """Times all-gather and reduce-scatter over all ranks, equal and unequal shards; a collective.
 
-    Of a repeat the slowest rank counts, of the repeats the median. One rank alone has none.
+    A time is the median over repeats of the slowest rank's time. A single rank has no samples.
     ``sizes`` are bytes of a layer, all shards together, ascending.
     """
     if ranks.world_size == 1:
@@ -57,7 +57,7 @@ def collective_samples(
         less = flat[: sum(uneven)]
         mine = torch.empty(even[ranks.rank], dtype=dtype, device=device)
         part = torch.empty(uneven[ranks.rank], dtype=dtype, device=device)
-        # Unequal shards are those of a layer a little smaller: the time is scaled to its size.
+        # The unequal shards make a slightly smaller layer: times are scaled to the full size.
         scale = sum(even) / sum(uneven)
         runs: list[Callable[[], object]] = [
             lambda f=flat, s=even: collectives.all_gather(f, s),
@@ -87,7 +87,7 @@ def _seconds(run: Callable[[], object], device: torch.device, ranks: Ranks) -> f
     pairs: list[tuple[Any, Any]] = []
     for _ in range(_REPEATS):
         if device.type != "cuda":
-            dist.barrier()  # else a rank's wait for the others counts
+            dist.barrier()  # else the wait for other ranks is counted
         begin = clock.mark()
         run()
         pairs.append((begin, clock.mark()))

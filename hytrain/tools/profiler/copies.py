@@ -16,7 +16,7 @@ from hytrain.tools.profiler.ranks import Ranks
 
 _COPY_BYTES = 64 * 2**20
 _COPIES = 8
-"""Of a measurement: what it takes to launch them and to wait does not count."""
+"""Copies per measurement: so many that the time to launch and await them is negligible."""
 _LOAD_BYTES = 32 * 2**20
 _HASHED = bytes(1 << 16)
 _TO_HOST, _FROM_HOST = 0, 1
@@ -28,7 +28,7 @@ _TENTH = 10
 
 @contextlib.contextmanager
 def repeating(work: Callable[[], object]) -> Generator[None]:
-    """While it lasts, another thread does the work, once after another."""
+    """While it lasts, another thread does the work repeatedly."""
     is_over = threading.Event()
 
     def go_on() -> None:
@@ -45,7 +45,7 @@ def repeating(work: Callable[[], object]) -> Generator[None]:
 
 
 def measure_slowdown(launch: Callable[[], float], update: Callable[[], object]) -> float:
-    """Ratio of what launching takes beside updates to what it takes alone, in turns; at least 1.
+    """Ratio of the launch time beside updates to that alone, measured in turns; at least 1.
 
     The copies that go with updates count, too: on the host of an H100 launching took 1.1 to 1.2
     times as long beside updates alone, and 1.4 times with their copies.
@@ -55,7 +55,7 @@ def measure_slowdown(launch: Callable[[], float], update: Callable[[], object]) 
     """
     update()  # touches pages, wakes threads
     ratios: list[float] = []
-    for _ in range(_TURNS):  # in turns: hosts are faster and slower for seconds on end
+    for _ in range(_TURNS):  # in turns: hosts are faster or slower for seconds at a time
         alone = launch()
         with repeating(update):
             ratios.append(launch() / alone)
@@ -63,9 +63,9 @@ def measure_slowdown(launch: Callable[[], float], update: Callable[[], object]) 
 
 
 def spread(turns: Sequence[float]) -> float:
-    """By which slow turns took longer than fast ones, as a share of these.
+    """How much longer slow turns took than fast ones, as a share of the fast ones' time.
 
-    The slowest but a tenth of all, and the fastest but a tenth: a stall is not a slow turn.
+    The slowest and the fastest tenth are left out: a stall is not a slow turn.
     """
     ascending = sorted(turns)
     left_out = len(ascending) // _TENTH
@@ -73,7 +73,7 @@ def spread(turns: Sequence[float]) -> float:
 
 
 class Copies:
-    """Both ways, each on a stream of its own; of a CPU its own memory is copied."""
+    """Copies both ways, each on its own stream; for a CPU, copies within host memory."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self.is_cuda = device.type == "cuda"
@@ -82,10 +82,10 @@ class Copies:
         self.ways = [(host[0], there[0]), (there[1], host[1])]  # (to, from)
         self._streams = [torch.cuda.Stream(device) for _ in self.ways] if self.is_cuda else []
         if self.is_cuda:
-            torch.cuda.synchronize(device)  # the zeros are there before other streams copy them
+            torch.cuda.synchronize(device)  # zeros are written before other streams copy them
 
     def launch(self, times: int, ways: Sequence[int] = (_TO_HOST, _FROM_HOST)) -> None:
-        """Copies so many times, all ways in turns; on a GPU it returns before they are done."""
+        """Copies ``times`` times, alternating the ways; on a GPU, returns before they are done."""
         for _ in range(times):
             for way in ways:
                 target, source = self.ways[way]
@@ -94,7 +94,7 @@ class Copies:
                     target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
-        """Until all copies of a GPU are done."""
+        """Waits until all copies of a GPU are done."""
         for stream in self._streams:
             stream.synchronize()
 
@@ -102,7 +102,7 @@ class Copies:
 def copy_rates(
     device: torch.device, ranks: Ranks, *, seconds: float = 0.3, num_bytes: int = _COPY_BYTES
 ) -> CopyRates:
-    """Bytes a second, each way alone and both at once, in so many seconds each."""
+    """Bytes per second each way alone and both at once, measured for ``seconds`` each."""
     copies = Copies(device, num_bytes)
 
     def rate(*ways: int) -> float:
@@ -121,27 +121,29 @@ def copy_rates(
 
 
 class TrainingLoad:
-    """What goes on beside the CPU's update in training: copies both ways, and a busy thread.
+    """The load beside the CPU's update in training: copies both ways, and a busy thread.
 
     A gradient arrives and new weights leave for every parameter of an update: as many bytes each
     way as the training copy has.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """``device``: a GPU; of a CPU its own memory is copied, by one more thread. ``num_bytes``:
-        that :meth:`beside` moves each way.
+        """``device``: a GPU; for a CPU one more thread copies within host memory. ``num_bytes``:
+        bytes that :meth:`beside` moves each way.
         """
         size = min(num_bytes, _LOAD_BYTES)
         self._times = -(-num_bytes // size)
         self.copies = Copies(device, size)
 
     def launching(self) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, a thread stands for the one that launches the GPU's kernels: it computes,
-        without the interpreter's lock, and touches no memory to speak of."""
+        """While it lasts, a thread stands in for the one that launches the GPU's kernels.
+
+        It computes without the interpreter's lock and touches almost no memory.
+        """
         return repeating(lambda: hashlib.sha256(_HASHED).digest())
 
     def beside(self, run: Callable[[], float]) -> float:
-        """What ``run`` returns, with the copies of one update beside it."""
+        """Calls ``run`` beside the copies of one update and returns its result."""
         if self.copies.is_cuda:
             self.copies.launch(self._times)
             result = run()

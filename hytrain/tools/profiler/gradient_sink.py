@@ -1,8 +1,7 @@
-"""Takes gradients over by training's own hooks: into a flat buffer a layer, freed when complete.
+"""Takes gradients over by training's own hooks: into a flat buffer per layer, freed when complete.
 
-So a measured backward has the hooks and copies that training's has, the sums of squares that come
-with these, and of the host what they take; its memory holds one layer's gradient at a time, not
-those of all layers.
+Thus a measured backward has the same hooks, copies and sums of squares as training's, and takes as
+much host time for them; its memory holds one layer's gradient at a time, not those of all layers.
 """
 
 from __future__ import annotations
@@ -20,34 +19,34 @@ from hytrain.optimizer.step_state import StepState
 
 
 class _Drop:
-    """Whom the collector gives gradients to: drops them."""
+    """Receives the collector's gradients and drops them."""
 
     @property
     def lacks_room(self) -> bool:
-        """Nothing stays."""
+        """Always False: nothing is kept."""
         return False
 
     def consume(self, gradient: LayerGradient) -> None:
-        """A layer's gradient is complete; nobody wants it."""
+        """Drops a layer's complete gradient."""
         gradient.release()
         gradient.reduced_shard = None
 
     def consume_part(self, gradient: LayerGradient) -> None:
-        """A part of it is."""
+        """Drops a part of a layer's gradient."""
         self.consume(gradient)
 
     def withdraw_gradient(self, gradient: LayerGradient) -> None:
-        """More of it comes; what came before is gone, and so will this be."""
+        """Does nothing: the earlier part was dropped, and what follows will be."""
 
 
 class GradientSink:
-    """Hooks on the parameters of all layers, until :meth:`close`; drops what is complete."""
+    """Hooks on the parameters of all layers, until :meth:`close`; drops complete gradients."""
 
     def __init__(self, layers: Sequence[LayerParameters], device: torch.device) -> None:
-        """Of the model's layers, with all trained parameters, on a device."""
+        """``layers``: the model's, with all trained parameters."""
         group_of = {id(parameter): 0 for layer in layers for _, parameter in layer.parameters}
         self._step = StepState()
-        # Not a cycle: the copy of the model goes when its measurement ends.
+        # Weak, to avoid a cycle: the copy of the model is freed when its measurement ends.
         own = weakref.WeakMethod(self.begin_pass)
 
         def begin_pass() -> bool:
@@ -71,22 +70,24 @@ class GradientSink:
 
     @property
     def sums_squares(self) -> bool:
-        """Whether most layers' gradients come with the squares that their norm is made of."""
+        """Whether most layers' gradients come with the sums of squares for their norm."""
         layers = self._collector.layers
         return 2 * sum(layer.copier is not None for layer in layers) > len(layers)
 
     def begin_pass(self) -> None:
-        """Backward is about to run: announced, as engine.backward() does it, layers whose
-        parameters have one gradient each soon have one hook, and not one a parameter."""
+        """Announces backward, as engine.backward() does.
+
+        Layers whose parameters have one gradient each soon have one hook then, not one a parameter.
+        """
         self._step.begin_backward(reduces=True)
         self._collector.begin()
 
     def end_pass(self) -> None:
-        """Backward is over: gradients of layers with unused parameters go too."""
+        """Ends a pass: gradients of layers with unused parameters are dropped too."""
         self._collector.complete(consume=True)
 
     def abort_pass(self) -> None:
-        """It has failed."""
+        """Ends a pass that has failed."""
         self._collector.discard()
         self._step.end()
 

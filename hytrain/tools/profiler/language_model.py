@@ -1,4 +1,4 @@
-"""Language models from a transformers configuration, made on whatever torch's default device is."""
+"""Language models from a transformers configuration, made on torch's default device."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from hytrain.errors import ConfigError
 from hytrain.formats.record import parse_json
 from hytrain.tools.model_path import read_model_file
 
-# A configuration does not tell what is trained with it; the heads from the likeliest on.
+# A configuration does not tell which head is trained: the likeliest is tried first.
 _HEADS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
 MOST_LAYERS = 1_000
 """Eight times the deepest model of transformers. The work grows with the square of it: `hytrain
-explain` takes half a minute with so many."""
+explain` takes half a minute with this many."""
 _DEPTHS = ("layers", "n_layer", "depth")
 MOST_PARAMETERS = 10**13
-"""Several times the largest model that there is. The work grows with it: pieces of 2^30, and each
+"""Several times the largest existing model. The work grows with it: layers of 2^30 parameters, each
 of chunks."""
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 """What configurations call the width of a token."""
 
 
 def hidden_size(config: Any) -> int | None:
-    """Of a transformers configuration; None where it does not say."""
+    """The width of a token in a transformers configuration; None if it has none."""
     found = next((getattr(config, key, None) for key in HIDDEN if hasattr(config, key)), None)
     return found if isinstance(found, int) else None
 
 
 def read_config(path: Path) -> Any:
-    """The configuration that a file holds.
+    """Reads the transformers configuration in a file.
 
     Args:
         path: a transformers ``config.json``, or the folder that holds one.
 
     Raises:
-        ConfigError: it is none, or transformers is not installed.
+        ConfigError: there is none in it, or transformers is not installed.
     """
     try:
         import transformers
@@ -50,11 +50,11 @@ def read_config(path: Path) -> Any:
     file, text = read_model_file(path)
     try:
         fields: dict[str, Any] = parse_json(text, f"--model {file}", ConfigError)
-        _refuse_too_deep(fields, file)  # transformers makes lists as long
+        _refuse_too_deep(fields, file)  # transformers makes lists of this length
         return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     except ConfigError:
         raise
-    except Exception as error:  # what transformers makes of other values is manifold
+    except Exception as error:  # transformers raises many kinds of errors
         why = str(error).partition(" Should contain one of ")[0]  # some 7 kB of names
         raise ConfigError(
             f"--model {file} is not a transformers config ({type(error).__name__}: {why}): it "
@@ -99,7 +99,7 @@ def build_language_model(config: Any, source: Path) -> nn.Module:
         try:
             model: nn.Module = getattr(transformers, name).from_config(config)
             break
-        except Exception as error:  # what a model makes of unusable sizes is manifold
+        except Exception as error:  # models raise many kinds of errors
             first = (str(error).splitlines() or [type(error).__name__])[0]
             refusals.append(f"{name}: {first[:200]}")
     else:

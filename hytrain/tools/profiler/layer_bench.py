@@ -39,32 +39,32 @@ from hytrain.tools.profiler.measured_model import MeasuredModel, SmallModel
 _FEWEST_PASSES = 4
 _MOST_PASSES = 40
 _LAUNCHED_PASSES = (3, 20)
-"""Of each turn, whose launches are timed: at least, and at most."""
+"""Least and most passes of each turn whose launches are timed."""
 _LAUNCH_SECONDS = 0.2
-"""In which passes of a visit whose launches are timed begin, beyond the fewest."""
+"""Time in which such passes of a visit begin, beyond the least number."""
 _SLICE_SECONDS = 0.05
-"""The same of one turn of many."""
+"""The same for one of many short turns."""
 _QUEUED_PASSES = 3
-"""Of each turn, of which all is queued before the device begins."""
+"""Passes of each turn that are queued entirely before the device begins."""
 _AHEAD = 2.0
-"""For so many times what launching a pass takes the device sleeps in it."""
+"""In a pass the device sleeps this many times as long as launching it takes."""
 _MOST_CYCLES_A_SECOND = 3e9
-"""Of a GPU, so that it sleeps long enough."""
+"""Highest clock rate of a GPU, so that it sleeps long enough."""
 _SIZE_SECONDS = 3.0
-"""Of passes of one size, at most."""
+"""Most time for the passes of one size."""
 
 
 class CudaMeter:
-    """The caching allocator's own books."""
+    """Memory in use by the caching allocator's own counters."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def __enter__(self) -> None:
-        """Nothing is to be done: the allocator always counts."""
+        """Does nothing: the allocator always counts."""
 
     def __exit__(self, *_raised: object) -> None:
-        """As on entry."""
+        """Does nothing, as on entry."""
 
     def allocated(self) -> int:
         """Bytes in use now."""
@@ -78,14 +78,14 @@ class CudaMeter:
 
 
 class CpuMeter(TorchDispatchMode):
-    """Results of torch's operations within it, on a CPU, which has no such books; for trying
-    without a GPU.
+    """Memory in use on a CPU, counted from the results of torch's operations.
 
-    What an operation allocates for itself is not seen.
+    For trying without a GPU: a CPU has no counters. What an operation allocates internally is not
+    seen.
     """
 
     def __init__(self, present: Iterable[torch.Tensor]) -> None:
-        """Tensors that are there already are not counted."""
+        """``present``: existing tensors, which are not counted."""
         super().__init__()
         self._bytes = 0
         self._peak = 0
@@ -107,7 +107,7 @@ class CpuMeter(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """The operation itself, its results counted."""
+        """Runs the operation and counts its results."""
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
@@ -129,11 +129,11 @@ class CpuMeter(TorchDispatchMode):
 
 
 MemoryMeter = CudaMeter | CpuMeter
-"""Reads a device's allocator; it counts while it is entered."""
+"""Reads the memory in use on a device; counts while it is entered."""
 
 
 class LayerBench:
-    """A copy of the model with hooks, on a device; within ``with``, its blocks may recompute."""
+    """A copy of the model with hooks, on a device; in :meth:`recomputing` blocks may recompute."""
 
     def __init__(self, subject: MeasuredModel, model: SmallModel, device: torch.device) -> None:
         self._subject = subject
@@ -145,7 +145,7 @@ class LayerBench:
         self._sink = GradientSink(model.layers, device)
         self._is_cuda = device.type == "cuda"
         self.boundary_bytes = 0
-        """Activations between two blocks, a sample; of the last size measured."""
+        """Bytes of activations between two blocks per sample, at the last measured size."""
 
     def close(self) -> None:
         """Removes all hooks."""
@@ -153,31 +153,31 @@ class LayerBench:
         self._sink.close()
 
     def recomputing(self) -> AbstractContextManager[object]:
-        """While it lasts, blocks recompute as :meth:`measure` wants them to."""
+        """While it lasts, blocks recompute as :meth:`measure` chooses."""
         return self._recomputation.installed()
 
     def clean(self) -> None:
-        """Forgets what a pass that failed has left."""
+        """Frees what a failed pass has left."""
         self._sink.abort_pass()
         self._model.model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
 
     @property
     def sums_squares(self) -> bool:
-        """Whether most layers' gradients come with the squares that their norm is made of."""
+        """Whether most layers' gradients come with the sums of squares for their norm."""
         return self._sink.sums_squares
 
     @property
     def block_tensors(self) -> int:
-        """Trained parameters of a block, as tensors; where blocks differ, of the middle one."""
+        """Number of trained parameter tensors of a block; the median if blocks differ."""
         blocks = [layer for layer in self._model.layers if layer.block is not None]
         return statistics.median_high(len(block.parameters) for block in blocks)
 
     def measure(self, size: int, seconds: float) -> SizeMeasurements:
-        """Memory, and times of as many passes as fit into some seconds.
+        """Measures memory, and times of as many passes as fit into ``seconds``.
 
         Raises:
-            torch.cuda.OutOfMemoryError: the size does not fit; :meth:`clean` then.
+            torch.cuda.OutOfMemoryError: the size does not fit; call :meth:`clean` then.
             ConfigError: the blocks are not called one after another.
         """
         batch = self._batch(size)
@@ -197,10 +197,10 @@ class LayerBench:
         return found
 
     def measure_again(self, size: int, found: SizeMeasurements) -> None:
-        """As many passes once more, whose times are added.
+        """Times as many passes once more, and adds their times.
 
         Raises:
-            torch.cuda.OutOfMemoryError: it does not fit this time; :meth:`clean` then.
+            torch.cuda.OutOfMemoryError: it does not fit this time; call :meth:`clean` then.
         """
         batch = self._batch(size)
         found.times += self._times(batch, len(found.times))
@@ -209,18 +209,18 @@ class LayerBench:
             found.queued += self._queued(batch, found.launches)
 
     def launch_seconds(self, size: int) -> float:
-        """What the host takes to launch a pass of a size that fits, in one of many short turns.
+        """Seconds of the host to launch a pass of a size that fits, in one of many short turns.
 
-        On a GPU. Nothing is queued. Not a median: beside updates some launches take far longer, as
-        their threads have the core.
+        For a GPU, with nothing queued. Not a median: beside updates some launches take far longer,
+        because an update thread has the core.
         """
         return _seconds(self._launches(self._batch(size), _SLICE_SECONDS))
 
     def launch_again(self, size: int, found: SizeMeasurements) -> None:
-        """A few launches more, which are added: of one of many short turns; none without a GPU.
+        """Times a few more launches, one of many short turns, and adds them; none without a GPU.
 
         Raises:
-            torch.cuda.OutOfMemoryError: the size does not fit this time; :meth:`clean` then.
+            torch.cuda.OutOfMemoryError: the size does not fit this time; call :meth:`clean` then.
         """
         launches = self._launches(self._batch(size), _SLICE_SECONDS)
         found.launches += launches
@@ -232,17 +232,17 @@ class LayerBench:
             return self._model.make_batch(size)
 
     def _times(self, batch: Mapping[str, Any], number: int) -> list[tuple[int, Pass[float]]]:
-        """Of so many passes, back to back."""
+        """Times of ``number`` passes, back to back."""
         turns = [TURNS[i % len(TURNS)] for i in range(number + 1)]
         passes = [(turn, self._time_pass(batch, turn)) for turn in turns]
         self._wait()
-        # The first one's host was not ahead of the device.
+        # In the first pass the host was not yet ahead of the device.
         return [(turn, self._milliseconds(marks)) for turn, marks in passes][1:]
 
     def _launches(
         self, batch: Mapping[str, Any], seconds: float = _LAUNCH_SECONDS
     ) -> list[tuple[int, Pass[float]]]:
-        """When the host comes to the points of some passes, each begun with an idle device."""
+        """When the host reaches the points of some passes, each begun with an idle device."""
         if not self._is_cuda:
             return []  # the host computes
         passes: list[tuple[int, Pass[float]]] = []
@@ -261,12 +261,12 @@ class LayerBench:
     def _queued(
         self, batch: Mapping[str, Any], launches: Sequence[tuple[int, Pass[float]]]
     ) -> list[tuple[int, Pass[float]]]:
-        """When the device comes to the points of some passes, each queued while it sleeps.
+        """When the device reaches the points of some passes, each queued while it sleeps.
 
-        It sleeps in the first block: many models have the host wait for the device before that, to
+        It sleeps in the first block: before that, many models make the host wait for the device, to
         see which mask they need.
 
-        ``launches``: of the same batch.
+        ``launches``: those of the same batch.
         """
         cycles = int(_MOST_CYCLES_A_SECOND * _AHEAD * _seconds(launches))
         passes: list[tuple[int, Pass[float]]] = []
@@ -305,7 +305,7 @@ class LayerBench:
         self._sink.end_pass()
 
     def _time_pass(self, batch: Mapping[str, Any], turn: int, asleep: int = 0) -> Pass[Any]:
-        """``asleep``: clock cycles of the device in the first block, whose times count for none."""
+        """``asleep``: cycles that the device sleeps in the first block, whose times are unused."""
 
         def mark(point: Point) -> Any:
             made = self._clock.mark()

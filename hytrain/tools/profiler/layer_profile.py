@@ -1,14 +1,14 @@
-"""Times and memory of a block, and of what is outside of the blocks, against micro-batch sizes.
+"""Times and memory of a block, and of what is outside of the blocks, by micro-batch size.
 
 A copy of the model with three blocks makes ordinary training passes, back to back, so that the host
 runs ahead of a GPU as it does in training. One of the last two blocks keeps its activations, the
-others recompute them, in turns from pass to pass: one run measures both, interleaved. What is
-reported are medians.
+others recompute them, in turns from pass to pass: one run measures both, interleaved. Medians are
+reported.
 
-Every size is visited twice where time allows: a host that cannot start small kernels fast enough
-does so in one second and not in the next, and training takes a mean of such seconds. Launches of
-the sizes that may wait for them are timed in many short turns besides, which whoever profiles
-spreads over all that it measures: hosts are faster and slower for tens of seconds on end.
+Every size is visited twice if time allows: a host may launch small kernels fast enough in one
+second and not in the next, and training takes a mean of such seconds. Launches of the sizes that
+may wait for them are also timed in many short turns, which the caller spreads over all that it
+measures: hosts are faster or slower for tens of seconds at a time.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from hytrain.tools.profiler.profile_options import ProfileOptions
 logger = logging.getLogger(__name__)
 
 _KNEE = 1.03
-"""A doubled micro-batch that gains less than this, twice in a row, is the last one ..."""
+"""A doubling of the micro-batch that gains less than this, twice in a row, is the last ..."""
 _SMALLEST_LAST = 8
-"""... of at least so many samples: a plan may go far beyond it, on a straight line."""
+"""... if it is of at least this many samples: a plan may extrapolate far beyond it, linearly."""
 _PASSES_SHARE = 0.4
-"""Of the time, for the first visit's timed passes where the number of sizes is known."""
+"""Share of the time for the first visit's timed passes, if the number of sizes is known."""
 _LAUNCH_TURNS = 40
-"""Of launches, about: within a second hosts launch the same in 0.7 to 1.3 times their mean."""
+"""Turns of launches, about: within a second they take a host 0.7 to 1.3 times the mean."""
 _LAUNCH_SHARE = 0.4
-"""Of the time, for these turns, beyond it; after the first."""
+"""Share of the time that is added to it for these turns, except the first of each pause."""
 _FILL_SHARE, _FILL_SECONDS = 0.8, 0.5
-"""Gaps are filled up to this part of the time, each with passes of so many seconds."""
+"""Gaps are filled up to this share of the time, each with passes of this many seconds."""
 _FILLED_UP_TO = 32
-"""Where a size more or less is a few percent, nothing is gained by a finer choice ..."""
+"""Gaps up to this size are all filled. Above it a sample is a few percent, and only gaps ..."""
 _WIDEST_GAP = 1.5
-"""... than a size of so many times the one below."""
+"""... of more than this ratio are filled."""
 _TRIED_WITHOUT_GPU = 4
-"""Doublings on a CPU at most, which is for trying only."""
+"""Most doublings on a CPU, which is only for trying."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,15 @@ class LayerProfile:
     """What was measured, by ascending samples.
 
     Attributes:
-        layer: of a block.
-        outside: of all that is outside of the blocks.
-        boundary_bytes: activations between two blocks, a sample.
+        layer: samples of a block.
+        outside: samples of all that is outside of the blocks.
+        boundary_bytes: activations between two blocks per sample.
         idle_bytes: what the allocator holds without model and batch (workspaces).
-        launch_slowdown: of launches beside updates on the CPU; None where it was not measured.
-        launch_spread: of launches, nothing beside them, over all turns of the smallest size; None
-            where none waits for them.
-        sums_squares: whether gradients come with the squares that their norm is made of.
-        block_tensors: trained parameters of a block, as tensors.
+        launch_slowdown: slowdown of launches beside updates on the CPU; None if not measured.
+        launch_spread: spread of launch times, nothing beside them, over all turns of the smallest
+            size that may wait for launches; None if none may.
+        sums_squares: whether gradients come with the sums of squares for their norm.
+        block_tensors: number of trained parameter tensors of a block.
     """
 
     layer: tuple[LayerSample, ...]
@@ -79,12 +79,12 @@ class LayerProfile:
 
 
 class LayerProfiling:
-    """A copy of the model on a device, and what has been measured of it; within ``with``."""
+    """A copy of the model on a device, and what has been measured of it; a context manager."""
 
     def __init__(
         self, subject: MeasuredModel, device: torch.device, options: ProfileOptions
     ) -> None:
-        """On the device's current stream.
+        """Makes the copy, on the device's current stream.
 
         Raises:
             ConfigError: three blocks do not fit.
@@ -99,7 +99,7 @@ class LayerProfiling:
         self._subject, self._device, self._options = subject, device, options
         self._bench = LayerBench(subject, model, device)
         self._found: dict[int, SizeMeasurements] = {}
-        """By micro-batch size."""
+        """Measurements by micro-batch size."""
         self._too_large: int | None = None
         """The smallest size that did not fit."""
         self._launch_bound: list[int] = []
@@ -112,7 +112,7 @@ class LayerProfiling:
 
     def __exit__(self, *failure: object) -> None:
         self._bench.close()
-        # What is measured next must not miss the copy's memory, whoever still has this.
+        # The next measurements need the copy's memory, even if something still references this.
         del self._bench
         self._give_back()
 
@@ -124,7 +124,7 @@ class LayerProfiling:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def measure(self, on_size: Callable[[int, float], None] = lambda size, share: None) -> None:
-        """All sizes; on a GPU what passes leave in the allocator is given back to the device.
+        """Measures all sizes; on a GPU, returns what passes leave in the allocator to the device.
 
         ``on_size``: called with a size when it begins, and the share of the work that is done.
 
@@ -140,7 +140,7 @@ class LayerProfiling:
                     on_size(size, min(1.0, (time.monotonic() - begin) / seconds))
                     if not self._fits(self._visit, size, its_seconds):
                         self._too_large = size
-                # Once more the small sizes, then the larger ones.
+                # Each size once more, the smallest first.
                 for size in sorted(self._found):
                     if time.monotonic() < begin + seconds:
                         self._fits(self._bench.measure_again, size, self._found[size])
@@ -159,7 +159,7 @@ class LayerProfiling:
     # -- which sizes ---------------------------------------------------------------------------
 
     def _sizes(self, begin: float) -> Iterator[tuple[int, float]]:
-        """Sizes to visit, with the seconds of their passes; goes by what the last visit found."""
+        """Sizes to visit, with the seconds of their passes; by what the last visit found."""
         given, seconds = self._options.micro_batches, self._options.seconds
         for size in given or self._doublings(begin + seconds):
             left = begin + seconds - time.monotonic()
@@ -192,7 +192,7 @@ class LayerProfiling:
         self._found[size] = self._bench.measure(size, seconds)
 
     def _fits(self, measure: Callable[[int, Any], object], size: int, how: Any) -> bool:
-        """Whether a size has room for what is measured; what was measured of it before counts."""
+        """Measures a size and tells whether it fits; earlier measurements of it are kept."""
         try:
             measure(size, how)
             return True
@@ -205,8 +205,8 @@ class LayerProfiling:
     # -- launches ------------------------------------------------------------------------------
 
     def launch_again(self, pauses: int = 1) -> None:
-        """Launches of all sizes that may wait for them, in a part of their turns; at least in
-        one."""
+        """Times launches of all sizes that may wait for them, in one pause of ``pauses``: at least
+        one turn."""
         deadline = time.monotonic() + _LAUNCH_SHARE * self._options.seconds / pauses
         with self._bench.recomputing():
             for turn in range(-(-_LAUNCH_TURNS // pauses)):
@@ -219,9 +219,12 @@ class LayerProfiling:
                 ]
 
     def launch_beside(self, measure: Callable[[Callable[[], float]], float]) -> None:
-        """Launches beside updates on the CPU: ``measure`` gives the slowdown of what launches
-        passes of the smallest size and returns the seconds of one."""
-        if self._device.type == "cuda":  # without, the host computes
+        """Measures launches beside updates on the CPU.
+
+        ``measure``: returns the slowdown of a function that launches passes of the smallest size
+        and returns the seconds of one.
+        """
+        if self._device.type == "cuda":  # without a GPU, the host computes
             size = min(self._found)
             self._slowdown = measure(lambda: self._bench.launch_seconds(size))
 
@@ -243,7 +246,7 @@ class LayerProfiling:
 
 
 def widest_middle(sizes: Iterable[int]) -> int | None:
-    """The middle of the relatively widest gap, of equal ones the first; None where there is none.
+    """The middle of the relatively widest gap, the first of equal ones; None if there is none.
 
     >>> widest_middle([1, 2, 4, 8]), widest_middle([1, 2, 3, 4, 8]), widest_middle([1, 2])
     (3, 6, None)

@@ -1,4 +1,4 @@
-"""From what passes told at their points to times and memory of a block, and of what is outside."""
+"""Times and memory of a block, and outside of the blocks, from the recorded points of passes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hytrain.tools.profiler.block_hooks import BEGIN, END, LOSS, Point
 DEPTH = 3
 """Blocks of the copy. The first one's forward follows the start of a pass and is not reported."""
 TURNS = (1, 2)
-"""Which of them keeps its activations, in turns."""
+"""The blocks that keep their activations, in turns."""
 _NEARLY = 0.7
-"""Of the device's time: where launching takes more, training may have to wait for it."""
+"""Share of the device's time: if launching takes more, training may have to wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ Row = tuple[LayerSample, OutsideSample]
 
 @dataclass(slots=True)
 class SizeMeasurements:
-    """What was measured of one size: times of all visits' passes, memory of the first visit's."""
+    """Measurements of one size: times of all visits' passes, memory of the first visit's."""
 
     times: list[tuple[int, Pass[float]]]
     memory: dict[int, Pass[Allocated]]
     launches: list[tuple[int, Pass[float]]] = field(default_factory=list)
-    """When the host came to the points, nothing queued on the device; empty without a GPU."""
+    """When the host reached the points, nothing queued on the device; empty without a GPU."""
     queued: list[tuple[int, Pass[float]]] = field(default_factory=list)
-    """When the device did, all of a pass queued before; empty where it never waits."""
+    """When the device reached them, the whole pass queued before; empty if it never waits."""
     turns: list[float] = field(default_factory=list[float])
     """Seconds to launch a pass, in each of many short turns."""
 
@@ -54,7 +54,7 @@ class SizeMeasurements:
         return usual(launched, BEGIN, END) > _NEARLY * _median(taken, BEGIN, END)
 
     def row(self, size: int) -> Row:
-        """What a profile has of it."""
+        """The profile's rows for this size."""
         forward, backward = _block_ms(self.times, _median)
         around_forward, around_backward = _outside_ms(self.times, _median)
         layer = LayerSample(
@@ -85,7 +85,7 @@ def complete(points: dict[Point, Value], name: str) -> Pass[Value]:
             f"--model {name}: blocks {missing} were not called, or no gradient came back to them: "
             "every block must be called once in a forward, and return a tensor with a gradient"
         )
-    # Where the first block's input needs no gradient, its backward ends the pass.
+    # If the first block's input needs no gradient, its backward ends the pass.
     points.setdefault(("gradient", -1), points[END])
     return points
 
@@ -96,14 +96,14 @@ _Passes = Callable[[_Times, _Between], tuple[float, float]]
 
 
 def _both(passes: _Passes, times: _Times, between: _Between) -> float | None:
-    """Of forward and backward together; None where nothing was timed."""
+    """Time of forward and backward together, in ms; None if nothing was timed."""
     return sum(passes(times, between)) if times else None
 
 
 def _block_ms(times: _Times, between: _Between) -> tuple[float, float]:
-    """Forward and backward of a block that keeps its activations.
+    """Times of forward and backward of a block that keeps its activations.
 
-    Blocks may be of several kinds in turns: each is looked at alone, and their mean is taken.
+    Kinds of blocks may alternate: each block is evaluated alone, and the mean is taken.
     """
     forward: list[float] = []
     backward: list[float] = []
@@ -115,7 +115,7 @@ def _block_ms(times: _Times, between: _Between) -> tuple[float, float]:
 
 
 def _recompute_ms(times: _Times) -> float:
-    """Backward of a block that recomputes its activations."""
+    """Time of the backward of a block that recomputes its activations."""
     each: list[float] = []
     for block in TURNS:
         others = [points for turn, points in times if turn != block]
@@ -124,7 +124,7 @@ def _recompute_ms(times: _Times) -> float:
 
 
 def _outside_ms(times: _Times, between: _Between) -> tuple[float, float]:
-    """Forward and backward of what is outside of the blocks; not negative."""
+    """Times of forward and backward outside of the blocks; not negative."""
     last = DEPTH - 1
     passes = [points for _, points in times]
     forward = between(passes, BEGIN, ("enter", 0)) + between(passes, ("leave", last), LOSS)
@@ -140,8 +140,8 @@ def _median(passes: Sequence[Pass[float]], begin: Point, end: Point) -> float:
 def usual(passes: Sequence[Pass[float]], begin: Point, end: Point) -> float:
     """The mean without the slowest tenth, in milliseconds.
 
-    A step's launches are the sum over all its layers, to which those that are slow now and then add
-    what they take; a median would leave it out. What happens to few steps is left out.
+    A step's launch time is the sum over all its layers, also of those that are slow now and then; a
+    median would leave these out. What happens in few steps is left out.
     """
     seconds = sorted(points[end] - points[begin] for points in passes)
     return statistics.mean(seconds[: len(seconds) - len(seconds) // 10])
@@ -151,7 +151,7 @@ _MemoryOfTurns = Mapping[int, Pass[Allocated]]
 
 
 def _block_bytes(memory: _MemoryOfTurns) -> dict[str, int]:
-    """What a block's forward leaves, and the most above weights and input in both passes.
+    """Bytes that a block's forward leaves, and its peaks above weights and input in both passes.
 
     When backward begins, the gradient of the output has taken the output's place.
     """
@@ -173,7 +173,7 @@ def _block_bytes(memory: _MemoryOfTurns) -> dict[str, int]:
 
 
 def _outside_bytes(memory: _MemoryOfTurns) -> int:
-    """The most that is allocated outside of the blocks above what was there before."""
+    """Peak of the memory allocated outside of the blocks, above what was allocated before."""
     last = DEPTH - 1
     peaks = [0]
     for points in memory.values():

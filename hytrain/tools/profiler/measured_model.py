@@ -1,7 +1,7 @@
 """The model that is profiled: its sizes, and a copy of it with few layers.
 
-A copy with few layers is the user's own model code, with all side inputs of a block, and fits where
-the whole model does not.
+A copy with few layers runs the user's own model code, with all side inputs of a block, and fits in
+memory even if the whole model does not.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from hytrain.tools.profiler.language_model import (
 logger = logging.getLogger(__name__)
 
 MakeBatch = Callable[[int], Mapping[str, Any]]
-"""Keyword arguments of the model's forward for so many samples, on torch's default device."""
+"""Makes keyword arguments of forward for a number of samples, on torch's default device."""
 
 _DTYPES: dict[torch.dtype, Any] = {getattr(torch, n): dtype for dtype, n in TORCH_NAMES.items()}
 
 Build = Callable[[int | None, int], tuple[nn.Module, MakeBatch]]
-"""A model with so many layers (None: all of them), for so many tokens a sample.
+"""Builds a model with a number of layers (None: all of them), for a number of tokens per sample.
 
 It is called with torch's default device and dtype set to those of the measurement; with all of the
 layers the device is "meta", where weights have shapes and no memory. Called with a batch, the model
@@ -53,7 +53,7 @@ returns its loss, or an object with a ``loss``, or a tuple that begins with it.
 
 
 class SmallModel:
-    """The model with few layers, where it is measured."""
+    """The copy of the model with few layers, on the device where it is measured."""
 
     def __init__(self, model: nn.Module, make_batch: MakeBatch, block_class: str | None) -> None:
         self.model = model
@@ -67,7 +67,7 @@ class SmallModel:
         return [layer.block for layer in self.layers if layer.block is not None]
 
     def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """The forward of a batch.
+        """Runs the forward of a batch and returns its loss.
 
         Raises:
             ConfigError: the model returns no loss.
@@ -90,8 +90,8 @@ class MeasuredModel:
 
     Attributes:
         build: see :data:`Build`.
-        seq_len: tokens a sample.
-        dtype: of the training copy.
+        seq_len: tokens per sample.
+        dtype: the training copy's.
         block_class: class name of the block; None: detect.
     """
 
@@ -102,7 +102,7 @@ class MeasuredModel:
     block_class: str | None = None
 
     def sizes(self) -> ProfiledModel:
-        """Of the whole model, which is not built; what lies between two blocks is not known.
+        """Sizes of the whole model, from the meta device; ``boundary_bytes`` is not known and 0.
 
         Raises:
             ConfigError: no block is found, or the model cannot be made on the meta device.
@@ -150,7 +150,7 @@ class MeasuredModel:
         blocks: Sequence[LayerParameters],
         still: Sequence[LayerParameters],
     ) -> None:
-        """Of what a plan does not know."""
+        """Warns of what a plan does not take into account."""
         for count, kind in ((_trained, ""), (_frozen, " that are not trained")):
             sizes = [count(layer) for layer in blocks]
             if max(sizes) > min(sizes):
@@ -173,10 +173,10 @@ class MeasuredModel:
             )  # fmt: skip
 
     def copy(self, num_layers: int, device: torch.device) -> SmallModel:
-        """The model with so many layers, in training mode.
+        """The model with ``num_layers`` layers, in training mode.
 
         Raises:
-            ConfigError: it has not as many.
+            ConfigError: it has another number of blocks.
         """
         model, make_batch = self._build(num_layers, device)
         made = SmallModel(model.to(device, self.dtype), make_batch, self.block_class)
@@ -191,7 +191,7 @@ class MeasuredModel:
 
     @contextlib.contextmanager
     def defaults(self, device: torch.device) -> Generator[None]:
-        """Torch's default device and dtype for models and batches."""
+        """Sets torch's default device and dtype for making models and batches."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
@@ -231,13 +231,13 @@ def read_subject(
     dtype: torch.dtype = torch.bfloat16,
     block_class: str | None = None,
 ) -> MeasuredModel:
-    """What ``--model`` names.
+    """Reads what ``--model`` names.
 
     Args:
         model: a transformers ``config.json`` or its folder; or ``module:function``, where the
             module is a name to import or a path that ends with ``.py`` (see :data:`Build`).
-        seq_len: tokens a sample.
-        dtype: of the training copy.
+        seq_len: tokens per sample.
+        dtype: the training copy's.
         block_class: class name of the block; None: detect.
 
     Raises:
@@ -324,7 +324,7 @@ def read_model_shape(
     """The model of a transformers ``config.json`` as equal blocks and what is outside of them.
 
     Raises:
-        ConfigError: the file is no transformers configuration, or tells no sizes.
+        ConfigError: the file is no transformers configuration, or gives no sizes.
     """
     config = read_config(path)
     hidden = hidden_size(config)

@@ -1,4 +1,4 @@
-"""The sizes of a model that nobody has built yet, from its transformers configuration.
+"""The sizes of a model that has not been built, from its transformers configuration.
 
 The model is made on torch's meta device, where weights have shapes and no memory, and cut as
 :mod:`hytrain.engine.build_optimizer` cuts it.
@@ -91,10 +91,10 @@ def _without_memory(
 
 
 def block_input_bytes(path: Path, form: TrainingForm, tokens: int) -> int:
-    """What waits for a backward that computes all blocks again: their inputs, of so many tokens.
+    """Bytes of all blocks' inputs for ``tokens``, which wait for a backward that recomputes blocks.
 
     Raises:
-        ConfigError: the model does not say how wide it is, or of how many blocks.
+        ConfigError: the model's configuration gives no width or no number of blocks.
     """
     description = read_config(path)
     hidden, blocks = hidden_size(description), getattr(description, "num_hidden_layers", None)

@@ -19,16 +19,15 @@ class ProfileOptions:
 
     Attributes:
         micro_batches: samples of a micro-batch, ascending; None: 1, 2, 4, ... until a pass does not
-            fit, or 8 or more gain less than 3 % twice in a row; then, while there is time, the
-            middles of what lies between, the size that did not fit included: a plan chooses among
-            sizes that were measured.
-        seconds: of measuring passes, about; sizes that were given, else at least two, are all
+            fit, or doubling to 8 or more gains less than 3 % twice in a row; then, while there is
+            time, the middles of the gaps, also of the gap below the size that did not fit: a plan
+            chooses among sizes that were measured.
+        seconds: approximate time of measuring passes; given sizes, else at least two, are all
             measured.
-        rate_seconds: of each measurement of a rate.
-        cpu_elements: of each array of the CPU update; None: beyond the caches.
+        rate_seconds: time of each measurement of a rate.
+        cpu_elements: elements of each array of the CPU update; None: more than the caches hold.
         collective_bytes: ascending sizes of a layer.
-        multiprocessors: that work on the current stream may use, where these are not all of the
-            device's.
+        multiprocessors: number that work on the current stream may use, if not all of the device's.
         settings: what makes this rank's device differ from its kind, in words.
         moments: how updates keep Adam's moments.
     """
@@ -52,16 +51,16 @@ class ProfileOptions:
 
 
 class Progress:
-    """What is told about the work."""
+    """Progress messages about the work."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        """On a stream; None: nowhere, for ranks but the first, and for callers in Python."""
+        """``stream``: None prints nothing, for ranks but the first and for callers in Python."""
         self._stream = stream
         self._begin = time.monotonic()
         self._words = ""
 
     def show(self, share: float, words: str) -> None:
-        """So much of all work, in [0, 1], is done; what comes next."""
+        """Prints the share of all work that is done, in [0, 1], and what comes next."""
         if self._stream is not None and words != self._words:
             seconds = time.monotonic() - self._begin
             print(f"[{share:4.0%} {seconds:5.1f} s] {words}", file=self._stream, flush=True)

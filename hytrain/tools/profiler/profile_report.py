@@ -16,7 +16,7 @@ _HEADING = (
 
 
 def profile_table(profile: ProfileFile) -> str:
-    """All of a profile but for the collectives' smaller sizes."""
+    """The whole profile except the collectives' smaller sizes."""
     model = profile.model
     frozen = f" and {model.frozen / 1e6:,.1f} M that are not trained" if model.frozen else ""
     moments = "" if model.moments == FP32 else f", moments in {model.moments}"
@@ -89,7 +89,7 @@ def _device_lines(device: DeviceProfile, count: int) -> list[str]:
 
 
 def _launch_lines(device: DeviceProfile) -> list[str]:
-    """Up to which size the device waits for the host, and what delays that."""
+    """Up to which size the device waits for the host, and what slows the host's launches."""
     bound = [row for row in device.layer if row.is_launch_bound]
     if not bound:
         return []

@@ -1,8 +1,8 @@
-"""What one rank measures of its device and its host, all ranks at once: one thing after another.
+"""What one rank measures of its device and its host, one thing after another, all ranks at once.
 
-Layers, the GPU's update, copies, the CPU's update, launches of training. Hosts launch the same
-faster and slower for tens of seconds on end, so passes over layers are launched again in the pauses
-between.
+The order: layers, the GPU's update, copies, the CPU's update, launches of training. A host's
+launches are faster or slower for tens of seconds at a time, so passes over layers are launched
+again in the pauses between.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hytrain.tools.profiler.ranks import Ranks
 from hytrain.tools.profiler.update_launches import UpdatedKind, update_launches
 
 _PAUSES = 3
-"""For launches, besides those between the CPU's rates."""
+"""Pauses in which passes are launched again, besides those between the CPU's rates."""
 
 
 def measure_rank(
@@ -45,13 +45,13 @@ def measure_rank(
     cores: Sequence[int],
     ranks_on_host: int,
 ) -> tuple[DeviceProfile, rates.CpuRates, int]:
-    """All that a rank measures by itself; leaves nothing on the device.
+    """Measures all that a rank measures by itself; leaves nothing on the device.
 
-    ``options``: the same on all ranks, but for ``multiprocessors`` and ``settings``; ``cores``: of
-    the host, each rank's part.
+    ``options``: the same on all ranks, except ``multiprocessors`` and ``settings``; ``cores``: each
+    rank's number of cores of its host.
 
     Returns:
-        Its device; rates of its CPU; and bytes of activations between two blocks, a sample.
+        The rank's device; rates of its CPU; and bytes of activations between two blocks per sample.
     """
     mine = cores[ranks.rank]
     rounds = max(len(rates.thread_counts(each)) for each in cores)
@@ -125,11 +125,11 @@ def _slowdown(
     threads: int,
     ranks_on_host: int,
 ) -> float:
-    """Of launches, beside the CPU's update and its copies."""
+    """Slowdown of launches beside the CPU's update and its copies."""
     elements = options.cpu_elements or rates.update_elements(ranks_on_host)
     arrays = UpdateArrays(elements, options.moments, threads=threads)
     load = TrainingLoad(device, arrays.out.nbytes)
-    # The thread that launches is the real one here: of the load there are only the copies.
+    # The launching thread is the real one here: the load consists of the copies only.
     update = partial(arrays.update, max(1, threads - 1))
     return measure_slowdown(launch, lambda: load.beside(update))
 
@@ -137,7 +137,7 @@ def _slowdown(
 def _update_launches(
     device: torch.device, subject: MeasuredModel, options: ProfileOptions, layer: LayerProfile
 ) -> UpdateLaunches | None:
-    """None on a CPU: nothing is launched."""
+    """Host time of training's launches; None on a CPU, where nothing is launched."""
     if device.type != "cuda":
         return None
     kind = UpdatedKind(
@@ -150,7 +150,10 @@ def _update_launches(
 
 
 def _update_seconds(device: torch.device, subject: MeasuredModel, options: ProfileOptions) -> float:
-    """Of the update on a stream of its own, as in training: the current one may be limited."""
+    """Seconds per parameter of the update, on its own stream as in training.
+
+    The current stream may be limited to a part of the GPU.
+    """
     if device.type != "cuda":
         return gpu_seconds_per_parameter(device, subject.dtype, options.moments)
     torch.cuda.synchronize(device)

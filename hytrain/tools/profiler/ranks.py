@@ -21,11 +21,11 @@ _FEWEST_REPEATS = 3
 class Ranks:
     """All ranks of the default process group.
 
-    What they say to each other goes over gloo, which leaves the GPUs alone.
+    They exchange values over gloo, which does not use the GPUs.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
-        """A collective, unless alone, which leaves a process group that there is aside."""
+        """A collective, unless ``alone``: this process only, even if a process group exists."""
         self._is_joined = not alone and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self._is_joined else 0
         self.world_size = dist.get_world_size() if self._is_joined else 1
@@ -45,15 +45,15 @@ class Ranks:
         return [found for found in values if found is not None]
 
     def barrier(self) -> None:
-        """Waits for all."""
+        """Waits for all ranks."""
         if self.world_size > 1:
             dist.barrier(group=self._control)
 
     def median_seconds(self, run: Callable[[], float], seconds: float) -> float:
         """The median of what ``run`` returns, over some seconds of repeats on all ranks at once.
 
-        They share a host's memory and its links: a measurement begins at a barrier and lasts for a
-        time, not for a number of repeats, so that nobody's last repeats run undisturbed.
+        They share a host's memory and links: a measurement begins at a barrier and lasts a fixed
+        time, not a number of repeats, so that no rank's last repeats run undisturbed.
         """
         run()  # touches pages, wakes threads
         self.barrier()
@@ -64,21 +64,21 @@ class Ranks:
         return statistics.median(values)
 
     def together(self, work: Callable[[], _T]) -> _T:
-        """Does work that may fail, and fails on every rank where it failed on any.
+        """Does work that may fail, and raises on every rank if it failed on any.
 
         The work itself must not wait for other ranks.
 
         Raises:
-            Exception: this rank's own.
-            ConfigError: another rank's, which the user can mend.
-            ProfileRunError: another rank's of another kind.
+            Exception: this rank's own error.
+            ConfigError: another rank's error, if the user can fix it.
+            ProfileRunError: any other error of another rank.
         """
         result: list[_T] = []
         failure: Exception | None = None
         try:
             result.append(work())
         except Exception as error:
-            # The others must learn of it before it ends this one, whatever it is.
+            # The other ranks must learn of it before it ends this one, whatever it is.
             failure = error
         told = (None, False) if failure is None else (_words(failure), _can_be_mended(failure))
         answers = self.gather(told)
@@ -86,7 +86,7 @@ class Ranks:
             try:
                 raise failure
             finally:
-                # Its traceback leads to this frame: a cycle that would keep what has failed.
+                # Its traceback refers to this frame: a cycle that would keep what has failed.
                 failure = None
         for rank, (words, mendable) in enumerate(answers):
             if words is not None:
@@ -95,7 +95,7 @@ class Ranks:
         return result[0]
 
     def close(self) -> None:
-        """Ends the group that was made for this."""
+        """Destroys the gloo group, if one was made."""
         if self._control is not None:
             dist.destroy_process_group(self._control)
             self._control = None
@@ -110,7 +110,7 @@ def _can_be_mended(error: Exception) -> bool:
 
 
 def local_device() -> torch.device:
-    """This rank's GPU, or the CPU where there is none.
+    """This rank's GPU, or the CPU if there is none.
 
     Raises:
         ConfigError: the host has fewer GPUs than ranks.
@@ -128,7 +128,7 @@ def local_device() -> torch.device:
 
 @contextlib.contextmanager
 def joined(device: torch.device) -> Generator[None]:
-    """The process group of the launcher's ranks; none where there is one process."""
+    """Joins the process group of the launcher's ranks; none for one process or if one exists."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or dist.is_initialized():
         yield
         return
@@ -140,7 +140,7 @@ def joined(device: torch.device) -> Generator[None]:
 
 
 def limit_memory(device: torch.device, fractions: Sequence[float]) -> None:
-    """Lets this process use a part of its GPU's memory only: one for all ranks, or one a rank.
+    """Limits this process to a fraction of its GPU's memory: one for all ranks, or one per rank.
 
     Raises:
         ConfigError: a fraction is out of range, there are not as many as ranks, or no GPU.

@@ -1,4 +1,4 @@
-"""Rates of the CPU's update and of its host's memory, with all ranks of a host at work at once."""
+"""Rates of the CPU's update and of its host's memory, all ranks of a host working at once."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from hytrain.tools.profiler.ranks import Ranks
 
 _ELEMENTS = 1 << 24
 _LLC_MULTIPLE = 4
-"""The state of all ranks together is so many last-level caches."""
+"""The state of all ranks together is this many times the last-level cache."""
 _MEMORY_SHARE = 0.3
 _MAPPED_BYTES = 8 << 30
-"""Of a host's arrays, where the model has as many. Over 15 GB updates reached 0.95 of what they did
-over 2 (one H200's host, 15 threads of 16), probably as its TLB does not map as much."""
+"""Most bytes of a host's arrays, if the model has as many. Updates of 15 GB reached 0.95 of the
+rate of 2 GB (one H200's host, 15 threads of 16), probably because its TLB does not map as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuRates:
-    """What one rank reached while all of its host's ranks did the same.
+    """Rates that one rank reached while all of its host's ranks did the same.
 
     Attributes:
-        updates: parameters/s of an update against threads, with nothing beside it.
-        in_training: the same with a training's copies and launching thread beside it.
-        memory: bytes/s of the host's memory against threads: of a loop over the state that computes
-            nothing, or of the update with its copies where these moved more. A host's speed drifts
-            from one second to the next, and a slow one may have hit the loop.
+        updates: parameters/s of an update by number of threads, with nothing beside it.
+        in_training: the same, beside training's copies and launching thread.
+        memory: bytes/s of the host's memory by number of threads: of a loop over the state that
+            computes nothing, or of the update with its copies if these moved more. A host's speed
+            drifts from one second to the next, and the loop may have run in a slow one.
     """
 
     updates: dict[int, float]
@@ -44,7 +44,7 @@ class CpuRates:
 
 
 def thread_counts(cores: int) -> list[int]:
-    """Counts to try with so many cores of a rank: doublings, and what training tries."""
+    """Thread counts to try with a rank's cores: doublings, and those that training tries."""
     doublings = [2**power for power in range(cores.bit_length()) if 2**power <= cores]
     return sorted({*doublings, *candidates(cores), cores})
 
@@ -65,11 +65,11 @@ def cpu_rates(
     """Rates of the kernel that training runs, and of its host's memory.
 
     Args:
-        device: whose gradients come and whose weights leave beside an update.
-        counts: of threads, of this rank.
+        device: sends gradients and receives weights beside an update.
+        counts: thread counts of this rank.
         rounds: the length of the longest list of counts of all ranks: each begins at a barrier.
-        ranks_on_host: that share its caches and memory.
-        elements: that are updated; None: see :func:`update_elements`.
+        ranks_on_host: ranks that share the host's caches and memory.
+        elements: number of elements to update; None: see :func:`update_elements`.
         parameters: of the rank's shard in training.
         between: called after each round.
     """
@@ -90,9 +90,9 @@ def cpu_rates(
             loaded = ranks.median_seconds(partial(load.beside, update), seconds)
         in_training[threads] = n / loaded
         swept = ranks.median_seconds(partial(arrays.sweep, threads), seconds)
-        # Both read and write all of the state. An update reads two gradients and writes the copy
-        # besides; of its copies one writes a gradient and the other reads the copy. Those of a GPU
-        # are over before it; between arrays of a CPU they may not be, and are not counted.
+        # Both read and write all of the state. An update also reads two gradients and writes the
+        # training copy; one of its copies writes a gradient, the other reads the training copy. A
+        # GPU's copies end before the update; a CPU's may not, and are not counted.
         copied = 2 if device.type == "cuda" else 0
         moved = 2 * state_bytes + (3 + copied) * arrays.out.nbytes
         memory[threads] = max(2 * state_bytes / swept, moved / loaded)
@@ -101,7 +101,7 @@ def cpu_rates(
 
 
 def update_elements(ranks_on_host: int, parameters: int = 0) -> int:
-    """As many as training updates, up to a limit; at least what caches do not hold, if it fits."""
+    """Elements to update: as in training up to a limit, but more than caches hold, if they fit."""
     beyond_caches = max(_ELEMENTS, _LLC_MULTIPLE * last_level_cache_bytes() // 12 // ranks_on_host)
     each = array_bytes(FP32) * ranks_on_host
     most, fits = int(_MAPPED_BYTES / each), int(_MEMORY_SHARE * available_host_bytes() / each)

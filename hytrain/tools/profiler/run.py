@@ -1,7 +1,7 @@
-"""`hytrain profile`: what a plan needs to know of each GPU, each host, and what joins them.
+"""`hytrain profile`: what a plan needs to know of each GPU, each host, and their links.
 
 All ranks measure at once, as they will train: layers, the GPU's update, copies, the CPU's update,
-and last the collectives (rank_measurements.py has the order of all before these). Ranks of one
+and last the collectives (rank_measurements.py has the order of the others). Ranks of one
 label (see :func:`device_label`) make one device profile, in which the slowest of them counts, since
 it is the one that the others will wait for.
 """
@@ -45,10 +45,10 @@ class RankProfile:
     """What a rank has measured.
 
     Attributes:
-        device: of its own; the host's name is the same for all ranks there and for no others.
-        cores: those of the machine that it may use.
+        device: the rank's own; its host name is that of all ranks of the host and of no others.
+        cores: the machine's cores that the rank may use.
         memory_bytes: its part of the host's memory.
-        rates: of the CPU's update, and of the host's memory.
+        rates: those of the CPU's update and of the host's memory.
     """
 
     device: DeviceProfile
@@ -59,10 +59,10 @@ class RankProfile:
 
 
 def host_names(machines: Sequence[tuple[str, RankHost]]) -> list[str]:
-    """A name for each rank's machine, of what it calls it and what identifies it.
+    """A name for each rank's machine, from the host name that it reports and its identity.
 
-    Ranks of one machine have the name that its first rank gives it (containers have several); of
-    machines that call themselves the same, the later ones get a number.
+    Ranks of one machine have the name that its first rank gives it (containers have several); if
+    machines have the same name, the later ones get a number.
     """
     names: dict[str, str] = {}
     for name, where in machines:
@@ -75,7 +75,7 @@ def host_names(machines: Sequence[tuple[str, RankHost]]) -> list[str]:
 def device_profiles(
     everybody: Sequence[RankProfile], now: datetime.datetime
 ) -> tuple[DeviceProfile, ...]:
-    """One for the ranks of each host whose devices have one label."""
+    """One profile for the ranks of each host whose devices have the same label."""
     members: dict[tuple[str, str], list[DeviceProfile]] = {}
     for rank in everybody:
         members.setdefault((rank.device.host, rank.device.label), []).append(rank.device)
@@ -101,7 +101,7 @@ def _slowest_device(ranks: Sequence[DeviceProfile], now: datetime.datetime) -> D
 def host_profiles(
     everybody: Sequence[RankProfile], now: datetime.datetime
 ) -> tuple[HostProfile, ...]:
-    """One for each host, in the order of the ranks."""
+    """One profile for each host, in the order of the ranks."""
     hosts = dict.fromkeys(rank.device.host for rank in everybody)
     return tuple(
         _host([rank for rank in everybody if rank.device.host == host], now) for host in hosts
@@ -110,7 +110,7 @@ def host_profiles(
 
 def _host(ranks: Sequence[RankProfile], now: datetime.datetime) -> HostProfile:
     rates = [rank.rates for rank in ranks]
-    # Ranks that are bound to cores may have unlike numbers of them.
+    # Ranks that are bound to cores may have different numbers of them.
     threads = sorted(set[int].intersection(*(set(one.updates) for one in rates)))
     return HostProfile(
         host=ranks[0].device.host,
@@ -135,13 +135,13 @@ _Pick = Callable[[Iterable[Any]], Any]
 
 
 def _known(pick: _Pick, values: Iterable[Any]) -> Any:
-    """What is picked of the values that were measured; None where none was."""
+    """Picks from the values that were measured; None if there are none."""
     known = [value for value in values if value is not None]
     return pick(known) if known else None
 
 
 def _joined(pick: _Pick, records: Sequence[Record | None]) -> Any:
-    """A record with what is picked, of each field, of all that were measured; None of none."""
+    """A record whose fields are picked from the measured records; None if there are none."""
     there = [record for record in records if record is not None]
     if not there:
         return None
@@ -150,7 +150,7 @@ def _joined(pick: _Pick, records: Sequence[Record | None]) -> Any:
 
 
 def _slowest(ranks: Sequence[Sequence[LayerSample] | Sequence[OutsideSample]]) -> tuple[Any, ...]:
-    """Of the sizes that all ranks measured, the largest time and memory of any."""
+    """For each size that all ranks measured, the largest times and memory of any rank."""
     by_size = [{row.samples: row for row in rows} for rows in ranks]
     common = set[int].intersection(*map(set, by_size))
     return tuple(_joined(max, [rows[size] for rows in by_size]) for size in sorted(common))
@@ -166,13 +166,13 @@ def profile_ranks(
 ) -> ProfileFile:
     """Measures this rank's device, host and collectives together with all other ranks.
 
-    GPU work goes to the current stream, whatever that may use of the GPU.
+    Passes run on the current stream, which may use only a part of the GPU.
 
     Args:
         subject: the model; the same on all ranks.
         device: this rank's.
-        options: the same on all ranks, but for ``multiprocessors`` and ``settings``.
-        ranks: who measures; None: the default process group, or this process where there is none.
+        options: the same on all ranks, except ``multiprocessors`` and ``settings``.
+        ranks: those that measure; None: the default process group, or this process without one.
         progress: told how far the work is.
 
     Returns:
@@ -212,7 +212,7 @@ def profile_ranks(
         device, ranks, dtype=subject.dtype, sizes=options.collective_bytes
     )
     if device.type == "cuda":
-        # What NCCL has taken by now, training will miss as well.
+        # Training, too, will lack the memory that NCCL has taken by now.
         usable = min(own.limit_bytes, facts().memory_bytes)
         own = own.model_copy(update={"memory_bytes": usable})
     cores = machines[ranks.rank][1].cores
@@ -232,7 +232,7 @@ def profile_ranks(
         versions=_versions(),
     )
     progress.show(1.0, "done")
-    return ranks.gather(profile)[0]  # clocks differ; all have the first rank's
+    return ranks.gather(profile)[0]  # clocks differ: all return the first rank's
 
 
 def _versions() -> dict[str, str]:

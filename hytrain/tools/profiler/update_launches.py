@@ -1,14 +1,14 @@
-"""What training takes of the host that launches it, beyond the model's own passes.
+"""The host time that launching training takes, beyond the model's own passes.
 
-Models of small blocks are trained by the optimizer, the hooks and the pipeline that an engine has,
-beside equal models whose gradients are taken over as the profile's passes do it: of the device
-and of the update threads they ask next to nothing. What the trained ones take longer is
-training's. Some have their layers on the GPU and some on the CPU, some share launches and some do
-not: what differs between such steps is what a layer, or a launch, takes.
+Models of small blocks are trained by an engine's optimizer, hooks and pipeline, beside equal models
+whose gradients are taken over as in the profile's passes. The device and the update threads have
+next to nothing to do. The additional time of the trained models is that of training. Some have
+their layers on the GPU and some on the CPU, some share launches and some do not: the differences
+between such steps are the times of a layer and of a launch.
 
-Left out is what DeepSpeed's own engine does around the optimizer, once a step: without the job's
-process group there is none. Nor is what all steps take behind their decision, whatever is updated
-where: plans have it in the gap at a step's end.
+Not counted is what DeepSpeed's own engine does around the optimizer, once a step: without the job's
+process group there is no engine. Nor is what all steps take after their decision, whatever is
+updated where: plans have it in the gap at a step's end.
 """
 
 from __future__ import annotations
@@ -45,17 +45,19 @@ from hytrain.tools.profiler.gradient_sink import GradientSink
 _WIDTH = 64
 """Elements of a parameter."""
 _CYCLE = 4
-"""Steps that count as one: in training every fourth has marks."""
+"""Steps that are averaged: in training every fourth step has marks."""
 _CYCLES = 3
 _WARM = 12
-"""Steps before: kernels are compiled, the allocator is filled, and all steps have marks."""
+"""Steps before measuring: kernels compile, the allocator fills, and every step has marks."""
 _TURNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatedLayers:
-    """Layers of a step that is measured: so many on the GPU, the first ones, and the others on the
-    CPU. By ``limits`` those on the GPU share launches."""
+    """Layers of a measured step: the first ``on_gpu`` on the GPU, the others on the CPU.
+
+    Those on the GPU share launches by ``limits``.
+    """
 
     on_gpu: int
     on_cpu: int
@@ -63,7 +65,7 @@ class UpdatedLayers:
 
     @property
     def number(self) -> int:
-        """Of all layers."""
+        """Number of all layers."""
         return self.on_gpu + self.on_cpu
 
 
@@ -74,20 +76,20 @@ CASES = (
     UpdatedLayers(32, 0),
     UpdatedLayers(16, 0, replace(LIMITS, most_layers=1)),
 )
-"""As many as terms: what any step takes, a CPU-placed layer, a GPU-placed one, a launch, and what
-a step takes that has any GPU-placed ones."""
+"""As many as there are terms: the times of any step, of a layer on the CPU, of one on the GPU, of
+a launch, and of a step that has any layer on the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatedKind:
-    """Of the model's layers.
+    """The kind of the model's layers.
 
     Attributes:
-        dtype: of gradients and training copy.
-        moments: how they are kept.
-        sums_squares: gradients come with the squares that their norm is made of. So do those of
-            small layers only if they have one parameter, which they have then.
-        parameters: tensors of a layer.
+        dtype: that of gradients and training copy.
+        moments: how moments are kept.
+        sums_squares: whether gradients come with the sums of squares for their norm. Those of small
+            layers do only if a layer has one parameter; the measured layers then have one.
+        parameters: parameter tensors of a layer.
     """
 
     dtype: torch.dtype
@@ -97,14 +99,14 @@ class UpdatedKind:
 
 
 class HostSeconds(NamedTuple):
-    """Of the host, for a step: in forward and backward, and in step()."""
+    """Seconds of the host for a step: in forward and backward, and in step()."""
 
     passes: float
     step: float = 0.0
 
 
 class _OneRank(ShardCollectives):
-    """No others, and no process group."""
+    """Collectives of a single rank, without a process group."""
 
     def __init__(self) -> None:
         self.group = None
@@ -140,7 +142,7 @@ def _model(layers: UpdatedLayers, device: torch.device, kind: UpdatedKind) -> _B
 
 
 class BarePasses:
-    """Passes of a model that nobody trains, gradients taken over as in a profile's."""
+    """Passes of a model without training; gradients are taken over as in a profile's passes."""
 
     def __init__(self, layers: UpdatedLayers, device: torch.device, kind: UpdatedKind) -> None:
         """Hooks stay on the model until :meth:`close`."""
@@ -150,7 +152,7 @@ class BarePasses:
         self._sink = GradientSink(found, device)
 
     def step(self) -> HostSeconds:
-        """Makes one."""
+        """Makes the passes of a step and returns their host time."""
         begin = time.perf_counter()
         loss = self._model(self._input)
         self._sink.begin_pass()
@@ -197,10 +199,10 @@ class TrainedSteps:
         self.num_launches = len(batches(on_gpu, layers.limits))
 
     def step(self) -> HostSeconds:
-        """Makes one; returns what it took of the host, as where it has launches to wait for.
+        """Makes a step; returns its host time, as in a launch-bound step.
 
-        What it waits for the device, or for the update threads, is left out: there is next to
-        nothing to do for them.
+        Waits for the device and for the update threads are left out: these have next to nothing to
+        do.
         """
         optimizer = self.optimizer
         begin = time.perf_counter()
@@ -225,7 +227,7 @@ class TrainedSteps:
         return HostSeconds(passes, seconds)
 
     def _enter_backward(self, _gradient: object) -> None:
-        """As DeepSpeed's engine has the gradient of its output tell of it."""
+        """Begins backward as DeepSpeed's engine does, when the gradient of its output arrives."""
         self.optimizer.backward_prologue()
         self.optimizer.enter_backward()
 
@@ -235,11 +237,11 @@ class TrainedSteps:
 
 
 def update_launches(device: torch.device, kind: UpdatedKind) -> UpdateLaunches:
-    """Of the host, by what a step has; without a GPU with the updates themselves."""
+    """Host time of training by what a step has; without a GPU it includes the updates."""
     try:
         return terms_of(*_cases(device, kind))
     finally:
-        # An optimizer's parts refer to each other: what they have on the device goes with them.
+        # An optimizer's parts refer to each other: only collecting them frees their device memory.
         gc.collect()
 
 
@@ -263,7 +265,7 @@ def _cases(device: torch.device, kind: UpdatedKind) -> tuple[list[HostSeconds], 
         for steps in (*trained, *bare):
             cycle(steps, _WARM)
         seen: dict[Any, list[HostSeconds]] = {steps: [] for steps in (*trained, *bare)}
-        for _ in range(_TURNS):  # in turns: hosts are faster and slower for seconds on end
+        for _ in range(_TURNS):  # in turns: hosts are faster or slower for seconds at a time
             for steps, cycles in seen.items():
                 cycles += [cycle(steps) for _ in range(_CYCLES)]
         medians = [_of_each(statistics.median, cycles) for cycles in seen.values()]
@@ -281,12 +283,13 @@ def _of_each(pick: Callable[[Sequence[float]], float], rows: Sequence[HostSecond
 
 
 def terms_of(extra: Sequence[HostSeconds], launches: Sequence[int]) -> UpdateLaunches:
-    """What one of each takes, so that the cases take what they took.
+    """Solves for the time of each term from the times of the cases.
 
     Args:
-        extra: of a step of each case: in the passes beyond those of the model alone, and in step().
-        launches: that each made. Where all layers have one of their own, as with rounded moments,
-            what a layer takes and what its launch does are not told apart: only their sum counts.
+        extra: host time of a step of each case: in the passes, beyond that of the model alone, and
+            in step().
+        launches: launches of each case. If every layer has its own, as with rounded moments, the
+            times of a layer and of its launch are not told apart: only their sum counts.
     """
     rows = [(1.0, float(case.on_gpu), float(case.on_cpu)) for case in CASES]
     a_pass, pass_gpu, pass_cpu = _solve(rows, [each.passes for each in extra])
@@ -306,7 +309,7 @@ def terms_of(extra: Sequence[HostSeconds], launches: Sequence[int]) -> UpdateLau
 
 
 def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Milliseconds of each column."""
+    """Milliseconds of each column's term."""
     solved = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)[0].tolist()
-    # A term of some microseconds may come out below nothing.
+    # A term of some microseconds may come out below zero.
     return [1e3 * max(0.0, each) for each in solved]

@@ -1,4 +1,4 @@
-"""All that the report says, as plain data."""
+"""Everything that the report says, as plain data."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hytrain.tools.trace.step_times import StepTimes, times_of
 
 _Key = TypeVar("_Key")
 _SLOW: Final = 1.5
-"""A layer is slow that takes so many times the median of all."""
+"""A layer is slow if it takes more than this many times the median of the others, ..."""
 _SLOW_LEAST: Final = 0.01
-"""And so much of a step more."""
+"""... and exceeds it by more than this share of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Cause:
     rank: int
     cause: str
     seconds: float
-    """A step, the mean."""
+    """Mean per step."""
     layer: int
-    """That had most of it; NONE for none."""
+    """The layer that had most of it; NONE if it is no layer's."""
     layer_share: float
     detail: str
-    """The Python line, the function or what the late rank did that had most of it."""
+    """The Python line, the function or the late rank's work that had most of it."""
     late_rank: int
 
 
@@ -49,35 +49,35 @@ class SlowLayer:
     layer: int
     activity: str
     seconds: float
-    """A step, the mean."""
+    """Mean per step."""
     usual: float
-    """Of the other layers, or of the same layer on other ranks."""
+    """Median of the other layers, or of the same layer on other ranks."""
     is_beside_ranks: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """Of one run's traces."""
+    """The analysis of one run's traces."""
 
     ranks: tuple[RankTrace, ...]
     steps: Mapping[int, tuple[StepTimes, ...]]
-    """By rank."""
+    """Rank -> the times of its steps."""
     critical: Mapping[int, Mapping[str, float]]
     """Rank -> seconds of the mean step's critical path, by what is on it; they sum to the step."""
     causes: tuple[Cause, ...]
     """The longest first."""
     slow_layers: tuple[SlowLayer, ...]
     fixes: tuple[Fix, ...]
-    """None without a GPU: of what a change saves there a CPU says nothing."""
+    """Empty without a GPU: a CPU does not show what a change would save there."""
     rates: Mapping[int, tuple[Rate, ...]]
     energy: Mapping[int, Energy | None]
 
     def step_seconds(self, rank: int) -> float:
-        """The mean of a rank's steps."""
+        """The mean duration of a rank's steps, in seconds."""
         return float(np.mean([one.step.length for one in self.steps[rank]])) * 1e-9
 
     def busy_share(self, rank: int) -> float:
-        """Of a rank's mean step, in which its GPU computes."""
+        """The share of a rank's mean step in which its GPU computes."""
         steps = self.steps[rank]
         return sum(one.busy for one in steps) / sum(one.step.length for one in steps)
 
@@ -87,7 +87,7 @@ class Analysis:
         return all(rank.has_gpu for rank in self.ranks)
 
     def named(self, text: str) -> str:
-        """A text about the GPU; of the device that stands for it where none was recorded."""
+        """A text about the GPU; it says "device" if the CPU stands for the GPU."""
         return text if self.has_gpu else text.replace("GPU", "device")
 
     @property
@@ -101,7 +101,7 @@ class Analysis:
         return min(self.steps, key=self.busy_share)
 
     def mean_parts(self, rank: int) -> dict[str, float]:
-        """Seconds a step of every part."""
+        """Mean seconds per step of every part."""
         steps = self.steps[rank]
         return {
             part: sum(one.parts[part] for one in steps) / len(steps) * 1e-9
@@ -111,23 +111,23 @@ class Analysis:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """While it ran, and its measured peak; None where the trace does not say."""
+    """A rate while its work ran, and its measured peak; None if the trace does not say."""
 
     name: str
     unit: str
     achieved: float | None
     peak: float | None
     busy_share: float
-    """Of the steps' time, in which it ran."""
+    """Share of the steps' time in which its work ran."""
 
     @property
     def share(self) -> float | None:
-        """Of the peak."""
+        """The achieved share of the peak; None if unknown."""
         return self.achieved / self.peak if self.achieved and self.peak else None
 
 
 def rates(rank: RankTrace) -> tuple[Rate, ...]:
-    """Those of all recorded steps of a rank."""
+    """The rates of all recorded steps of a rank."""
     begin, end = rank.steps[0].begin, rank.steps[-1].end
     peaks = rank.header.peaks if rank.header is not None else Peaks()
     update = rank[kinds.CPU_UPDATE]
@@ -151,16 +151,16 @@ def rates(rank: RankTrace) -> tuple[Rate, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """Joules a step, the mean; None where there is no counter."""
+    """Mean joules per step; None without a counter."""
 
     gpu: float | None
     cpu: float | None
     tokens_per_joule: float | None
-    """Of what was counted; None where processors were, and may have worked for other ranks too."""
+    """Per joule counted; None if these include processors that may have worked for other ranks."""
 
 
 def energy(rank: RankTrace) -> Energy | None:
-    """Of a step; None where none was recorded."""
+    """A rank's energy per step; None if none was recorded."""
     gpu, cpu = (
         _mean([getattr(step, key) for step in rank.steps]) for key in ("gpu_joules", "cpu_joules")
     )
@@ -169,7 +169,7 @@ def energy(rank: RankTrace) -> Energy | None:
     total = (gpu or 0.0) + (cpu or 0.0)
     tokens = rank.header.tokens_per_step if rank.header is not None else None
     if cpu is not None and rank.world_size > 1:
-        tokens = None  # this rank's, beside the joules of all of its host's
+        tokens = None  # the tokens are this rank's, the CPU's joules the whole host's
     return Energy(gpu, cpu, tokens / total if tokens is not None and total > 0.0 else None)
 
 
@@ -179,7 +179,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def analyse(ranks: Sequence[RankTrace]) -> Analysis:
-    """Of the traces of one run, a trace a rank."""
+    """Analyses the traces of one run, one per rank."""
     graph = Graph(ranks)
     walkers = {rank.rank: Blockers(graph, rank.rank) for rank in ranks}
     steps = {rank.rank: times_of(rank, walkers[rank.rank]) for rank in ranks}
@@ -221,7 +221,7 @@ def _causes(steps: Mapping[int, Sequence[StepTimes]]) -> tuple[Cause, ...]:
 
 
 def _most(pairs: Iterable[tuple[_Key, int]], nothing: _Key) -> tuple[_Key, int]:
-    """The key with most of the time, and its time; of keys that name something."""
+    """The key with most of the time, and that time; the key ``nothing`` does not count."""
     sums: Counter[_Key] = Counter()
     for key, length in pairs:
         if key != nothing:
@@ -230,7 +230,7 @@ def _most(pairs: Iterable[tuple[_Key, int]], nothing: _Key) -> tuple[_Key, int]:
 
 
 def _slow_layers(steps: Mapping[int, Sequence[StepTimes]]) -> tuple[SlowLayer, ...]:
-    """By comparison with the median of layers, and of ranks."""
+    """Finds slow layers by the median of the same layer on other ranks, and of other layers."""
     found: list[SlowLayer] = []
     for activity in (kinds.FORWARD, kinds.BACKWARD, kinds.CPU_UPDATE, kinds.GPU_UPDATE):
         means = {rank: _layer_means(of_rank, activity) for rank, of_rank in steps.items()}
@@ -261,7 +261,7 @@ def _layer_means(steps: Sequence[StepTimes], activity: str) -> dict[int, float]:
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    """The analysis; times in seconds, of a step in nanoseconds, so that they sum exactly."""
+    """The analysis as JSON; times in seconds, within a step in ns, so that they sum exactly."""
     return {
         "ranks": [_rank_json(analysis, rank) for rank in analysis.ranks],
         "slowest_rank": analysis.slowest,
@@ -272,7 +272,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what names nothing."""
+    """The values without those that name nothing."""
     return {key: value for key, value in values.items() if value not in (NONE, "")}
 
 

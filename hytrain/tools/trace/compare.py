@@ -1,4 +1,4 @@
-"""Two runs beside each other, in words and a table."""
+"""Compares two runs, in words and a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORTH: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Seconds of the mean step of A and of B."""
+    """Seconds of a part in the mean step of A and of B."""
 
     name: str
     before: float
@@ -24,24 +24,24 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """What B takes more."""
+        """The seconds that B takes more."""
         return self.after - self.before
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of the slowest ranks of two runs."""
+    """The comparison of the slowest ranks of two runs."""
 
     sentences: tuple[str, ...]
     step: Row
     parts: tuple[Row, ...]
-    """Of the step: their differences sum to its."""
+    """Parts of the step; their differences sum to the step's."""
     hidden: Mapping[str, tuple[float | None, float | None]]
-    """Activity -> its hidden share in A and in B; None where it has none."""
+    """Activity -> its hidden share in A and in B; None if the run does not have it."""
 
 
 def compare(before: Analysis, after: Analysis) -> Comparison:
-    """A run and another, of the same work."""
+    """Compares two runs of the same work."""
     one, other = before.mean_parts(before.slowest), after.mean_parts(after.slowest)
     parts = tuple(
         Row(after.named(part), one[part], other[part])
@@ -96,7 +96,7 @@ def compare_verdict(found: Comparison, after: Analysis) -> list[tuple[str, str, 
 
 
 def compare_text(comparison: Comparison) -> str:
-    """To be folded to a terminal's width."""
+    """The comparison as text, not yet folded to a terminal's width."""
     rows = [("part, ms a step", "A", "B", "B - A")]
     for row in (*comparison.parts, comparison.step):
         one, other = f"{row.before * 1e3:.2f}", f"{row.after * 1e3:.2f}"

@@ -1,4 +1,4 @@
-"""What could be changed, and the ceiling of what each change wins, from replays."""
+"""Possible changes and the most that each of them saves, from replays."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Fix:
 
     name: str
     step_seconds: float
-    """Of a step with it, at least; of a larger batch for the tokens of the recorded one."""
+    """The shortest step with it; for a larger batch, the time for the recorded batch's tokens."""
     gain: float
-    """Share of the replayed step that it wins at most."""
+    """Share of the replayed step that it saves at most."""
     words: str
     """What was assumed."""
 
@@ -47,7 +47,7 @@ class Fix:
 def fixes(
     graph: Graph, replay: Replay, steps: Mapping[int, Sequence[StepTimes]]
 ) -> tuple[Fix, ...]:
-    """The ceilings of all changes, the largest first; ``steps``: of each rank."""
+    """The ceilings of all changes, the largest first; ``steps``: each rank's."""
     base = replay.seconds_per_step()
     if base <= 0.0:
         return ()
@@ -80,7 +80,7 @@ _OF_CPU: Final = (causes.CPU_ADAM, causes.CLIPPING, causes.STARVED_CPU)
 
 
 def _faster(*resources: str, by: float = 0.0) -> Change:
-    """Spans of these resources take so much of their time."""
+    """A change by which spans of these resources take ``by`` times as long."""
 
     def duration(node: Node) -> float:
         return by if node.resource in resources else 1.0
@@ -106,9 +106,9 @@ def _cores(graph: Graph, replay: Replay) -> tuple[float, str]:
 
 
 def _batch(steps: Mapping[int, Sequence[StepTimes]]) -> tuple[float, str]:
-    """Per token only forward and backward are left of a step, on the rank that takes longest."""
+    """A step of only forward and backward, all that is left per token, on the slowest rank."""
     names = (kinds.FORWARD, kinds.BACKWARD, kinds.RECOMPUTE, kinds.OTHER)
-    # Of those that a replay counts: the first one's beginning was not recorded.
+    # Only of steps that a replay counts: the first one's beginning was not recorded.
     computes = [
         float(np.mean([sum(one.parts[name] for name in names) for one in of_rank[1:] or of_rank]))
         for of_rank in steps.values()
@@ -132,8 +132,8 @@ def _no_clipping(graph: Graph, replay: Replay) -> tuple[float, str]:
 
 
 def _commit_share(rank: RankTrace) -> float:
-    """Bytes of a commit over those of a commit with the next preview, which reads a second
-    gradient: as many bytes as were copied to the host."""
+    """Ratio of a commit's bytes to those of a commit with the next preview, which also reads a
+    second gradient: as many bytes as were copied to the host."""
     updates, copies = rank[kinds.CPU_UPDATE], rank[kinds.D2H]
     fused = updates.size[updates.detail == FUSED]
     gradients = copies.size[copies.slot != NONE]
@@ -143,7 +143,7 @@ def _commit_share(rank: RankTrace) -> float:
 
 
 def _gpu_layers(graph: Graph, replay: Replay) -> tuple[float, str]:
-    """The best number of further layers that are updated on the GPU, the first ones first."""
+    """The best number of further layers to update on the GPU, in forward order."""
     on_cpu = sorted(
         {node.layer for node in graph.nodes if node.resource == kinds.CPU_UPDATE} - {NONE}
     )
@@ -192,14 +192,14 @@ def _gpu_update_cost(graph: Graph, replay: Replay) -> int:
 def _host(
     graph: Graph, replay: Replay, steps: Mapping[int, Sequence[StepTimes]], base: float
 ) -> Iterator[tuple[str, float, str]]:
-    """Fixes of the host. A host that comes earlier hides what follows, launches too: a ceiling is
-    the step without any of its lateness, or the step less what the fix takes from the host."""
+    """Fixes of the host. A host that is earlier hides what follows, launches too: a ceiling is the
+    step without any lateness of the host, or the step less the host's time that the fix saves."""
     ranks = graph.ranks.values()
     prompt = replay.seconds_per_step(Change(without=causes.HOST_CAUSES | {causes.KERNEL_GAPS}))
     of_all = [one for of_rank in steps.values() for one in of_rank]
     lost = {cause for cause in causes.HOST_CAUSES if any(one.parts[cause] for one in of_all)}
     if lost and any(len(rank[kinds.SYNC]) for rank in ranks):
-        # What drained the queue lets other work of the host show.
+        # Synchronizations drain the queue, which exposes other work of the host.
         lost.add(causes.SYNCHRONIZATION)
 
     def without(nanoseconds: Callable[[RankTrace], int]) -> float:

@@ -24,19 +24,19 @@ class HostState(NamedTuple):
     begin: int
     end: int
     resource: str
-    """DATA, SYNC, WAIT, PHASE (in forward, backward or step()), PYTHON (in none of them); of a
-    foreign trace CPU_UPDATE."""
+    """DATA, SYNC, WAIT, PHASE (in forward, backward or step()), PYTHON (in none of these); in a
+    foreign trace also CPU_UPDATE."""
     row: int
-    """Of the rank's spans of that resource; NONE in no span."""
+    """Row of the span among the rank's of that resource; NONE if in no span."""
 
 
 class HostView:
-    """A rank's host, asked about intervals."""
+    """Tells what a rank's host did in given intervals."""
 
     def __init__(self, rank: RankTrace) -> None:
         """Takes what the rank recorded of its host."""
         self._rank = rank
-        # A foreign optimizer's update on the CPU is the host's own work, and not a worker's.
+        # A foreign optimizer's update on the CPU is work of the host itself, not of a worker.
         updates = (kinds.CPU_UPDATE,) if rank.header is None else ()
         self._resources = (kinds.SYNC, kinds.WAIT, kinds.DATA, *updates, kinds.PHASE)
         self._covered: dict[str, Intervals] = {
@@ -50,7 +50,7 @@ class HostView:
         return any(name != "optimizer step" for name in set(self._rank[kinds.PHASE].name))
 
     def states(self, begin: int, end: int) -> list[HostState]:
-        """The interval in parts, without holes; a wait comes before the phase around it."""
+        """Divides the interval into parts without gaps; a wait takes precedence over its phase."""
         states: list[HostState] = []
         rest = [(begin, end)]
         for resource in self._resources:
@@ -65,7 +65,7 @@ class HostView:
         return sorted(states)
 
     def _row(self, resource: str, time: int) -> int:
-        """The last span to begin at a time or before, and still to run."""
+        """The last span that begins at or before a time and still runs then."""
         spans = self._rank[resource]
         index = int(np.searchsorted(spans.begin, time, side="right")) - 1
         while index > 0 and spans.end[index] <= time:
@@ -73,7 +73,7 @@ class HostView:
         return index
 
     def ended_between(self, resource: str, begin: int, end: int) -> int | None:
-        """The last span of a resource to end in [begin, end]; None where none does."""
+        """The last span of a resource that ends in [begin, end]; None if none does."""
         spans = self._rank[resource]
         rows = np.flatnonzero((spans.end >= begin) & (spans.end <= end)) if len(spans) else []
         return int(rows[-1]) if len(rows) else None
@@ -88,7 +88,7 @@ class HostView:
         return self._lines[row]
 
     def _frame(self, spans: Spans, row: int) -> str | None:
-        """The innermost function of the thread around a span that is no library's."""
+        """The innermost function around a span, in its thread, that is not a library's."""
         python = self._rank[kinds.PYTHON]
         around = (python.begin <= spans.begin[row]) & (python.end >= spans.end[row])
         rows = np.flatnonzero(around & (python.lane == spans.lane[row]))
@@ -97,7 +97,7 @@ class HostView:
         return short_name(own[0]) if own else None
 
     def function_in(self, begin: int, end: int) -> str | None:
-        """The innermost function, or span of Python, that took most of an interval."""
+        """The innermost function or other Python span that covers at least half of an interval."""
         python = self._rank[kinds.PYTHON]
         if not len(python):
             return None

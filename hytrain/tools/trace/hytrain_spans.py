@@ -35,14 +35,15 @@ _STEP: Final = re.compile(r"step (\d{1,9})")
 
 
 def nanoseconds(microseconds: float) -> int:
-    """A time or a duration of a file, as a whole number."""
+    """A file's time or duration in whole nanoseconds."""
     return round(microseconds * 1000.0)
 
 
 def span_of(event: Mapping[str, Any], lane: int, offset: int) -> tuple[str, Span]:
-    """What an event of the recorder (or a function of VizTracer's) occupies, and its row.
+    """Returns the resource that an event occupies, and its span.
 
-    ``event``: of ph "X", but no step; ``offset``: nanoseconds to rank 0's clock.
+    ``event``: the recorder's, or a function of VizTracer's; has ph "X" and is not a step.
+    ``offset``: nanoseconds to be added to reach rank 0's clock.
     """
     args: Mapping[str, Any] = event.get("args", {})
     name: str = event["name"]
@@ -78,12 +79,12 @@ def span_of(event: Mapping[str, Any], lane: int, offset: int) -> tuple[str, Span
 
 
 def is_layer_pass(span: Span) -> bool:
-    """Whether compute is a layer's whole pass, timed by CUDA events, and no kernel."""
+    """Whether a span of compute is a layer's whole pass, timed by CUDA events, not a kernel."""
     return _LAYER_PASS.match(span.name) is not None
 
 
 def step_of(event: Mapping[str, Any], offset: int) -> Step | None:
-    """The step of a span on the lane "steps"; None where it has no number."""
+    """The step of a span on the lane "steps"; None if it has no number."""
     args: Mapping[str, Any] = event.get("args", {})
     number, match = whole_of(args.get(names.ARG_STEP)), _STEP.search(event["name"])
     if number == NONE and match is None:
@@ -102,12 +103,12 @@ def _joules(value: Any) -> float | None:
 
 
 def whole_of(value: Any) -> int:
-    """A number of an event's arguments: of a layer, step, launch; NONE where it is none."""
+    """The number of a layer, step or launch in an event's arguments; NONE if it is not valid."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return value if is_whole and 0 <= value < 2**62 else NONE
 
 
 def number_of(value: Any) -> float:
-    """A size or a time in an event's arguments; 0 where it is none."""
+    """A size or a time in an event's arguments; 0 if it is not valid."""
     is_number = isinstance(value, (int, float)) and math.isfinite(value)
     return float(value) if is_number and abs(value) <= 1e18 else 0.0

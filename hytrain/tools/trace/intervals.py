@@ -33,7 +33,7 @@ class Intervals:
         return len(self.begin)
 
     def pairs(self) -> list[tuple[int, int]]:
-        """As (begin, end)."""
+        """The intervals as (begin, end)."""
         return list(zip(self.begin.tolist(), self.end.tolist(), strict=True))
 
     @property
@@ -52,7 +52,7 @@ class Intervals:
         )
 
     def gaps(self, begin: int, end: int) -> Intervals:
-        """What of [begin, end) is not in the set."""
+        """The parts of [begin, end) that are not in the set."""
         inside = self.within(begin, end)
         begins = np.concatenate([np.array([begin], np.int64), inside.end])
         ends = np.concatenate([inside.begin, np.array([end], np.int64)])
@@ -62,8 +62,8 @@ class Intervals:
     def __and__(self, other: Intervals) -> Intervals:
         if not len(self) or not len(other):
             return EMPTY
-        # Pairs that overlap: for each of ours the run of theirs that ends after its begin and
-        # begins before its end.
+        # Pairs that overlap: for each of our intervals, the range of theirs that end after its
+        # begin and begin before its end.
         first = np.searchsorted(other.end, self.begin, side="right")
         last = np.searchsorted(other.begin, self.end, side="left")
         counts = np.maximum(last - first, 0)
@@ -88,7 +88,7 @@ class Intervals:
 
 
 def union(begin: Times, end: Times) -> Intervals:
-    """The set that any intervals cover, in any order, overlapping or not; empty ones are none."""
+    """The union of intervals in any order, overlapping or not; empty ones are dropped."""
     keep = end > begin
     begin, end = begin[keep], end[keep]
     if not len(begin):
@@ -101,13 +101,13 @@ def union(begin: Times, end: Times) -> Intervals:
 
 
 def of_pairs(pairs: Iterable[tuple[int, int]]) -> Intervals:
-    """The union of (begin, end)."""
+    """The union of intervals given as (begin, end)."""
     array = np.array(list(pairs), np.int64).reshape(-1, 2)
     return union(array[:, 0], array[:, 1])
 
 
 def united(sets: Iterable[Intervals]) -> Intervals:
-    """What lies in any of the sets."""
+    """The union of the sets."""
     return functools.reduce(operator.or_, sets, EMPTY)
 
 

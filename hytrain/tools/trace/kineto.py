@@ -1,9 +1,9 @@
-"""Spans of torch.profiler (Kineto), whoever trained: plain DeepSpeed, FSDP2, anything.
+"""Spans of torch.profiler (Kineto), from any training: plain DeepSpeed, FSDP2, others.
 
-Kineto knows kernels, copies and the host's calls that launched them, and no optimizer's chain.
-What a kernel belongs to comes from where it was launched: inside of an autograd node it is
-backward, inside of "Optimizer.step#..." an update, else forward. Layers come from spans of the host
-that name one (modules, FSDP's annotations), in backward by the sequence number of the forward.
+Kineto knows kernels, copies and the host's calls that launched them, but not the chain of an
+offloaded update. The pass of a kernel follows from where it was launched: in an autograd node it
+is backward, in "Optimizer.step#..." an update, else forward. Layers come from spans of the host
+that name one (modules, FSDP's annotations); in backward from the forward's sequence number.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KinetoEvents:
     """Gathers a rank's events; :meth:`rows` makes spans of them."""
 
     gpu: list[tuple[str, Span, int]] = field(default_factory=list[tuple[str, Span, int]])
-    """Resource, span and correlation of each."""
+    """(resource, span, correlation) of each event of the GPU."""
     launches: dict[int, tuple[int, int, int]] = field(
         default_factory=dict[int, tuple[int, int, int]]
     )
@@ -64,7 +64,7 @@ class KinetoEvents:
     forward_sequence: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     """(sequence number, begin, thread) of the forward's operators."""
     backward: list[tuple[int, Span]] = field(default_factory=list[tuple[int, Span]])
-    """Autograd's nodes, with the sequence number of each; NONE without one."""
+    """(sequence number, span) of autograd's nodes; NONE for a node without a number."""
 
     def add(self, event: Mapping[str, Any], thread: int, offset: int) -> None:
         """Takes an event of one of CATEGORIES."""
@@ -128,9 +128,9 @@ class KinetoEvents:
                 self.operators.append(span)
 
     def rows(self, steps: list[tuple[int, int]]) -> dict[str, list[Span]]:
-        """Spans by what they occupy.
+        """The spans of each resource.
 
-        ``steps``: (begin, end), which tells kernels after the last backward from a forward's.
+        ``steps``: (begin, end) of each: kernels after a step's last backward are not forward.
         """
         rows = {resource: list(spans) for resource, spans in self.host.items()}
         rows[kinds.PHASE] = [replace(span, name="optimizer step") for span in self.updates]
@@ -157,11 +157,11 @@ class KinetoEvents:
         return rows
 
     def _passes(self, times: NDArray[np.int64], steps: list[tuple[int, int]]) -> list[str]:
-        """Of what the host launched at these times; NONE is a time that is not known."""
+        """The pass of what the host launched at each of these times; a time of NONE is unknown."""
         if not self.backward and not self.updates:
             return [kinds.OTHER] * len(times)
         backward = of_pairs((span.begin, span.end) for _, span in self.backward)
-        # DeepSpeed's CPU optimizer launches copies only: what is on the GPU is someone's else.
+        # DeepSpeed's CPU optimizer launches copies only: kernels are those of another optimizer.
         update = of_pairs((span.begin, span.end) for span in self.updates)
         is_backward, is_update = _inside(backward, times), _inside(update, times)
         is_forward = np.zeros(len(times), bool)
@@ -208,7 +208,7 @@ class KinetoEvents:
 
 
 def _enclosing(spans: list[Span], times: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The layer of the last span to begin before each time and to end after it."""
+    """For each time, the layer of the last span that begins before it and ends after it."""
     result = np.full(len(times), NONE, np.int64)
     if not spans:
         return result
@@ -217,7 +217,7 @@ def _enclosing(spans: list[Span], times: NDArray[np.int64]) -> NDArray[np.int64]
     ends = np.array([span.end for span in ordered], np.int64)
     layers = np.array([span.layer for span in ordered], np.int64)
     index = np.searchsorted(begins, times, side="right") - 1
-    # A module calls others: the innermost may have ended, and one around it not.
+    # A module calls others: the last one to begin may have ended, but not one around it.
     for back in range(8):
         place = np.maximum(index - back, 0)
         is_in = (index - back >= 0) & (ends[place] >= times) & (result == NONE)

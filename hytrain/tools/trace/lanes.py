@@ -1,4 +1,4 @@
-"""A trace as rows of bars with their colours: what the page draws."""
+"""A trace as rows of coloured bars, which the HTML page draws."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ COLOURS: Final[Mapping[str, str]] = {
     causes.KERNEL_GAPS: "#d3b8ae",
     causes.UNRESOLVED: "#6b7079",
 }
-"""Legend -> colour; they can be read on light and dark pages."""
+"""Legend entry -> colour; all are legible on light and dark pages."""
 
 LEGEND: Final = tuple(COLOURS)
 
@@ -72,20 +72,20 @@ def legend_of(resource: str, detail: str) -> str:
 
 
 def legend_of_cause(cause: str) -> str:
-    """That of idle time, which has the colour of what is waited for."""
+    """The legend's entry for idle time: that of what is waited for."""
     return kinds.CPU_UPDATE if cause == causes.CPU_ADAM else cause
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Bars that do not overlap, by begin."""
+    """A row of bars that do not overlap, by ascending begin."""
 
     label: str
     bars: Spans
     colour: NDArray[np.uint8]
     """Index into LEGEND."""
     hidden: NDArray[np.uint8]
-    """Percent of each bar under compute; 255 where that says nothing."""
+    """Percent of each bar that is hidden under compute; 255 in rows for which this is undefined."""
 
 
 def rows_of(rank: RankTrace, steps: Sequence[StepTimes], begin: int, end: int) -> list[Row]:
@@ -123,7 +123,7 @@ def _hidden(spans: Spans, busy: Intervals) -> NDArray[np.uint8]:
         return np.zeros(len(spans), np.uint8)
     lengths = busy.end - busy.begin
     total = np.cumsum(lengths)
-    # How much of it lies before each of its begins and ends, and so before any time between.
+    # Busy time before each of its begins and ends, interpolated for the times between.
     times = np.column_stack([busy.begin, busy.end]).ravel()
     before = np.column_stack([total - lengths, total]).ravel()
     under = np.interp(spans.end, times, before) - np.interp(spans.begin, times, before)
@@ -131,7 +131,7 @@ def _hidden(spans: Spans, busy: Intervals) -> NDArray[np.uint8]:
 
 
 def _without_overlap(spans: Spans) -> Iterator[NDArray[np.intp]]:
-    """The rows of spans that can share a line; what is nested deeper than a few is left out."""
+    """Yields, line by line, rows of spans that do not overlap; leaves out what nests too deeply."""
     if not len(spans):
         return
     begins, ends = spans.begin, spans.end

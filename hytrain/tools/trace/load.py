@@ -1,4 +1,4 @@
-"""Files to :class:`RankTrace`: what a file's events are, told by their category, and checks."""
+"""Reads files as :class:`RankTrace` and checks them; an event's category tells what it is."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hytrain.tools.trace.spans import NONE, RankTrace, Span, Spans, Step, table
 
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)")
 _VIZTRACER = "fee"
-"""Its category of functions, "FEE"."""
+"""VizTracer's category of functions, "FEE", in lower case."""
 
 
 def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
-    """The ranks of all files, those of folders among them, by rank.
+    """Reads the traces of all files and folders; sorted by rank.
 
     Raises:
-        TraceError: files cannot be used, or two have the same rank or are of two runs.
+        TraceError: files cannot be used, or two are of the same rank or of different runs.
     """
     ranks: list[RankTrace] = []
     wrong: list[str] = []
@@ -52,10 +52,10 @@ def load(paths: Sequence[Path]) -> tuple[RankTrace, ...]:
 
 
 def _files(path: Path) -> list[Path]:
-    """A file, or the traces in a folder.
+    """The file itself, or the traces in a folder.
 
     Raises:
-        TraceError: there is none in it.
+        TraceError: the folder has none.
     """
     if not path.is_dir():
         return [path]
@@ -94,7 +94,7 @@ def _with_missing_ranks(rank: RankTrace, given: int) -> RankTrace:
 
 
 def _gather(trace: TraceFile) -> tuple[dict[str, list[Span]], list[Step], KinetoEvents]:
-    """Our spans by what they occupy, our steps, and what Kineto has."""
+    """Returns hytrain's spans by resource, its steps, and Kineto's events."""
     header, foreign = trace.header, KinetoEvents()
     rows, steps = dict[str, list[Span]](), list[Step]()
     offset = hytrain_spans.nanoseconds(header.clock_offset_us) if header else _foreign_offset(trace)
@@ -133,7 +133,8 @@ def _rank_trace(trace: TraceFile, number: int) -> RankTrace:
     header, unknown = trace.header, list[str]()
     own, steps, foreign = _gather(trace)
     marks = sorted(set(steps or foreign.steps), key=lambda step: (step.begin, step.number))
-    # What both have is the same: our spans know their layer. Without marks all of it is one step.
+    # What both recorded is the same work: ours is taken, as it knows the layers. Without marks the
+    # whole trace is one step.
     rows = foreign.rows([(s.begin, s.end) for s in marks] or [(0, 2**62)]) | own
     own_compute = own.get(kinds.COMPUTE, [])
     are_kernels = bool(foreign.gpu) or not all(map(hytrain_spans.is_layer_pass, own_compute))
@@ -169,7 +170,7 @@ def _rank_trace(trace: TraceFile, number: int) -> RankTrace:
 
 
 def _rank_and_world_size(trace: TraceFile, number: int) -> tuple[int, int]:
-    """Of the header; of a foreign trace by Kineto's own word, the file's name, or counted."""
+    """From the header; in a foreign trace from Kineto or the file's name, else ``number`` and 1."""
     if trace.header is not None:
         return trace.header.rank, trace.header.world_size
     found = trace.top.get("distributedInfo")
@@ -182,7 +183,7 @@ def _rank_and_world_size(trace: TraceFile, number: int) -> tuple[int, int]:
 
 
 def _host_compute(path: Path, rows: Mapping[str, list[Span]]) -> list[Span]:
-    """Forward and backward of the host, less what it waited, for runs without a GPU.
+    """The host's forward and backward without its waits, for runs without a GPU.
 
     Raises:
         TraceError: the trace has neither.
@@ -232,7 +233,7 @@ def _steps(
         )
         return (Step(0, begin, end),)
     for one, other in itertools.pairwise(marks):
-        # Of several threads or files: a microsecond is rounding.
+        # Steps may come from several threads or files: up to a microsecond is rounding.
         if other.begin < one.end - 1000:
             raise TraceError(
                 f"the trace {path}: step {other.number} begins before step {one.number} ends"

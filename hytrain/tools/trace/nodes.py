@@ -15,7 +15,7 @@ from hytrain.tools.trace import kinds
 from hytrain.tools.trace.spans import NONE, RankTrace, Span, Spans
 
 CLOSE: Final = 10_000
-"""Nanoseconds between kernels of one node at most."""
+"""Longest gap between kernels of one node, in nanoseconds."""
 
 _ON_GRAPH: Final = (
     *(kinds.COMPUTE, kinds.GPU_UPDATE, kinds.COMMUNICATION),
@@ -30,33 +30,33 @@ class Node(Span):
     rank: int = NONE
     resource: str = ""
     is_entry: bool = True
-    """The first of its layer and pass on its stream."""
+    """Whether it is the first of its layer and pass on its stream."""
     is_barred: bool = False
-    """Work that waits for all of backward because of clipping."""
+    """Whether it waits for all of backward because of clipping."""
     partners: tuple[Node, ...] = ()
     """The same collective on all ranks, this node among them."""
     gaps: int = 0
-    """Nanoseconds between its kernels."""
+    """The gaps between its kernels, in nanoseconds together."""
     edges: list[Edge] = field(default_factory=list)
 
     def finished(self, edge: Edge) -> int:
-        """When what an edge of its leads to had finished for it: at its begin the latest."""
+        """When one of its dependencies had finished for it: at the latest when it began."""
         return min(edge.before.end, self.begin)
 
     @property
     def binding(self) -> Edge | None:
-        """Of what it waited for, the last to finish; data before order."""
+        """The dependency that finished last, on a tie one on data; None without any."""
         edges = self.edges
         return max(edges, key=lambda edge: (self.finished(edge), edge.is_data), default=None)
 
     @property
     def arrival(self) -> Node:
-        """Of a collective the node of the rank that came last."""
+        """For a collective, the node of the rank that came last; else this node."""
         return max(self.partners, key=lambda one: one.begin, default=self)
 
 
 class Edge(NamedTuple):
-    """What a node waited for."""
+    """A dependency: another node for which a node waited."""
 
     before: Node
     is_data: bool
@@ -85,7 +85,7 @@ def nodes_of(rank: RankTrace) -> list[Node]:
 
 
 def _groups(spans: Spans) -> list[tuple[int, int]]:
-    """(first, last) of kernels that make a node, where streams do not interleave."""
+    """(first, last) row of each node's kernels; where streams interleave, nodes are shorter."""
     if not len(spans):
         return []
     same = spans.begin[1:] - spans.end[:-1] <= CLOSE

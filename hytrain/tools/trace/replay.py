@@ -1,10 +1,10 @@
-"""The recorded steps run again on paper, with something made faster: what a fix can win at most.
+"""Replays the recorded steps with something made faster: the most that a fix can save.
 
-Every node begins when the last of what it waited for has finished, plus what it took beyond that
-when it was recorded; with nothing changed this gives the recorded times exactly. A fix shortens
-nodes, or takes away causes of idle time. What it gives is a ceiling: the work keeps its order, and
-what a fix shortens takes no time at all, unless a measured peak bounds it. A host that would not
-keep up with a faster GPU is not foreseen.
+Every node begins when the last of its dependencies has finished, plus the delay after that in the
+recording; with nothing changed this gives the recorded times exactly. A fix shortens nodes or
+removes causes of idle time. The result is a ceiling of what it saves: the work keeps its order, and
+what a fix shortens takes no time at all, unless a measured peak bounds it. A host that could not
+keep up with a faster GPU is not modelled.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ class Change:
     """What is different in a replay."""
 
     duration: Callable[[Node], float] = lambda node: 1.0
-    """By which each node's duration is multiplied."""
+    """The factor of each node's duration."""
     without: frozenset[str] = frozenset()
     """Causes of idle time that are gone."""
     is_of_chain: bool = False
-    """It shortens what the host waits for, so that the host comes earlier too."""
+    """Whether it shortens what the host waits for, so that the host is earlier, too."""
     without_barrier: bool = False
-    """Nothing waits for all of backward."""
+    """Whether nothing waits for all of backward."""
     without_ranks: bool = False
-    """No rank waits for another."""
+    """Whether no rank waits for another."""
     begins_later: Mapping[Node, int] = field(default_factory=dict[Node, int])
-    """Node -> nanoseconds that it begins later."""
+    """Node -> nanoseconds by which it begins later."""
 
 
 UNCHANGED: Final = Change()
 
 
 class _Run(NamedTuple):
-    """Nodes' times that are known already."""
+    """The nodes' times computed so far."""
 
     begins: dict[Node, int]
     ends: dict[Node, int]
 
 
 class Replay:
-    """Runs the graph again."""
+    """Replays a graph with changes."""
 
     def __init__(self, graph: Graph, idle: Mapping[int, Sequence[Blame]]) -> None:
         """Takes the graph, and each rank's idle time with its causes, in order."""
@@ -69,8 +69,8 @@ class Replay:
         self.steps = self._steps()
 
     def _note_causes(self, rank: int, blames: Sequence[Blame]) -> None:
-        """Which causes the time has that a node began after all that it waited for, or after the
-        compute that it follows."""
+        """Notes the causes of each node's delay after its last dependency, or after the compute
+        that it follows."""
         ends = [blame.end for blame in blames]
         for node in self._graph.nodes:
             anchor = self._anchor.get(node)
@@ -84,8 +84,8 @@ class Replay:
                 place += 1
 
     def _find_behind(self) -> set[Node]:
-        """Where the host had to wait for the chain before, in the node's step: what it launched
-        late from there on it would have launched in time, had it not waited."""
+        """Nodes before which, in the same step, the host had to wait for the chain: what it
+        launched late from there on, it would have launched in time without the wait."""
         behind: set[Node] = set()
         for rank, trace in self._graph.ranks.items():
             ends = [step.end for step in trace.steps]
@@ -100,7 +100,7 @@ class Replay:
         return behind
 
     def _steps(self) -> list[list[Node]]:
-        """Of every step the nodes that compute."""
+        """The nodes of each step that compute."""
         found: dict[int, list[Node]] = {}
         for rank, trace in self._graph.ranks.items():
             for node in self._graph.computes(rank):
@@ -113,9 +113,9 @@ class Replay:
         return [found[number] for number in sorted(found)]
 
     def seconds_per_step(self, change: Change = UNCHANGED, rank: int | None = None) -> float:
-        """Of the steps after the first, from last compute to last compute; of one its compute.
+        """Mean time from a step's last compute to the next one's; of a single step, its compute.
 
-        ``rank``: whose compute; None for that of all.
+        ``rank``: whose compute; None for all ranks'.
         """
         begins, ends = self.run(change)
         steps = [
@@ -129,17 +129,17 @@ class Replay:
     def run(self, change: Change = UNCHANGED) -> tuple[dict[Node, int], dict[Node, int]]:
         """Begin and end of every node."""
         run = _Run({}, {})
-        # As they were recorded: what a node needs is known then, however many another rank has made
-        # while it waited.
+        # In recorded order what a node needs is known already, however many nodes another rank has
+        # run while it waited.
         for node, is_end in self._moments:
             (self._end if is_end else self._begin)(node, change, run)
         return run
 
     def _end(self, node: Node, change: Change, run: _Run) -> int:
-        """A collective ends so long after the last of its ranks has come."""
+        """When a node ends; a collective's duration counts from when its last rank has come."""
         if node not in run.ends:
             partners = (not change.without_ranks and node.partners) or (node,)
-            # Spans of no length may stand before what they wait for: begins are made as needed.
+            # Spans of zero length may precede what they wait for: begins are computed on demand.
             arrived = max(self._begin(one, change, run) for one in partners)
             run.ends[node] = arrived + self._duration(node, change)
         return run.ends[node]
@@ -164,11 +164,11 @@ class Replay:
         return run.begins[node]
 
     def _ready(self, edge: Edge, node: Node, change: Change, run: _Run) -> int:
-        """When what an edge leads to lets the node begin."""
+        """The time from which a dependency lets the node begin."""
         before = edge.before
         if before.end <= node.begin:
             return self._end(before, change, run)
-        # It streams: so much after the other began.
+        # It streams: it begins a lag after the other's begin, in proportion to its duration.
         lag = (node.begin - before.begin) * change.duration(before)
         return self._begin(before, change, run) + round(lag)
 
@@ -185,19 +185,19 @@ class Replay:
 
 
 def _moments(graph: Graph) -> list[tuple[Node, bool]]:
-    """Begins and ends (True) of all nodes in the order in which they were recorded."""
+    """(node, whether it is its end) for the begins and ends of all nodes, in recorded order."""
     both = [(node, is_end) for node in graph.nodes for is_end in (False, True)]
     return sorted(both, key=lambda moment: moment[0].end if moment[1] else moment[0].begin)
 
 
 def _slack(node: Node) -> int:
-    """Nanoseconds that a node began after all that it waited for."""
+    """Nanoseconds by which a node began after its last dependency had finished."""
     edge = node.binding
     return 0 if edge is None else node.begin - node.finished(edge)
 
 
 def _anchors(graph: Graph) -> dict[Node, Node]:
-    """What has no recorded cause follows the compute in which it began."""
+    """Nodes without a recorded cause -> the compute that they follow, the last to begin before."""
     last: dict[int, Node] = {}
     anchors: dict[Node, Node] = {}
     for node in graph.nodes:

@@ -14,11 +14,11 @@ from hytrain.tools.trace.step_times import StepTimes, overlap
 _WORTH: Final = 0.01
 """Share of a step below which a cause or a fix is not worth a word."""
 _BESIDE: Final = step_times.ACTIVITIES[3:]
-"""What is no compute of the GPU."""
+"""Activities other than the GPU's compute."""
 _MOST_LAYERS: Final = 8
 _MOST_STEPS: Final = 20
 _COMPARED: Final = 0.06
-"""Seconds: shorter steps differ by more than what they are compared for."""
+"""In seconds: shorter steps vary by more than a comparison would show."""
 
 _WAITS_FOR: Final = {
     kinds.D2H: "copies to the host",
@@ -40,7 +40,7 @@ _WAITS_FOR: Final = {
 
 
 def percent(share: float) -> str:
-    """With a digit after the point.
+    """A share as a percentage with one decimal.
 
     >>> percent(0.1234)
     '12.3 %'
@@ -57,7 +57,7 @@ def _ns(nanoseconds: float) -> str:
 
 
 def sentences(analysis: Analysis) -> tuple[str, str, str]:
-    """How well it overlaps; what the GPU waits for; what to change."""
+    """Three sentences: how well work overlaps, what the GPU waits for, what to change."""
     return _overlap_words(analysis), _wait_words(analysis), change_words(analysis)
 
 
@@ -73,7 +73,7 @@ def verdict(analysis: Analysis) -> list[tuple[str, str, str]]:
 
 
 def change_number(analysis: Analysis) -> str:
-    """What the best change saves at most, for a page; nothing where none is worth it."""
+    """What the best change saves at most, for a page; empty if none is worth it."""
     gain = max((fix.gain for fix in analysis.fixes), default=0.0)
     return f"-{percent(gain)} at most" if gain >= _WORTH else ""
 
@@ -170,12 +170,12 @@ def _and(parts: Sequence[str]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Rows under a heading; nothing where there are none."""
+    """A table of rows under a heading; empty if there are none."""
     return "\n".join(align(rows, left=left)) if len(rows) > 1 else ""
 
 
 def report(analysis: Analysis, *, verbose: bool = False) -> str:
-    """To be folded to a terminal's width; ``verbose``: with all tables."""
+    """The report, not yet folded to a terminal's width; ``verbose``: with all tables."""
     blocks = ["\n".join(sentences(analysis))]
     blocks += [_fixes(analysis)] if analysis.has_gpu or verbose else []
     measured = [_measured(analysis, rank) for rank in analysis.ranks]
@@ -283,7 +283,7 @@ def _critical(analysis: Analysis, rank: int) -> str:
 
 
 def _rates(analysis: Analysis, rank: int) -> str:
-    # On a CPU compute takes cores and memory bandwidth from what is measured, and from its peak.
+    # On a CPU, compute takes cores and memory bandwidth from the measured work and its peak alike.
     of_peak = ("measured peak", "of peak") if analysis.has_gpu else ()
     rows: list[tuple[str, ...]] = [("rate while it runs", "achieved", *of_peak, "runs")]
     for rate in analysis.rates[rank]:

@@ -1,4 +1,4 @@
-"""A rank's spans by what they occupy, as columns: what every trace is read into."""
+"""A rank's spans as columns, by the resource that they occupy; every trace is read into these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hytrain.tools.trace.intervals import Intervals, union
 from hytrain.tools.trace.kinds import COMPUTE, GPU_UPDATE
 
 NONE: Final = -1
-"""Of a layer, chunk or step that a span does not name."""
+"""Stands for a layer, chunk, step or number that is not named or not known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,18 +29,18 @@ class Span:
     chunk: int = NONE
     step: int = NONE
     size: float = 0.0
-    """Bytes moved; of an update those of DRAM; 0 if unknown."""
+    """Bytes moved; for an update, those that DRAM reads and writes; 0 if unknown."""
     parameters: float = 0.0
     threads: int = 0
-    """That worked on it; 0 if unknown."""
+    """Threads that worked on it; 0 if unknown."""
     lane: int = 0
-    """The stream or thread, where a resource has several."""
+    """The stream or thread, if a resource has several."""
     detail: str = ""
-    """Pass of compute, task of an update, collective, Python line of a synchronization."""
+    """Pass of compute, task of an update, kind of collective, Python line of a synchronization."""
     launched: int = NONE
-    """When the host had launched it: its begin at the latest."""
+    """When the host had launched it, at the latest its begin; NONE if unknown."""
     slot: int = NONE
-    """Pinned memory that a gradient is copied into."""
+    """Number of the pinned slot into which a gradient is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Spans:
         return Spans(*(getattr(self, column.name)[mask] for column in fields(self)))
 
     def covered(self) -> Intervals:
-        """The time in which any of them runs."""
+        """The time in which any of the spans runs."""
         return union(self.begin, self.end)
 
 
@@ -77,7 +77,7 @@ _KINDS: Mapping[Any, Any] = {"int": np.int64, "float": np.float64, "str": object
 
 
 def table(rows: Sequence[Span]) -> Spans:
-    """The rows as columns, sorted."""
+    """The rows as columns, sorted by begin, then end."""
     columns = {
         each.name: np.array([getattr(row, each.name) for row in rows], _KINDS[each.type])
         for each in fields(Span)
@@ -88,18 +88,18 @@ def table(rows: Sequence[Span]) -> Spans:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From the end of the step before to the end of this one."""
+    """A step: the time from the end of the step before to its own end."""
 
     number: int
     begin: int
     end: int
     gpu_joules: float | None = None
     cpu_joules: float | None = None
-    """Of the rank's GPU and the host's processors; None where they were not read."""
+    """Energy of the rank's GPU, and of the host's processors; None if not read."""
 
     @property
     def length(self) -> int:
-        """In nanoseconds."""
+        """The step's duration in nanoseconds."""
         return self.end - self.begin
 
 
@@ -111,21 +111,21 @@ class RankTrace:
     path: Path
     steps: tuple[Step, ...]
     spans: Mapping[str, Spans]
-    """Of every one of :data:`~hytrain.tools.trace.kinds.RESOURCES`."""
+    """The spans of each of :data:`~hytrain.tools.trace.kinds.RESOURCES`."""
     header: TraceHeader | None = None
     """None for a foreign trace."""
     world_size: int = 1
-    """Of the run, as far as the trace says."""
+    """The run's world size; 1 if the trace does not say."""
     unknown: tuple[str, ...] = ()
     """Sentences about what this trace cannot tell."""
     are_kernels: bool = False
-    """Compute is kernels, not layers timed by events."""
+    """Whether compute was recorded as kernels, not as layers timed by events."""
     has_gpu: bool = True
-    """Else the CPU's forward and backward stand for its compute."""
+    """Whether a GPU was recorded; else the CPU's forward and backward stand for its compute."""
 
     def __getitem__(self, resource: str) -> Spans:
         return self.spans[resource]
 
     def busy(self) -> Intervals:
-        """When the GPU computes: forward, backward, anything unknown, updates."""
+        """The time in which the GPU computes: forward, backward, updates, anything unknown."""
         return self.spans[COMPUTE].covered() | self.spans[GPU_UPDATE].covered()

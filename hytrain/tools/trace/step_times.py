@@ -1,12 +1,12 @@
-"""Where a step's time goes: its parts, which sum to it, and what of every activity is hidden.
+"""Where a step's time goes: its parts, which sum to it, and how much of each activity is hidden.
 
-Everything is a union of intervals. Of an activity's time (any of its spans runs) in a step
+All times are unions of intervals. Of the time in a step in which any span of an activity runs,
 
-- hidden is what lies under other compute of the GPU,
+- hidden is the part in which the GPU computes something else,
 - exposed is the rest: the GPU computes nothing else meanwhile,
-- blocking is that part of exposed in which the GPU is idle and the chain of what it waits for leads
-  to this activity (:mod:`blockers`). A copy beside another that is waited for is exposed, and not
-  blocking.
+- blocking is the part of exposed in which the GPU is idle and the chain of what it waits for leads
+  to this activity (:mod:`blockers`). A copy that runs beside the one that is waited for is exposed,
+  but not blocking.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hytrain.tools.trace.spans import NONE, RankTrace, Step
 
 COMPUTE_PARTS: Final = (FORWARD, BACKWARD, RECOMPUTE, OTHER, GPU_UPDATE)
 PARTS: Final = (*COMPUTE_PARTS, *causes.CAUSES)
-"""Of a step: at every moment one of them. Of compute that overlaps the first in this order."""
+"""Parts of a step: at every moment exactly one. If compute overlaps, the first in this order."""
 
 _BLOCKS: Final[Mapping[str, tuple[str, ...]]] = {
     CPU_UPDATE: (causes.CPU_ADAM, causes.CLIPPING),
@@ -48,7 +48,7 @@ _PASSES: Final[Mapping[str, tuple[str, ...]]] = {
     FORWARD: (FORWARD,),
     BACKWARD: (BACKWARD, RECOMPUTE),
 }
-"""Of compute: backward has what is computed again for it."""
+"""Activity -> its passes of compute; recomputation is part of backward."""
 ACTIVITIES: Final = (FORWARD, BACKWARD, GPU_UPDATE, CPU_UPDATE, D2H, H2D, COMMUNICATION)
 
 
@@ -63,13 +63,13 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A step of a rank."""
+    """Where the time of one rank's step goes."""
 
     step: Step
     parts: Mapping[str, int]
     """Nanoseconds of each of PARTS; they sum to the step."""
     activities: Mapping[str, Overlap]
-    """Of ACTIVITIES those that the step has."""
+    """Those of ACTIVITIES that the step has."""
     layers: Mapping[int, Mapping[str, Overlap]]
     """Layer -> activities."""
     idle: tuple[Blame, ...]
@@ -82,14 +82,14 @@ class StepTimes:
 
 
 def overlap(steps: Sequence[StepTimes], activity: str, layer: int | None = None) -> Overlap:
-    """An activity's in all of the steps together, of one layer or of all."""
+    """An activity's overlap, summed over the steps, for one layer or for all."""
     found = [one.activities if layer is None else one.layers.get(layer, {}) for one in steps]
     rows = [activities[activity] for activities in found if activity in activities]
     return Overlap(*(sum(column) for column in zip((0, 0, 0, 0), *rows, strict=True)))
 
 
 def times_of(rank: RankTrace, blockers: Blockers) -> tuple[StepTimes, ...]:
-    """All steps of a rank."""
+    """The times of all steps of a rank."""
     computes = _compute_parts(rank)
     compute = rank[COMPUTE]
     spans = {
@@ -135,7 +135,7 @@ def times_of(rank: RankTrace, blockers: Blockers) -> tuple[StepTimes, ...]:
 
 
 def _compute_parts(rank: RankTrace) -> dict[str, Intervals]:
-    """Of all compute what belongs to each part, disjoint."""
+    """The compute that belongs to each part; the parts are disjoint."""
     compute = rank[COMPUTE]
     parts = {
         part: compute.select(compute.detail == part).covered()

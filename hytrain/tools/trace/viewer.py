@@ -1,7 +1,7 @@
-"""The picture as one HTML file that needs no network and no server.
+"""Draws traces as one HTML file that needs no network and no server.
 
-``viewer.html`` has the page and its script, which draws. The bars travel as columns in one block of
-bytes, gzipped and in base64.
+``viewer.html`` has the page and its script, which draws. The file holds the bars as columns in one
+block of bytes, gzipped and in base64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TEMPLATE: Final = Path(__file__).with_name("viewer.html")
 _MOST_RANKS: Final = 8
 _MOST_NAMES: Final = 3
 _LEAST_GAIN: Final = 0.001
-"""Of a change, to be shown: as much as its number has digits."""
+"""Smallest gain of a change that is shown: the last digit of its number."""
 _COLUMNS: Final = (
     *(("begin", "<f8"), ("end", "<f8"), ("name", "<u4"), ("detail", "<u4"), ("bytes", "<f4")),
     *(("layer", "<i4"), ("step", "<i4"), ("colour", "u1"), ("hidden", "u1")),
@@ -36,7 +36,7 @@ _COLUMNS: Final = (
 
 
 def _add(block: bytearray, column: NDArray[Any], kind: str) -> list[Any]:
-    """Puts a column behind the others; where it is: [offset, number, kind]."""
+    """Appends a column to the block; returns its place: [offset, number of elements, kind]."""
     place = [len(block), len(column), kind.lstrip("<")]
     block += np.ascontiguousarray(column, np.dtype(kind)).tobytes()
     block += b"\0" * (-len(block) % 8)  # typed arrays of the page begin at whole elements
@@ -50,7 +50,7 @@ def write_page(
 
     Args:
         path: the file; replaced.
-        runs: (title, run); several are drawn below each other, their middle steps at one time.
+        runs: (title, run); several are drawn below each other, with their middle steps aligned.
         verdict: rows at the top: what they are about, a number (or nothing), a sentence.
 
     Raises:
@@ -70,7 +70,7 @@ def write_page(
     packed = base64.b64encode(gzip.compress(block, 3)).decode()
     page = _TEMPLATE.read_text(encoding="utf-8")
     parts = {"title": html.escape(title), "content": text, "block": packed}
-    # In one pass: what is filled in may look like a place to be filled in.
+    # In one pass: what is filled in may itself look like a placeholder.
     page = re.sub(r"\{\{(title|content|block)\}\}", lambda found: parts[found[1]], page)
     try:
         path.write_text(page, encoding="utf-8")
@@ -119,7 +119,7 @@ def _files(run: Analysis) -> str:
 
 
 def _shown(run: Analysis) -> list[RankTrace]:
-    """Ranks of a page: all, or the first ones with the slowest."""
+    """The ranks that a page shows: all, or the first ones and the slowest."""
     if len(run.ranks) <= _MOST_RANKS:
         return list(run.ranks)
     first = [rank for rank in run.ranks if rank.rank != run.slowest][: _MOST_RANKS - 1]
@@ -128,7 +128,7 @@ def _shown(run: Analysis) -> list[RankTrace]:
 
 
 def _parts(run: Analysis) -> list[list[Any]]:
-    """Of the slowest rank's mean step: [part, share, colour]."""
+    """The parts of the slowest rank's mean step: [part, share, colour, seconds]."""
     step, found = run.step_seconds(run.slowest), run.mean_parts(run.slowest)
     parts: list[list[Any]] = []
     for part, seconds in found.items():
@@ -139,7 +139,7 @@ def _parts(run: Analysis) -> list[list[Any]]:
 
 
 def _columns(row: Row, zero: int, block: bytearray, names: dict[str, int]) -> dict[str, list[Any]]:
-    """``names``: each name's number, to which those of the row are added."""
+    """Adds a row's columns to the block and its names to ``names``; returns the columns' places."""
     bars = row.bars
 
     def numbers(values: NDArray[np.object_]) -> NDArray[np.uint32]:

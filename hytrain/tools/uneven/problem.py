@@ -8,8 +8,8 @@ Per transformer layer, with micro-batches of m samples and l = ceil(b / m) of th
     minimise max_i (F_i + B_i)  subject to  sum b_i = batch, b_i >= 1,
         C(m_i) <= 0.75 capacity_i,  sum C(m_i) + 16 B * parameters < 0.75 * sum capacity_i
 
-All l micro-batches are charged at full size. AG and RS are times 1.25 for a GPU whose C(m) leaves
-no room for an even shard of the state. Times in ms, memory in GiB.
+All l micro-batches are charged at full size. AG and RS take 1.25 times as long for a GPU whose C(m)
+leaves no room for an even shard of the state. Times are in ms, memory in GiB.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hytrain.formats.record import parse_json, read_text
 
 _GIB = 1024**3
 _STATE_BYTES = 16
-"""A parameter, of sharded state."""
+"""Bytes of sharded state per parameter."""
 
 _UNEVEN_FACTOR = 1.25
-"""What unequal shards cost in collectives."""
+"""Factor of unequal shards on the time of collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class UnevenProblem:
     """A batch to be dealt to GPUs.
 
     Attributes:
-        gpus: one entry a GPU.
+        gpus: one entry per GPU.
         batch: samples of the global batch.
         all_gather: AG of one evenly sharded layer, ms.
         reduce_scatter: RS of one evenly sharded layer, ms.
@@ -104,9 +104,9 @@ class UnevenProblem:
 
 
 def layer_time(problem: UnevenProblem, gpu: UnevenGpu, size: Any, number: Any) -> Any:
-    """F + B of one layer on one GPU, ms; of whole numbers, or of arrays of one shape.
+    """Returns F + B of one layer on one GPU, ms, for whole numbers or for arrays of one shape.
 
-    ``gpu``: whose time; ``size``: of a micro-batch, at least 1.
+    ``size``: samples of a micro-batch, at least 1; ``number``: how many micro-batches.
     """
     profile = np.array([gpu.forward, gpu.backward, gpu.memory])
     forward, backward, memory = profile[:, np.asarray(size) - 1]
@@ -123,10 +123,10 @@ _GROWTH_POINTS = 5
 
 @dataclass(frozen=True, slots=True)
 class UnevenCase:
-    """A problem by name, with what is known of it.
+    """A problem with its names and what is known about it.
 
     Attributes:
-        published: time of the published solver's plan, ms; None where it is not known.
+        published: time of the published solver's plan, ms; None if it is not known.
     """
 
     model: str
@@ -136,7 +136,7 @@ class UnevenCase:
 
 
 def read_cases(folder: Path) -> list[UnevenCase]:
-    """The cases of a folder, in the order of ``expected.json``, and what others found for them.
+    """Reads the cases of a folder, in the order of ``expected.json``, with what others found.
 
     latencies.json       {model: {gpu: {seq: {dtype: [[slope, intercept] forward, ... backward,
                          [measured forward, ...], [measured backward, ...]]}}}}, ms; lists optional
@@ -145,7 +145,7 @@ def read_cases(folder: Path) -> list[UnevenCase]:
     expected.json        the cases, and what was found for them
 
     Raises:
-        PlanError: a file is missing or no JSON, or a case names what the files do not have.
+        PlanError: a file is missing or not JSON, or a case names what the files do not have.
     """
     latencies = _read(folder / "latencies.json")
     memory = _read(folder / "memory.json")
@@ -195,7 +195,7 @@ def _case(case: Any, latencies: Any, memory: Any, capacity: Any) -> UnevenCase:
 
 
 def _model_memory(memory: Mapping[str, Any], model: str, dtype: str) -> Mapping[str, Any]:
-    """The first source that has the model in that type."""
+    """Returns the entry of the first source that has the model in that dtype."""
     for models in memory.values():
         if model in models and dtype in models[model]["profiled_compute_memory"]:
             return models[model]
@@ -203,7 +203,7 @@ def _model_memory(memory: Mapping[str, Any], model: str, dtype: str) -> Mapping[
 
 
 def _latency(times: Any, what: str, batch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Forward and backward: straight lines, and what was measured where both lists are there."""
+    """Returns forward and backward: straight lines, after measured values if both lists exist."""
     lines = cast("Sequence[Any]", times)
     if not isinstance(times, list) or len(lines) not in (2, 4) or not isinstance(lines[1], list):
         raise PlanError(f"latencies.json has no backward time of {what}: {times}")
@@ -218,15 +218,15 @@ def _latency(times: Any, what: str, batch: int) -> tuple[tuple[float, ...], tupl
 def extended(
     measured: Sequence[float], slope: float, intercept: float, count: int
 ) -> tuple[float, ...]:
-    """The values at sizes 1, 2, ..., ``count``: as measured, and then on a straight line."""
+    """Returns the values at sizes 1, 2, ..., ``count``: as measured, then on a straight line."""
     line = (slope * size + intercept for size in range(len(measured) + 1, count + 1))
     return (*measured, *line)
 
 
 def grown(measured: Sequence[float], count: int) -> tuple[float, ...]:
-    """Beyond its end a list goes on by its mean growth over the last five values.
+    """Returns a list continued by its mean growth over the last five values.
 
-    So Cephalo continues a profile of peak memory. Of one value the growth is that from nothing.
+    Cephalo continues a profile of peak memory in this way. A single value has grown from 0.
     """
     points = min(_GROWTH_POINTS, len(measured))
     before = 0.0 if points == 1 else measured[-points]

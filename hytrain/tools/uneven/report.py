@@ -34,7 +34,7 @@ def solve_cases(cases: Sequence[UnevenCase]) -> list[Solved]:
 
 
 def cases_json(solved: Sequence[Solved]) -> list[dict[str, Any]]:
-    """A record for each case; ``time`` in ms, null where nothing fits."""
+    """Returns a record for each case; ``time`` in ms, null if nothing fits."""
     records: list[dict[str, Any]] = []
     for one in solved:
         found = one.result if isinstance(one.result, Assignment) else None
@@ -54,7 +54,7 @@ def cases_json(solved: Sequence[Solved]) -> list[dict[str, Any]]:
 
 
 def cases_table(solved: Sequence[Solved]) -> str:
-    """What people read: a line for each case, and its plan or what is missing below it."""
+    """Returns a table: a line for each case, and below it its plan or what is missing."""
     if not solved:
         return "no cases"
     rows = [("case", "GPUs", "batch", "optimum ms", "published ms", "GiB of budget", "solved in s")]
@@ -83,7 +83,7 @@ def cases_table(solved: Sequence[Solved]) -> str:
 
 
 def _details(one: Solved) -> list[str]:
-    """Equal GPUs with equal work together."""
+    """Returns a case's lines: equal GPUs with equal work together."""
     result = one.result
     if isinstance(result, Infeasible):
         return [result.reason]

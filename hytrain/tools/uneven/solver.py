@@ -3,15 +3,15 @@
 The published solver (a dynamic program over GPUs, batch and the sum of micro-batch sizes,
 O(N B^3)) has faults that are not repeated here:
 
-- Where nothing fits it returns a plan all the same, the first that it meets, without a word. Here
-  that is an :class:`Infeasible`, which says what is missing.
-- It considers batches that are multiples of the micro-batch only, and takes the sum of micro-batch
-  sizes for the memory, which is right only where every GPU's C is the same straight line.
+- If nothing fits, it still returns a plan, the first that it meets, without a warning. Here the
+  result is an :class:`Infeasible`, which says what is missing.
+- It considers only batches that are multiples of the micro-batch, and takes the sum of micro-batch
+  sizes for the memory, which is right only if every GPU's C is the same straight line.
 
-This solver tries times: those that a GPU can take are finitely many. Within one of them, a GPU with
-micro-batches of m covers some number of samples at the cost C(m); the least memory at which all
-together cover the batch is a (min,+) sum over the GPUs. The least time at which that is within the
-budget is the optimum.
+This solver tries times: a GPU can take only finitely many. Within a time, a GPU with micro-batches
+of m covers some number of samples at the cost C(m); the least memory at which all together cover
+the batch is a (min,+) sum over the GPUs. The least time at which that is within the budget is the
+optimum.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Assignment:
     """An optimum: of all plans with the least time, one with the least memory.
 
     Attributes:
-        time: of the slowest GPU, one layer's forward and backward, ms.
+        time: one layer's forward and backward on the slowest GPU, ms.
         batch_sizes: samples of each GPU.
         memory: C of all GPUs together, GiB.
     """
@@ -46,20 +46,20 @@ class Assignment:
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
-        """Of each GPU."""
+        """Number of micro-batches of each GPU."""
         pairs = zip(self.batch_sizes, self.microbatch_sizes, strict=True)
         return tuple(-(-batch // size) for batch, size in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What a GPU can do, by ascending memory, of equal memory the most samples first.
+    """What a GPU can do, by ascending memory; with equal memory the most samples first.
 
     Attributes:
-        sizes: of micro-batches.
-        samples: that as many micro-batches as there are in ``times`` cover.
+        sizes: sizes of micro-batches.
+        samples: samples that the option's micro-batches cover.
         memory: C of each size.
-        times: one layer's, ms.
+        times: one layer's time, ms.
     """
 
     sizes: Ints
@@ -69,7 +69,7 @@ class _Options:
 
     @staticmethod
     def of(problem: UnevenProblem, gpu: UnevenGpu) -> _Options:
-        """Every micro-batch size that fits, with 1, 2, ... of them until they cover the batch."""
+        """Returns each micro-batch size that fits, with 1, 2, ... of them up to the whole batch."""
         memory = np.array(gpu.memory[: problem.batch])
         fitting = 1 + np.flatnonzero(memory <= problem.usable * gpu.capacity)
         most = -(-problem.batch // fitting)
@@ -81,7 +81,7 @@ class _Options:
         return _Options(sizes[order], samples[order], memory[sizes - 1][order], times[order])
 
     def within(self, time: float) -> _Options:
-        """Those within a time that none beats: each has more memory than the last, and samples."""
+        """Returns the best within a time: each has more memory and samples than the last."""
         able = np.flatnonzero(self.times <= time)
         is_more = np.diff(np.maximum.accumulate(self.samples[able]), prepend=0) > 0
         kept = able[is_more]
@@ -89,18 +89,18 @@ class _Options:
 
 
 def _least_memory(members: Sequence[_Options], batch: int) -> tuple[float, list[int]]:
-    """The least memory at which all together cover the batch, and which option each one uses.
+    """Returns the least memory with which all cover the batch together, and each one's option.
 
-    Infinite, and no options, where they cannot.
+    Infinite, and no options, if they cannot.
     """
-    least = np.full(batch + 1, np.inf)  # of each number of samples, by the GPUs so far
+    least = np.full(batch + 1, np.inf)  # for each number of samples, with the GPUs so far
     least[0] = 0.0
     most = [one.samples[-1] if len(one.samples) else -math.inf for one in members]
     if sum(most) < batch:
         return math.inf, []
     used: list[Ints] = []
     for one in members:
-        # before[o, b]: the least of the samples that an option leaves of b to the GPUs before.
+        # [o, b]: option o's memory, and the least for what it leaves of b to the GPUs before.
         widest = int(one.samples[-1])
         padded = np.concatenate([np.full(widest, least[0]), least])
         windows = np.lib.stride_tricks.sliding_window_view(padded, batch + 1)
@@ -116,7 +116,7 @@ def _least_memory(members: Sequence[_Options], batch: int) -> tuple[float, list[
 
 
 def solve(problem: UnevenProblem) -> Assignment | Infeasible:
-    """The least time in which the batch can be computed, with the least memory at that time."""
+    """Returns the plan of least time for the batch, with the least memory at that time."""
     refused = _refused(problem)
     if refused is not None:
         return refused
@@ -151,7 +151,7 @@ def solve(problem: UnevenProblem) -> Assignment | Infeasible:
 
 
 def state_shares(problem: UnevenProblem, found: Assignment) -> list[float]:
-    """Each GPU's share of the state: even, except where room is short. They sum to 1."""
+    """Returns each GPU's share of the state: even, unless room is short. They sum to 1."""
     rooms = [
         max(0.0, (problem.usable * gpu.capacity - gpu.memory[size - 1]) / problem.state)
         for gpu, size in zip(problem.gpus, found.microbatch_sizes, strict=True)
@@ -160,9 +160,9 @@ def state_shares(problem: UnevenProblem, found: Assignment) -> list[float]:
 
 
 def _deal(problem: UnevenProblem, sizes: Sequence[int], most: Sequence[int]) -> list[int]:
-    """Batches that sum to the batch: what is too much is taken from who is then the slowest."""
+    """Returns batches that sum to the batch: each sample too many is taken from the slowest GPU."""
     batches = list(most)
-    # Time a sample, as if a micro-batch that is not full took its part of the time.
+    # Time per sample, as if a micro-batch that is not full took its part of the time.
     pace = [
         float(layer_time(problem, gpu, size, 1)) / size
         for gpu, size in zip(problem.gpus, sizes, strict=True)
@@ -175,16 +175,16 @@ def _deal(problem: UnevenProblem, sizes: Sequence[int], most: Sequence[int]) -> 
 
 
 def _not_above(gpu: UnevenGpu, size: int, batch: int) -> int:
-    """A micro-batch that no batch fills is cut to the batch, unless a profile says that is worse.
+    """Returns the micro-batch, cut to the batch if larger, unless a profile says that is worse.
 
-    Curves that were measured need not rise everywhere.
+    Measured curves need not rise everywhere.
     """
     curves = (gpu.forward, gpu.backward, gpu.memory)
     return min(size, batch) if all(one[batch - 1] <= one[size - 1] for one in curves) else size
 
 
 def _refused(problem: UnevenProblem) -> Infeasible | None:
-    """What no amount of time would mend, except the memory of all together."""
+    """Returns why no time is long enough, apart from the memory of all GPUs together."""
     if problem.batch < len(problem.gpus):
         return Infeasible(
             f"a batch of {problem.batch} is too small for {len(problem.gpus)} GPUs: each "
