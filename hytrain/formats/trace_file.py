@@ -6,8 +6,8 @@ vizviewer and ui.perfetto.dev open it. ``pid`` is the rank; a lane is a ``tid`` 
 Times are microseconds of CLOCK_MONOTONIC of the rank's host. A file without "hytrain" is foreign
 (torch.profiler's, say): it can be read as well, and has no header.
 
-Here are the names that the recorder writes and the report reads, and the checks of a file. What an
-event of a foreign trace means is the report's business (tools/trace/).
+This module has the names that the recorder writes and the report reads, and checks files. What an
+event of a foreign trace means is up to the report (tools/trace/).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hytrain.formats.record import checked, parse_json
 FORMAT: Final = 1
 HEADER_KEY: Final = "hytrain"
 MOST_MICROSECONDS: Final = 4e15
-"""Of a time, since 1970 at most; a duration, an offset and a time below 0 are much less."""
+"""Largest time, at most since 1970; durations, offsets and times below 0 are much smaller."""
 _LONGEST: Final = 1e14
 _MOST_PACKED: Final = 100
-"""Of a gzipped trace, bytes of a byte: those of trainings have 10 to 30, and gzip allows 1,000."""
+"""Highest compression of a gzipped trace: those of trainings have 10 to 30, gzip allows 1,000."""
 _PART_BYTES: Final = 2**24
 
 # -- lanes, by thread_name; PYTHON and CPU_ADAM may be followed by a thread's name or number ----
@@ -65,10 +65,10 @@ CATEGORY: Final[Mapping[str, str]] = {
 """Lane -> category of its spans."""
 
 LANES: Final = tuple(CATEGORY)
-"""From top to bottom, the order of thread_sort_index."""
+"""Lanes from top to bottom, the order of thread_sort_index."""
 
 FLOW_CATEGORY: Final = "layer"
-"""Of flows: gradient's end -> D2H -> update -> H2D -> the next forward of that layer."""
+"""Category of flows: gradient's end -> D2H -> update -> H2D -> the next forward of that layer."""
 
 # -- names of the phases on a Python lane ------------------------------------------------------
 
@@ -80,34 +80,36 @@ PHASE_DATA: Final = "data loading"
 # -- arguments ("args") of spans ---------------------------------------------------------------
 
 ARG_STEP: Final = "step"
-"""Whole number, from 1; of a copy or an update that of the step whose gradient it is."""
+"""Whole number, from 1; for a copy or an update, the step whose gradient it handles."""
 ARG_LAYER: Final = "layer"
 """Whole number, from 0."""
 ARG_CHUNK: Final = "chunk"
-"""Whole number, from 0, of the layer."""
+"""Whole number, from 0, within the layer."""
 ARG_BYTES: Final = "bytes"
-"""Of copies and collectives those moved; of an update those that DRAM reads and writes."""
+"""For copies and collectives, those moved; for updates, those that DRAM reads and writes."""
 ARG_PARAMETERS: Final = "parameters"
-"""Of an update: how many."""
+"""For updates: how many parameters they update."""
 ARG_PASS: Final = "pass"
-"""Of GPU compute: "forward", "backward" or "recompute"."""
+"""For GPU compute: "forward", "backward" or "recompute"."""
 ARG_TASK: Final = "task"
-"""Of CPU Adam: "preview", "commit", "commit_then_preview" or "publish"."""
+"""For CPU Adam: "preview", "commit", "commit_then_preview" or "publish"."""
 ARG_COLLECTIVE: Final = "collective"
-"""Of communication: "all_gather", "reduce_scatter", "all_reduce", ..."""
+"""For communication: "all_gather", "reduce_scatter", "all_reduce", ..."""
 ARG_WHAT: Final = "what"
-"""Of a wait: what for, in words."""
+"""For waits: what is waited for, in words."""
+WAITS_FOR_ROOM: Final = "room on the GPU for more gradients"
+"""What backward waits for until the CPU has updated layers whose gradients are on the GPU."""
 ARG_LINE: Final = "line"
-"""Of a host wait: "train.py:31"."""
+"""For host waits: the Python line, "train.py:31"."""
 ARG_THREADS: Final = "threads"
-"""Of CPU Adam: how many threads worked on it, where one lane stands for all."""
+"""For CPU Adam: how many threads worked on it, if one lane stands for all."""
 ARG_LAUNCHED: Final = "launched"
-"""Of GPU spans: when the host had launched it, in the microseconds of "ts": it begins no sooner."""
+"""For GPU spans: when the host had launched it, in microseconds as "ts"; it begins no sooner."""
 ARG_GPU_ENERGY: Final = "gpu_energy_j"
 ARG_CPU_ENERGY: Final = "cpu_energy_j"
-"""Of a step: joules of the rank's GPU, and of all processors of the host."""
+"""For steps: joules of the rank's GPU, and of all processors of the host."""
 ARG_SLOT: Final = "slot"
-"""Of a gradient D2H: number of the pinned slot that it goes to, free when its last one was used."""
+"""For gradient D2H: number of its pinned slot, which is free once the previous one was used."""
 
 PASSES: Final = ("forward", "backward", "recompute")
 
@@ -126,23 +128,23 @@ COUNTER_CPU_POWER: Final = "CPU power"
 
 
 class _Part(BaseModel):
-    # What a later recorder of this format adds is not refused: the rest is still right.
+    # Fields that a later recorder of this format adds are ignored: the rest is still right.
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
 
 class Peaks(_Part):
-    """What the machine was measured to reach; None where it was not."""
+    """Measured peaks of the machine; None if not measured."""
 
     dram_bytes_per_s: float | None = Field(default=None, gt=0.0)
     d2h_bytes_per_s: float | None = Field(default=None, gt=0.0)
     h2d_bytes_per_s: float | None = Field(default=None, gt=0.0)
     cores: int | None = Field(default=None, ge=1)
-    """That the rank may use."""
+    """Cores that the rank may use."""
     adam_parameters_per_s: float | None = Field(default=None, gt=0.0)
 
 
 class TraceHeader(_Part):
-    """What "hytrain" says of a rank's spans."""
+    """The value of "hytrain": what a rank recorded, and how."""
 
     format: Literal[1] = FORMAT
     rank: int = Field(ge=0, lt=2**31)
@@ -151,18 +153,18 @@ class TraceHeader(_Part):
     steps: tuple[int, int]
     """First and last recorded step, both included."""
     layers: int = Field(ge=0, lt=2**31)
-    """Of the model."""
+    """Layers of the model."""
     device: str
     """Its name; "cpu" without a GPU."""
     gpu_fraction: float | None = Field(default=None, ge=0.0, le=1.0)
     gpu_layers: tuple[int, ...] = ()
-    """Those updated on the GPU."""
+    """Layers that are updated on the GPU."""
     gradient_clipping: float | None = Field(default=None, ge=0.0)
     """The norm's limit; None or 0 for none."""
     micro_batches: int = Field(default=1, ge=1)
-    """Of a step."""
+    """Micro-batches per step."""
     tokens_per_step: float | None = Field(default=None, gt=0.0)
-    """Of this rank."""
+    """Tokens of this rank."""
     peaks: Peaks = Peaks()
     predicted_step_s: float | None = Field(default=None, gt=0.0)
     unprofiled_step_s: float | None = Field(default=None, gt=0.0)
@@ -171,7 +173,7 @@ class TraceHeader(_Part):
     """Share of a step that recording takes, measured against unprofiled steps."""
     dropped_spans: int = Field(default=0, ge=0)
     overwritten: bool = False
-    """The ring was full, and its oldest spans are lost."""
+    """Whether the ring was full, so that its oldest spans are lost."""
     clock_offset_us: float = Field(default=0.0, ge=-_LONGEST, le=_LONGEST)
     """To be added to times of this rank to reach rank 0's clock."""
 
@@ -185,11 +187,11 @@ class TraceFile:
 
     path: Path
     events: list[dict[str, Any]]
-    """Of ph "X" (with finite "ts" and "dur" at or above 0) and of every other kind."""
+    """Events of ph "X" (with finite "ts", and "dur" at or above 0) and of every other kind."""
     header: TraceHeader | None
     """None for a foreign trace."""
     top: Mapping[str, Any]
-    """What else the file has beside "traceEvents" and "hytrain"."""
+    """Everything else in the file beside "traceEvents" and "hytrain"."""
 
 
 def read_trace(path: Path) -> TraceFile:
@@ -268,7 +270,7 @@ def _header(path: Path, found: Any) -> TraceHeader:
 
 
 def _event_problem(event: Any) -> str | None:
-    """What makes an event unusable; None where nothing does."""
+    """What makes an event unusable; None if nothing does."""
     if not isinstance(event, dict):
         return f"an object is needed, not {_short(event)}"
     phase = event.get("ph")
@@ -293,7 +295,7 @@ def _event_problem(event: Any) -> str | None:
 
 
 def _is_time(value: Any) -> TypeGuard[float]:
-    """Microseconds whose nanoseconds, with offsets, are whole numbers of 64 bits."""
+    """Whether a value is microseconds whose nanoseconds, with offsets, fit in 64 bits."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and math.isfinite(value) and -_LONGEST <= value <= MOST_MICROSECONDS
 

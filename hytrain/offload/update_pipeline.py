@@ -1,7 +1,7 @@
 """The update pipeline: reduced gradients go in, new weights come out, layer by layer.
 
-It runs decisions and holds no policy: which layers are where, what the clip coefficient is and
-when a step is final is decided elsewhere. docs/internals.md has the life of a step.
+It carries out decisions and makes none: which layers are where, what the clip coefficient is and
+when a step is final are decided elsewhere. docs/internals.md has the life of a step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from hytrain import _C
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import ConfigError
+from hytrain.formats.trace_file import WAITS_FOR_ROOM
 from hytrain.kernels.clipping import ClipForecast, GradientNorm, Outcome
 from hytrain.kernels.cpu_adam import AdamHyper
 from hytrain.model.layer_state import LayerState
@@ -28,7 +29,7 @@ from hytrain.offload.update_groups import LIMITS, GroupLimits
 from hytrain.trace.recorder import Recorder
 
 _IN_LINE = nullcontext()
-"""Nothing is another stream's."""
+"""The context of reductions on a single rank: they stay on the compute stream."""
 
 
 class UpdatePipeline:
@@ -54,23 +55,23 @@ class UpdatePipeline:
         self._device_update = DeviceUpdate(self.layers, streams, self.mover, group_limits)
         self.streamed = StreamedUpdate(self.layers, streams)
         self.updates_leave_room = False
-        """Updates on the device, to what else runs there, at some cost to themselves. Many models
-        have the host wait for the first kernels of forward, to see which mask they need: where
-        steps are launch-bound, it launches nothing until then."""
+        """Whether updates on the device leave room for other kernels there, at some cost to
+        themselves. In many models the host waits for the first kernels of forward to see which
+        mask they need: in launch-bound steps it launches nothing until then."""
         self.room = GradientRoom(self.layers, cpu, streams)
         self.observer: UpdateObserver | None = None
-        """Told of every update on the device, for measuring."""
+        """The observer of every update on the device, for measuring."""
         self.trace: Recorder | None = None
-        """Takes the times of waits and of updates on the device; None while no step is recorded."""
+        """The recorder of waits and of updates on the device; None while no step is recorded."""
         self.is_torn = False
-        """The last step failed midway: some layers have made it and others have not."""
+        """Whether the last step failed midway: some layers have made it and others have not."""
         self.overwrites = 0
-        """How often all weights have been overwritten."""
+        """How many times all weights have been overwritten."""
         for layer in self.layers:
             layer.update.gradient_ready = streams.new_event()
         self._unscale = 1.0
         self._scale = torch.zeros(2, dtype=torch.float32, device=streams.device)
-        """(scale, skip flag) of updates on the device that no decision precedes."""
+        """(scale, skip flag) for updates on the device with direct commit, without a decision."""
         self._scale_of: float | None = None
         self._forecast = ClipForecast()
         self._hyper: tuple[AdamHyper, ...] = ()
@@ -80,51 +81,53 @@ class UpdatePipeline:
 
     @property
     def num_gpu_layers(self) -> int:
-        """How many layers' state is on the device, or on its way there."""
+        """The number of layers whose state is on the device, or on its way there."""
         return [layer.placement for layer in self.layers].count("gpu")
 
     @property
     def waiting_on_device(self) -> int:
-        """Bytes of gradients that are there for updates on the device."""
+        """Bytes of gradients on the device that updates there wait to read, or are reading."""
         return self._device_update.waiting_bytes + self.streamed.waiting_bytes
 
     def begin_step(
         self, unscale: float, hyper: tuple[AdamHyper, ...], *, hold: bool = False
     ) -> None:
-        """The first gradient of a step is about to arrive.
+        """Prepares for the first gradient of a step.
 
         Args:
-            unscale: what undoes loss scaling and summation over ranks; the clip coefficient is
-                taken as 1 until it is known.
-            hyper: hyper-parameters as they are now, one a parameter group.
-            hold: gradients leave the device but overwrite no weights before the step is final.
+            unscale: the factor that undoes loss scaling and summation over ranks; the clip
+                coefficient is taken as 1 until it is known.
+            hyper: the present hyper-parameters, one per parameter group.
+            hold: whether gradients leave the device but overwrite no weights before the step is
+                final.
         """
         self.streamed.fit_buffers()
         self._unscale = unscale
         self._hyper = hyper
         self._record = native_record(unscale, hyper)
         if self._direct and self._scale_of != unscale:
-            # A new one: updates of the last step may still read the old one. By a kernel: a copy
-            # from the host would wait for compute.
+            # A new tensor: updates of the last step may still read the old one. A kernel fills it:
+            # a copy from the host would wait for compute.
             self._scale, self._scale_of = torch.zeros_like(self._scale), unscale
             self._scale[:1].fill_(unscale)
         hold = hold or self._forecast.is_clipped
         self.cpu.begin_step(-1.0 if hold else self.norm.settings.sum_limit(unscale))
 
     def reducing(self) -> AbstractContextManager[None]:
-        """Where gradients are reduced, summed and measured: beside backward, on several ranks.
+        """Returns the context in which gradients are reduced, summed and measured.
 
-        What is made here is used by the worker and by updates on the device, which have events to
-        wait for; compute goes on with the layers below.
+        On several ranks it is the communication stream, beside backward. The worker and updates on
+        the device have events to wait for what is made here; compute goes on with the layers below.
         """
         if self._collectives.world_size == 1:
             return _IN_LINE
         return self.streams.on_communication()
 
     def reduce(self, layer: LayerState, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a layer's gradient, summed over ranks; within :meth:`reducing`.
+        """Returns this rank's shard of a layer's gradient, summed over ranks.
 
-        ``flat``: the whole layer's local gradient; its memory is released when possible.
+        Must be called within :meth:`reducing`. ``flat``: the whole layer's local gradient; its
+        memory is released when possible.
         """
         shard = self.streams.empty_on_communication(layer.sizes[self._collectives.rank], flat.dtype)
         self._collectives.reduce_scatter(flat, layer.sizes, shard, layer.name)
@@ -133,21 +136,22 @@ class UpdatePipeline:
         return shard
 
     def add(self, shard: torch.Tensor, held: torch.Tensor) -> None:
-        """Adds what was reduced before to a reduced gradient; within :meth:`reducing`."""
+        """Adds an earlier reduced gradient to this one; to be called within :meth:`reducing`."""
         shard.add_(held)
-        # The caller drops it, too, with the sum still to be computed.
+        # The caller drops it, too, before the sum has been computed.
         self.streams.used_on_communication(held)
 
     def send(
         self, layer: LayerState, gradient: torch.Tensor, squares: torch.Tensor | None = None
     ) -> None:
-        """Takes a layer's final reduced gradient, in the stream that made it.
+        """Takes a layer's final reduced gradient, on the stream that made it.
 
         Its update may begin at once. The pipeline owns the gradient from here on.
 
-        ``squares``: partial sums of its squares, where they are known.
+        ``squares``: partial sums of its squares, if they are known.
         """
-        # Others read the sum before the step's end, or it would be taken beside backward.
+        # Taken now if the worker reads the sum before the step's end, or if it runs beside
+        # backward, on the communication stream.
         is_measured = layer.placement == "cpu" or self._collectives.world_size > 1
         layer.update.send(gradient, is_measured=is_measured or squares is not None)
         if squares is not None:
@@ -174,17 +178,17 @@ class UpdatePipeline:
             self.cpu.release_fetched()
 
     def wait_for_room(self, layer: LayerState) -> None:
-        """Before a pass goes on from a layer; see :meth:`GradientRoom.wait`."""
+        """Waits for room before a pass goes on from a layer; see :meth:`GradientRoom.wait`."""
         if self.trace is None:
             self.room.wait()
             return
-        with self.trace.waiting(layer.index, "room on the GPU for more gradients"):
+        with self.trace.waiting(layer.index, WAITS_FOR_ROOM):
             self.room.wait()
 
     # -- the end of a step ---------------------------------------------------------------------
 
     def launch_outcome(self) -> None:
-        """Starts the decision on the device; updates there need no wait of the host."""
+        """Launches the decision on the device; for updates there the host need not wait for it."""
         if self._collectives.world_size > 1:
             # The sums of squares are made on the communication stream: without this wait the norm
             # could miss the last layers. It is also what orders updates on the device after the
@@ -194,7 +198,7 @@ class UpdatePipeline:
         self.norm.launch_decision(self._unscale)
 
     def _measure(self, layers: Sequence[LayerState]) -> None:
-        """Sums of squares that are still missing, in few launches."""
+        """Computes the sums of squares that are still missing, in few launches."""
         numbers: list[int] = []
         gradients: list[torch.Tensor] = []
         for layer in layers:
@@ -209,11 +213,11 @@ class UpdatePipeline:
         """Makes the step final, or skips it.
 
         Args:
-            hyper: hyper-parameters as they are now; where they changed since backward began,
-                layers are previewed once more.
+            hyper: the present hyper-parameters; if they changed since backward began, layers are
+                previewed once more.
 
         Returns:
-            The outcome; None for direct commit, where the host has not waited for the device.
+            The outcome; None with direct commit, as the host has not waited for the device.
 
         Raises:
             ConfigError: hyper-parameters changed and updates are committed directly.
@@ -248,7 +252,7 @@ class UpdatePipeline:
     def _update_on_device(
         self, hyper: tuple[AdamHyper, ...], group: Sequence[LayerState] | None = None
     ) -> None:
-        """Of all layers there, at the end of a step that is final; or of a group in backward."""
+        """Updates all layers on the device at the end of a step, or one group in backward."""
         self.is_torn = True  # until the last layer has made the step
         observers = [told for told in (self.observer, self.trace) if told is not None]
         update, leaves_room = self._device_update, self.updates_leave_room
@@ -256,15 +260,15 @@ class UpdatePipeline:
             update.run(hyper, self.norm.outcome, observers, leaves_room=leaves_room)
             return
         update.run_group(group, hyper, self._scale, observers, leaves_room=leaves_room)
-        self.is_torn = False  # what is left has yet to come: see is_partly_committed
+        self.is_torn = False  # the other layers are yet to come: see is_partly_committed
 
     def _update_streamed(self, hyper: tuple[AdamHyper, ...]) -> None:
-        """Behind the decision: the worker, which has been told of it, goes on beside this."""
+        """Queues streamed updates after the decision; the worker, told of it, runs beside them."""
         self.is_torn = True
         self.streamed.run(hyper, self.norm.outcome, self.trace)
 
     def _drop_all(self) -> None:
-        """Forgets the step: a layer that the worker has not begun is as if it never was sent."""
+        """Drops the step: a layer that the worker has not begun is as if it was never sent."""
         self.streamed.skip()
         for layer in self.cpu.layers:
             if not self.cpu.cancel(layer):
@@ -274,7 +278,7 @@ class UpdatePipeline:
     def _after_step(self, *, skipped: bool) -> None:
         self.overwrites += not skipped
         for layer in self.layers:
-            # Not the property: a call for every layer, where the host's launches bound a step.
+            # Not the property: it would be one more call per layer, which launch-bound steps feel.
             layer.update.end_step("cpu" if layer.placement == "cpu" else "gpu")
             if not skipped:
                 self.weights_changed(layer)
@@ -283,7 +287,7 @@ class UpdatePipeline:
         self.cpu.end_step()
 
     def weights_changed(self, layer: LayerState) -> None:
-        """This rank's shard is the newest; others may be missing: all ranks gather the layer."""
+        """Notes that this rank's shard is the newest; all ranks may have to gather the layer."""
         # A sharded layer is gathered anew for every use.
         is_due = self._collectives.world_size > 1 and not layer.storage.is_sharded
         layer.update.make_gather_due(is_due=is_due)
@@ -323,8 +327,8 @@ class UpdatePipeline:
         return returned
 
     def _end_taking_back(self, layer: LayerState) -> None:
-        # Without this wait compute could read the gradient, or the old weights, on their way back;
-        # and the copy of a gradient to the host, which may be under way, reads its memory.
+        # Without this wait compute could read the gradient or the old weights before they are back;
+        # and a copy of the gradient to the host may be under way, which reads its memory.
         self.cpu.wait_weights(layer)
         layer.update.withdraw()
         layer.update.release_gradient()
@@ -340,10 +344,10 @@ class UpdatePipeline:
             )
 
     def discard(self, layer: LayerState) -> None:
-        """As :meth:`withdraw` for a gradient that is not needed any more: it takes no memory.
+        """Withdraws an update like :meth:`withdraw` but drops the gradient: it takes no memory.
 
         Raises:
-            ConfigError: as there.
+            ConfigError: updates are committed directly and cannot be taken back.
         """
         self._refuse_direct()
         if layer.updated_on == "gpu":
@@ -356,13 +360,13 @@ class UpdatePipeline:
 
     @property
     def is_partly_committed(self) -> bool:
-        """Layers may have made a step already that is not final: direct commit has begun it."""
+        """Whether layers may have made a step that is not final: direct commit has begun it."""
         return self._direct and any(layer.update.sent for layer in self.layers)
 
     # -- forward -------------------------------------------------------------------------------
 
     def wait(self, layer: LayerState) -> None:
-        """Before a layer's weights are used: the compute stream waits for the newest ones."""
+        """Has the compute stream wait for a layer's newest weights before they are used."""
         if layer.update.waited:
             return
         wait = self._wait if self.trace is None else self._wait_traced
@@ -414,7 +418,7 @@ class UpdatePipeline:
         self.streams.compute_waits_for_communication()
 
     def wait_all(self) -> None:
-        """As :meth:`wait` for every layer, in the one order that all ranks follow."""
+        """Calls :meth:`wait` for every layer, in the one order that all ranks follow."""
         for layer in self.layers:
             if not layer.update.waited:
                 self.wait(layer)

@@ -53,6 +53,8 @@ class Schedule:
     with_launches: bool = True
     slots: int = 0
     """Pinned memory for so many gradients, each kept until the layer's next update; 0: enough."""
+    room: int = 0
+    """Gradients that the GPU has memory for, each until its layer is updated; 0: enough."""
     peaks: Mapping[str, Any] = field(default_factory=dict[str, Any])
     gpu_joules: float | None = None
     """Of each step."""
@@ -88,6 +90,8 @@ class Rank:
         self.free = [(START, slot) for slot in range(schedule.slots)]
         self.pending: dict[int, int] = {}
         """Layer -> slot of its last gradient."""
+        self.fetched: list[int] = []
+        """When gradients' memory on the GPU was free."""
 
     def span(self, lane: str, name: str, begin: int, end: int, **args: Any) -> None:
         args = {key: value for key, value in args.items() if value is not None}
@@ -141,6 +145,7 @@ class Rank:
         args = {"layer": layer, "step": step, "bytes": 2_000_000, "slot": slot}
         self.span(names.D2H, f"gradient layer {layer}", begin, self.d2h, **args)
         self.update(step, layer, self.d2h, "commit_then_preview")
+        self.fetched.append(self.cpu)
         if slot is not None:
             if layer in self.pending:
                 self.free.append((self.cpu, self.pending[layer]))
@@ -167,6 +172,14 @@ class Rank:
             args = {"layer": layer, "step": step, "what": "new weights"}
             self.span(names.WAITS_OF_FORWARD, f"wait layer {layer}", self.host, issued, **args)
             self.host = issued
+
+    def wait_for_room(self, step: int, layer: int) -> None:
+        """The host blocks until the GPU has memory for one more gradient."""
+        room = self.schedule.room
+        if room and len(self.fetched) >= room and (free := self.fetched[-room]) > self.host:
+            args = {"layer": layer, "step": step, "what": names.WAITS_FOR_ROOM}
+            self.span(names.WAITS_OF_FORWARD, f"wait layer {layer}", self.host, free, **args)
+            self.host = free
 
 
 def simulate(schedule: Schedule) -> list[Rank]:
@@ -218,6 +231,8 @@ def _forward(schedule: Schedule, ranks: list[Rank], step: int) -> None:
 def _backward(schedule: Schedule, ranks: list[Rank], step: int) -> None:
     begins = [rank.host for rank in ranks]
     for layer in reversed(range(schedule.layers)):
+        for rank in ranks:
+            rank.wait_for_room(step, layer)
         ready = [rank.compute(BACKWARD, step, layer) for rank in ranks]
         if schedule.ranks > 1:
             _meet(ranks, REDUCE, step, layer, ready)

@@ -1,9 +1,9 @@
-"""The cause of every idle interval of a GPU: the chain is walked back from what ran next.
+"""Finds the cause of every idle interval of a GPU by walking the chain back from what ran next.
 
 A GPU is idle while it computes nothing: no forward, no backward, no update. What ran next waited
 for the last of its dependencies to finish, that one for the last of its own, and so on back to when
-the GPU fell idle. Every nanosecond of the interval goes to what the chain leads to at that time;
-where there is nothing that proves a cause it is unresolved.
+the GPU fell idle. Every nanosecond of the interval goes to what the chain leads to at that time; if
+nothing proves a cause, it is unresolved.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from hytrain.formats.trace_file import WAITS_FOR_ROOM
 from hytrain.tools.trace import causes, kinds
 from hytrain.tools.trace.graph import Graph
 from hytrain.tools.trace.host import HostState, HostView
@@ -34,9 +35,9 @@ _HOST_CAUSE: Final = {
     kinds.PYTHON: causes.HOST_CODE,
 }
 HAND_OVER_MOST: Final = 50_000
-"""Nanoseconds between a dependency and what waited for it that need no cause of their own."""
+"""Delays of up to this many ns between a dependency and what waited for it need no other cause."""
 _TIMING: Final = 20_000
-"""Nanoseconds within which a copy or collective has ended before what waited for its event."""
+"""What waits for the event of a copy or collective begins within this many ns of its end."""
 _LONGEST_CHAIN: Final = 10_000
 
 
@@ -50,13 +51,13 @@ class Blame(NamedTuple):
     """What proves it: "dependency", "launch" (its time), "host" (its state), "timing" or ""."""
     layer: int = NONE
     rank: int = NONE
-    """Where the chain is at that time, if not on the rank that waits."""
+    """The rank on which the chain is at that time; NONE if it is the one that waits."""
     detail: str = ""
-    """A Python line or function, what a late rank did."""
+    """A Python line or function, a collective, or what a late rank did."""
 
     @property
     def length(self) -> int:
-        """In nanoseconds."""
+        """The duration in nanoseconds."""
         return self.end - self.begin
 
     def cut(self, begin: int, end: int) -> Blame | None:
@@ -70,16 +71,16 @@ class _Walk:
     """How far a walk back along a chain has come."""
 
     node: Node
-    """At whose begin it is."""
+    """The node whose begin it has reached."""
     time: int
     limit: int
-    """When it ends."""
+    """The time at which it ends."""
     found: list[Blame] = field(default_factory=list[Blame])
-    """Latest first, from where it began to its time."""
+    """Latest first, from the time at which it began back to ``time``."""
 
 
 class Blockers:
-    """Walks chains of one rank."""
+    """Walks the chains that lead to one rank's compute."""
 
     def __init__(self, graph: Graph, rank: int) -> None:
         """Prepares for a rank of the graph."""
@@ -98,7 +99,7 @@ class Blockers:
         self._other_ends = np.array([node.end for node in self._others], np.int64)
 
     def next_compute(self, time: int) -> Node | None:
-        """What the GPU begins at a time or after it."""
+        """What the GPU begins first at or after a time; None if nothing."""
         index = int(np.searchsorted(self._begins, time))
         return self._computes[index] if index < len(self._computes) else None
 
@@ -114,7 +115,8 @@ class Blockers:
         return sorted(blames, key=lambda blame: blame.begin)
 
     def _short_gaps(self, gaps: Intervals) -> list[Blame]:
-        """Between kernels of a node: launched after the GPU fell idle, or before."""
+        """Causes of gaps between kernels of a node: the launch, if it came after the GPU fell idle,
+        else the gap itself."""
         spans = self._trace[kinds.COMPUTE]
         if not len(gaps) or not len(spans):
             return [Blame(*gap, causes.KERNEL_GAPS, "") for gap in gaps.pairs()]
@@ -140,12 +142,12 @@ class Blockers:
         return self._go_back(_Walk(node, end, begin))[::-1]
 
     def critical_path(self, begin: int, end: int) -> list[Blame]:
-        """The chain that ends at a time, back to another, latest first; it sums to the whole."""
+        """The chain that ends at ``end``, back to ``begin``, latest first; it sums to the whole."""
         index = int(np.searchsorted(self._begins, end)) - 1
         node = self._computes[index] if index >= 0 else None
         last = begin if node is None else max(begin, min(node.end, end))
         if last < end and (following := self.next_compute(end)) is not None:
-            # What came next is waited for beyond the idle time as well.
+            # The wait for what came next may go on beyond ``end``: it is walked whole, then cut.
             whole = self._go_back(_Walk(following, following.begin, begin))
             return [part for blame in whole if (part := blame.cut(begin, end)) is not None]
         idle = self.explain(last, end) if last < end else []
@@ -156,7 +158,7 @@ class Blockers:
         return self._go_back(walk)
 
     def _go_back(self, walk: _Walk) -> list[Blame]:
-        """To the walk's limit; what it has found."""
+        """Walks back to the walk's limit; returns what it has found."""
         for _ in range(_LONGEST_CHAIN):
             if walk.time <= walk.limit:
                 break
@@ -164,7 +166,7 @@ class Blockers:
         return walk.found
 
     def _step_back(self, walk: _Walk) -> None:
-        """From a node's begin to the begin of what it waited for."""
+        """Walks from a node's begin to the begin of what it waited for."""
         node, time = walk.node, walk.time
         edge = node.binding
         before = None if edge is None else edge.before
@@ -177,7 +179,7 @@ class Blockers:
                 self._through(walk, near, near.end, "timing")
                 return
             beside = self._computed_beside(node, time)
-            # What ended after it on the same lane is closer than what the GPU had done before.
+            # A predecessor on the same lane that ended later is closer than the GPU's compute.
             if beside is not None and (before is None or beside.end > finished):
                 end = max(min(beside.end, time), walk.limit)
                 if end < time:
@@ -191,7 +193,7 @@ class Blockers:
             self._through(walk, before, finished)
 
     def _through(self, walk: _Walk, node: Node, time: int, evidence: str = "dependency") -> None:
-        """From a time inside of a node, or its end, to its begin, or that on the last rank."""
+        """Walks from a time within a node, or its end, to its begin, or that on the last rank."""
         late = node.arrival
         start = late if late.begin > node.begin else node
         low = min(max(start.begin, walk.limit), time)
@@ -213,7 +215,7 @@ class Blockers:
         return self._of_rank(node, Blame(begin, end, causes.HAND_OVER, evidence, node.layer))
 
     def _of_rank(self, node: Node, blame: Blame) -> Blame:
-        """What another rank did is a slow rank to this one."""
+        """The blame; if the node is another rank's, as one of a slow rank."""
         if node.rank == self.rank:
             return blame
         words = blame.cause if blame.layer == NONE else f"{blame.cause} layer {blame.layer}"
@@ -228,7 +230,7 @@ class Blockers:
         if end - begin <= HAND_OVER_MOST and resources - {*kinds.COMPUTES} and before is not None:
             return [self._hand_over(node, begin, end, "dependency")]
         if node.resource not in kinds.COMPUTES:
-            # Began late, although all that it needs was there.
+            # It began late, although all that it needed was there.
             has_data = any(edge.is_data for edge in node.edges)
             cause, evidence = (
                 (_LATE[node.resource], "dependency") if has_data else (causes.UNRESOLVED, "")
@@ -241,8 +243,8 @@ class Blockers:
         return [self._of_rank(node, blame) for blame in reversed(blames)]
 
     def _ended_near(self, node: Node, begin: int, end: int) -> Node | None:
-        """What a kernel that was launched in time waited for, by timing: the copy or collective
-        that ended just before it, on another stream, while the GPU was idle."""
+        """What a kernel that was launched in time waited for, judged by timing: the copy or
+        collective that ended just before it on another stream while the GPU was idle."""
         is_computing = node.resource in kinds.COMPUTES and node.rank == self.rank
         if end - begin <= CLOSE:
             return None  # between two kernels, where some copy often ends as well
@@ -256,7 +258,7 @@ class Blockers:
         return None
 
     def _computed_beside(self, node: Node, time: int) -> Node | None:
-        """What the GPU computed when a copy began of which nothing says what it waited for."""
+        """What the GPU computed when a copy began for which no data dependency is known."""
         is_known = node.resource in kinds.COMPUTES or any(edge.is_data for edge in node.edges)
         index = int(np.searchsorted(self._begins, time)) - 1
         if is_known or node.rank != self.rank or index < 0:
@@ -271,14 +273,14 @@ class Blockers:
         launched = NONE if node is None else node.launched
         layer = NONE if node is None else node.layer
         states = host.states(begin, end)
-        # Where the host began or ended something, what it launched later it had not launched yet.
+        # A change of the host's state proves that what it launched later was not launched before.
         proved = launched != NONE or len(states) > 1
         found: list[Blame] = []
         for state in states:
             if state.resource == kinds.WAIT:
                 found += self._waited(rank, state)
                 continue
-            # What was launched before has run dry in a synchronization: the queue is to be filled.
+            # A synchronization has drained the queue of launched work, which must fill again.
             sync = host.ended_between(kinds.SYNC, begin - HAND_OVER_MOST, state.begin)
             cause, detail, evidence = _HOST_CAUSE[state.resource], "", "host"
             if state.resource == kinds.SYNC:
@@ -301,17 +303,19 @@ class Blockers:
         return found
 
     def _waited(self, rank: int, state: HostState) -> list[Blame]:
-        """The host waited for a layer's weights: their chain, in order."""
+        """The causes of the host's wait for a layer's weights or for room: the chain, in order."""
         waits = self.graph.ranks[rank][kinds.WAIT]
-        layer = int(waits.layer[state.row])
-        last = self.graph.last_copy(rank, layer, state.end + HAND_OVER_MOST)
+        layer, what = int(waits.layer[state.row]), str(waits.detail[state.row])
+        if what == WAITS_FOR_ROOM:
+            last = self.graph.last_fetched(rank, state.end)
+        else:
+            last = self.graph.last_copy(rank, layer, state.end + HAND_OVER_MOST)
         if last is None or last.end < state.begin:
-            what = waits.detail[state.row] or "weights of which no copy was recorded"
-            words = f"forward waited for {what}"
+            words = f"the host waited for {what or 'weights of which no copy was recorded'}"
             return [Blame(state.begin, state.end, causes.UNRESOLVED, "", layer, detail=words)]
         walk = _Walk(last, state.end, state.begin)
         if last.begin < state.end:
-            # Else the wait ended when the copy was issued, by its update.
+            # Else the wait ended when the layer's update issued the copy.
             if last.end < state.end:
                 walk.found.append(self._hand_over(last, last.end, state.end, "dependency"))
             self._through(walk, last, min(last.end, state.end))

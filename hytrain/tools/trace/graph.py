@@ -7,8 +7,9 @@ A node waits for the one before it on its stream or thread, and for its data:
     -> (all-gather) -> forward of layer i in the next step
     backward -> update on the GPU -> forward; with clipping updates also wait for all of backward
 
-Data are told by layer, chunk and step, never by closeness in time. A node may begin while what it
-waits for still runs (a chunk of a layer that is being copied): it then waits for its begin only.
+Data dependencies follow from layer, chunk and step, never from closeness in time. A node may begin
+while another that it waits for still runs (a chunk of a layer that is being copied): it then waits
+only for the other's begin.
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ from hytrain.tools.trace.nodes import Edge, Node, nodes_of
 from hytrain.tools.trace.spans import NONE, RankTrace
 
 _ISSUED: Final = 200_000
-"""Nanoseconds after a pass in which the next copies are issued."""
+"""The next copies are issued within this many nanoseconds after a pass."""
 FUSED: Final = "commit_then_preview"
 """The task of an update that commits the step before, and previews its own."""
 
 
 _LATEST: Final = 6
-"""Of the last spans of a rank's update threads, those one of which has issued a copy."""
+"""How many of the last spans of a rank's update threads may have issued a copy."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """A pass over a chunk: a span, or one of each thread that took part.
+    """A pass over a chunk: one span, or one of each thread that took part.
 
-    A thread has one span in a pass. Those of a pass have its task and step; they need not overlap:
-    a thread may come when the others have left nothing to do.
+    A thread has one span in a pass. All spans of a pass have the same task and step. They need not
+    overlap: a thread may arrive when the others have left nothing to do.
     """
 
     nodes: list[Node]
 
     def has(self, node: Node) -> bool:
-        """Whether a span that begins now is of this pass."""
+        """Whether a span that begins now belongs to this pass."""
         first = self.nodes[0]
         is_alike = (first.step, first.detail) == (node.step, node.detail)
         return is_alike and all(one.lane != node.lane for one in self.nodes)
 
 
 def _keys(node: Node) -> list[tuple[str, int]]:
-    """(what, layer) that a node can be waited for as."""
+    """The keys (what, layer) under which other nodes may wait for a node."""
     if node.resource == kinds.COMPUTE:
         if node.detail == kinds.BACKWARD:
             return [(kinds.BACKWARD, node.layer), ("any backward", NONE)]
@@ -63,6 +64,8 @@ def _keys(node: Node) -> list[tuple[str, int]]:
         if node.layer == NONE and node.detail == "all_reduce":
             return [("norm", NONE)]
         return [("gather" if "gather" in node.detail else "reduce", node.layer)]
+    if node.resource == kinds.D2H:
+        return [(node.resource, node.layer), ("any copy to the host", NONE)]
     return [(node.resource, node.layer)]
 
 
@@ -74,16 +77,16 @@ class Graph:
         self.ranks = {rank.rank: rank for rank in ranks}
         nodes = [node for rank in ranks for node in nodes_of(rank)]
         self.nodes = sorted(nodes, key=lambda node: (node.begin, node.end))
-        # Of what has begun so far:
+        # What has begun so far:
         self._begun: dict[tuple[int, str, int], list[Node]] = defaultdict(list)
-        """By (rank, what, layer)."""
+        """(rank, what, layer) -> nodes."""
         self._passes: dict[tuple[int, int, int], list[Pass]] = defaultdict(list)
-        """Of (rank, layer, chunk)."""
+        """(rank, layer, chunk) -> passes."""
         self._updates: dict[int, list[Node]] = defaultdict(list)
-        """Rank -> spans of its update's threads."""
+        """Rank -> spans of its update threads."""
         self._lanes: dict[tuple[int, int], Node] = {}
         self._slots: dict[tuple[int, int], Node] = {}
-        """By (rank, slot), the gradient that was last copied there."""
+        """(rank, slot) -> the copy of the gradient that was last put there."""
         for rank in self.ranks:
             self._link_updates_in_order(rank)
         for node in self.nodes:
@@ -97,18 +100,27 @@ class Graph:
             self._link_ranks()
 
     def computes(self, rank: int) -> list[Node]:
-        """What keeps a rank's GPU computing, in order."""
+        """The nodes in which a rank's GPU computes, in order."""
         own = (node for node in self.nodes if node.rank == rank)
         return [node for node in own if node.resource in kinds.COMPUTES]
 
     def last_copy(self, rank: int, layer: int, time: int) -> Node | None:
-        """The last copy of a layer's weights to begin at a time or before; None where none does."""
+        """The last copy of a layer's weights that begins at or before a time; None without one."""
         copies = self._begun[rank, kinds.H2D, layer]
         index = bisect_right(copies, time, key=lambda node: node.begin)
         return copies[index - 1] if index else None
 
+    def last_fetched(self, rank: int, time: int) -> Node | None:
+        """The last update or copy to the host that ends at or before a time: what has freed the
+        memory of a gradient on the GPU; None without one."""
+        ended: list[Node] = []
+        for nodes in self._updates[rank], self._begun[rank, "any copy to the host", NONE]:
+            index = bisect_right(nodes, time, key=lambda node: node.begin)
+            ended += next(([one] for one in nodes[:index][::-1] if one.end <= time), [])
+        return max(ended, key=lambda node: node.end, default=None)
+
     def clips(self, rank: int) -> bool:
-        """Whether gradients were clipped; unknown is not."""
+        """Whether gradient clipping was on; False if unknown."""
         header = self.ranks[rank].header
         return header is not None and bool(header.gradient_clipping)
 
@@ -132,7 +144,8 @@ class Graph:
         self._lanes[node.rank, node.lane] = node
 
     def _link_updates_in_order(self, rank: int) -> None:
-        """Updates that never overlap compute are on its stream, whatever lane shows them."""
+        """Links updates that never overlap compute with it: they are on its stream, whatever lane
+        shows them."""
         nodes = self.computes(rank)
         updates = [node for node in nodes if node.resource == kinds.GPU_UPDATE]
         if not updates or any(a.end > b.begin for a, b in itertools.pairwise(nodes)):
@@ -142,8 +155,8 @@ class Graph:
                 node.edges.append(Edge(one, is_data=False))
 
     def _link_slot(self, node: Node) -> None:
-        """A gradient is copied into a slot when the update that used the one before has read it,
-        and its copy is issued by the thread that updates, between two passes."""
+        """Links a copy of a gradient into a slot with the update that has read the slot's previous
+        gradient, and with the pass after which the updating thread issued the copy."""
         before = self._slots.get((node.rank, node.slot))
         if before is not None:
             node.edges += [Edge(one, is_data=True) for one in self._last_readers(before)]
@@ -155,8 +168,8 @@ class Graph:
     def _last_readers(self, gradient: Node) -> list[Node]:
         """The pass that commits a gradient, after which its slot is free.
 
-        A commit; or the second of two that commit the step before and preview their own. What was
-        published without has been dropped.
+        It is a commit, or the second pass that commits the step before and previews its own. A
+        gradient that is not committed before a publish has been dropped.
         """
         is_previewed, copied = False, (gradient.begin, gradient.end)
         for one in self._passes[gradient.rank, gradient.layer, gradient.chunk]:
@@ -169,7 +182,7 @@ class Graph:
         return []
 
     def passes_before(self, node: Node) -> list[Edge]:
-        """The spans of the pass over a chunk that came before a pass or a copy of its step."""
+        """Edges to the spans of the chunk's last pass before a pass or copy of the same step."""
         passes = self._passes[node.rank, node.layer, node.chunk]
         if node.layer == NONE or not passes:
             return []
@@ -183,7 +196,7 @@ class Graph:
         ]
 
     def latest(self, node: Node, what: str, *, or_step_before: bool = False) -> list[Edge]:
-        """The last span of the node's layer, step and chunk that began before it, by what it is."""
+        """An edge to the last earlier span of kind ``what`` of the node's layer, step and chunk."""
         if node.layer == NONE:
             return []
         return self._latest(node, what, node.layer, or_step_before=or_step_before)
@@ -199,7 +212,7 @@ class Graph:
         return []
 
     def barrier(self, node: Node) -> list[Edge]:
-        """All of backward, and the norm's collective."""
+        """Edges to the end of backward and to the norm's collective, if they ended before."""
         found = [e for what in ("any backward", "norm") for e in self._latest(node, what, NONE)]
         ended = [edge.before for edge in found if edge.before.end <= node.begin]
         return [Edge(one, is_data=True, is_barrier=True) for one in ended]
@@ -211,12 +224,12 @@ class Graph:
                 key = node.detail, node.layer, node.step
                 by_key.setdefault(key, {}).setdefault(node.rank, []).append(node)
         for of_ranks in by_key.values():
-            # A collective that not every rank recorded as often cannot be told apart.
+            # If ranks recorded a collective in different numbers, they cannot be matched.
             if len(of_ranks) != len(self.ranks) or len({len(n) for n in of_ranks.values()}) != 1:
                 continue
             for partners in zip(*of_ranks.values(), strict=True):
-                # A collective ends after its last rank has come: else it is none, or the clocks
-                # disagree.
+                # A collective ends after its last rank has come: else these are not the same one,
+                # or the clocks disagree.
                 if min(one.end for one in partners) >= max(one.begin for one in partners):
                     for node in partners:
                         node.partners = partners
@@ -260,7 +273,7 @@ def _d2h(graph: Graph, node: Node) -> list[Edge]:
 def _cpu_update(graph: Graph, node: Node) -> list[Edge]:
     edges = graph.latest(node, kinds.D2H)
     again = graph.passes_before(node)
-    # A second sweep over a layer in one step, or the publishing of old weights, is clipping's.
+    # A second sweep over a layer in one step, or publishing old weights, is due to clipping.
     is_again = bool(again) and node.step != NONE and node.detail != "commit"
     if is_again or node.detail == "publish":
         barrier = graph.barrier(node)
@@ -270,7 +283,7 @@ def _cpu_update(graph: Graph, node: Node) -> list[Edge]:
 
 
 def _h2d(graph: Graph, node: Node) -> list[Edge]:
-    # A copy of a whole layer, or passes over whole layers.
+    # Without a pass over the same chunk, the copy or the passes are of whole layers.
     return graph.passes_before(node) or graph.latest(node, kinds.CPU_UPDATE)
 
 

@@ -36,6 +36,7 @@ FAULT = 4000
 # All of it hides: layers are many, and the first ones are updated on the GPU.
 HIDDEN = Schedule(layers=8, steps=5, gpu_layers=(0, 1, 2))
 ONE = Schedule(layers=6, steps=5)
+SHORT = Schedule(layers=6, steps=5, room=1)
 TWO = Schedule(layers=6, steps=5, ranks=2, gpu_layers=(0, 1, 2))
 SYNCED = Schedule(layers=4, steps=5, sync_line="train.py:31", gpu_layers=(0, 1, 2, 3))
 LATE = {"rank": -1, "step": 3}
@@ -61,6 +62,8 @@ FAULTS = {
     "a slow update": (ONE.fault(CPU, FAULT, step=3, layer=0), "CPU Adam", 0),
     "an update of a middle layer": (ONE.fault(CPU, 4 * FAULT, step=3, layer=3), "CPU Adam", 3),
     "too few cores": (ONE.taking(**{CPU: FAULT}), "CPU Adam", None),
+    "no room beside slow updates": (SHORT.taking(**{CPU: FAULT}), "CPU Adam", None),
+    "no room beside slow copies": (SHORT.taking(**{D2H: FAULT}), "gradients to host", None),
     "a starved thread": (ONE.fault(STARVED, FAULT, step=3, layer=0), "starved CPU Adam", 0),
     "a data loader": (ONE.fault(DATA, 5 * FAULT, step=3), "data loading", None),
     "an .item()": (SYNCED.fault(SYNC, FAULT, step=3), "synchronization", None),
