@@ -19,17 +19,17 @@ from hytrain.kernels.moments import MOMENT_BLOCK
 from hytrain.offload.update_arrays import PURPOSE, UpdateArrays, array_bytes
 
 _LEAST_ELEMENTS = 1 << 24
-"""288 MiB with moments in fp32: enough where a speed is a first guess, which training replaces by
-its own."""
+"""The fewest elements of a measured pass: 288 MiB with moments in fp32. That is enough if the speed
+is a first guess, which training replaces by its own."""
 _CACHES = 3
-"""Last-level caches that what is updated takes, where speeds are compared. What lay in a cache of
-300 MiB was updated 1.7 times as fast as from memory, and how counts compare there says little of
-how they do in training (an H200's host of 16 cores)."""
+"""How many last-level caches the updated data would fill, if speeds are compared. Data in a cache
+of 300 MiB was updated 1.7 times as fast as in memory, and how counts compare there says little
+about how they compare in training (an H200's host of 16 cores)."""
 _MEMORY_SHARE = 1 / 16
-"""Of the memory that the host has left, the most that is taken for it."""
+"""The largest share of the host's free memory that is taken for it."""
 _REPEATS = 5
 _NEAR_BEST = 1.03
-"""A count that is so close to the fastest is as good; fewer leave cores to others."""
+"""A count within this factor of the fastest is as good; fewer threads leave cores to others."""
 
 
 def candidates(cores: int) -> list[int]:
@@ -41,12 +41,12 @@ def candidates(cores: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """Threads of the kernel, and what one parameter takes it with them.
+    """The kernel's threads, and its time per parameter with them.
 
     Attributes:
-        seconds_per_parameter: of commit_then_preview, with nothing else running.
-        cores: that they are bound to; None: they are not.
-        candidates: the counts that were measured there, rising.
+        seconds_per_parameter: time of commit_then_preview, with nothing else running.
+        cores: the cores that they are bound to; None: they are not bound.
+        candidates: the counts that were measured on these cores, in ascending order.
     """
 
     num_threads: int
@@ -59,7 +59,7 @@ class ThreadChoice:
 def choose_threads(
     cores: int, given: int | None, moments: MomentsName = FP32, *, compared: bool = False
 ) -> ThreadChoice:
-    """As :func:`measure_threads`, which a process does once: its machine stays the same."""
+    """Calls :func:`measure_threads` once per process, whose machine stays the same."""
     return measure_threads(cores, given, moments, compared=compared)
 
 
@@ -71,15 +71,15 @@ def place_threads(
     *,
     may_bind: bool,
 ) -> ThreadChoice:
-    """Threads of the kernel, on the rank's NUMA node where that is as good as all cores.
+    """Chooses the kernel's threads, on the rank's NUMA node if that is as good as all cores.
 
-    A collective where some rank has the choice. All ranks of a machine go to their nodes or none
+    A collective if any rank has the choice. All ranks of a machine go to their nodes or none
     does: one alone would share its cores with ranks that run everywhere.
 
     Args:
-        host: this rank's part of its host; with ``near``, see there.
+        host: this rank's part of its host; for ``near`` see :class:`HostShare`.
         given: see :func:`measure_threads`.
-        may_bind: False: threads are not bound, as if no GPU's node were known; the same on all
+        may_bind: if False, threads are not bound, as if no GPU's node were known; the same on all
             ranks.
 
     Raises:
@@ -106,6 +106,21 @@ def place_threads(
     return near
 
 
+def measuring_bytes(
+    host: HostShare, given: int | None, moments: MomentsName, *, may_bind: bool
+) -> int:
+    """Host memory, in bytes, that :func:`place_threads` takes for some milliseconds."""
+    compared = host.some_near and may_bind
+    compares = compared or len(_counts(host.cores, given)) > 1
+    elements = measured_elements(host.cores, moments, compares=compares)
+    if compared and (near := host.near) is not None:
+        on_node = call_on(
+            near.cores, lambda: measured_elements(near.number, moments, compares=True)
+        )
+        elements = max(elements, on_node)
+    return int(array_bytes(moments) * elements)
+
+
 @cache
 def _choose_near(near: NearCores, given: int | None, moments: MomentsName) -> ThreadChoice:
     choice = call_on(
@@ -117,22 +132,22 @@ def _choose_near(near: NearCores, given: int | None, moments: MomentsName) -> Th
 def measure_threads(
     cores: int, given: int | None, moments: MomentsName = FP32, *, compared: bool = False
 ) -> ThreadChoice:
-    """The fewest threads within 3 % of the fastest count, measured on the real kernel.
+    """Finds the fewest threads within 3 % of the fastest count, measured on the real kernel.
 
     Args:
-        cores: this rank's, with those of other ranks that measure at the same time left out.
+        cores: how many this rank has, without those of other ranks that measure at the same time.
         given: a count that the user chose; only its speed is measured.
-        compared: the speed will be compared with another, so that also that of one count is taken
-            beyond the caches.
+        compared: whether the speed will be compared with another: then even a single count is
+            measured beyond the caches.
 
     Raises:
-        HostMemoryError: the memory that it takes cannot be had: 288 MiB, or three last-level caches
-            where speeds are compared, of which a sixteenth of what the host has left is enough.
+        HostMemoryError: the memory that it takes is refused: at least 288 MiB; if speeds are
+            compared, three last-level caches, or a sixteenth of the host's free memory if less.
 
     The launching thread and autograd's thread need a core as well; they get it because the count
-    never exceeds the cores but one (but two cores are used in full).
+    never exceeds the number of cores less one (but two cores are used in full).
     """
-    counts = [given] if given is not None else candidates(cores)
+    counts = _counts(cores, given)
     elements = measured_elements(cores, moments, compares=compared or len(counts) > 1)
     medians = _measure(counts, moments, elements)
     best = min(medians.values())
@@ -140,11 +155,15 @@ def measure_threads(
     return ThreadChoice(count, medians[count] / elements, candidates=tuple(counts))
 
 
-def measured_elements(cores: int, moments: MomentsName, *, compares: bool) -> int:
-    """How many are updated in a measured pass.
+def _counts(cores: int, given: int | None) -> list[int]:
+    return candidates(cores) if given is None else [given]
 
-    ``cores``: this rank's, whose share of the last-level caches is to be exceeded; ``compares``:
-    speeds are compared: they are to be those of memory.
+
+def measured_elements(cores: int, moments: MomentsName, *, compares: bool) -> int:
+    """How many elements a measured pass updates.
+
+    ``cores``: how many this rank has, whose share of the last-level caches is to be exceeded;
+    ``compares``: whether speeds are compared, which must then be those of memory.
     """
     if not compares:
         return _LEAST_ELEMENTS
@@ -156,7 +175,7 @@ def measured_elements(cores: int, moments: MomentsName, *, compares: bool) -> in
 
 
 def _measure(counts: Sequence[int], moments: MomentsName, elements: int) -> dict[int, float]:
-    """Seconds of a pass over so many elements by the number of threads, measured in turns."""
+    """Seconds of a pass over ``elements`` by the number of threads, measured in turns."""
     with taking_host_memory(PURPOSE, int(array_bytes(moments) * elements)):
         arrays = UpdateArrays(elements, moments, threads=max(counts))
     times: dict[int, list[float]] = {count: [] for count in counts}

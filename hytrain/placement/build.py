@@ -1,4 +1,4 @@
-"""The placement that a job starts with, and what will change it."""
+"""Builds the placement that a job starts with, and what changes it later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hytrain.hardware.host_share import HostShare
 from hytrain.kernels.host_limits import GROUP, host_memory_pools
 from hytrain.model.state_format import StateFormat
 from hytrain.offload.cpu_updater import CpuSettings, pinned_bytes
-from hytrain.offload.threads import ThreadChoice
+from hytrain.offload.threads import ThreadChoice, measuring_bytes
 from hytrain.offload.update_pipeline import UpdatePipeline
 from hytrain.placement.calibration import gpu_seconds_per_parameter
 from hytrain.placement.controller import PlacementController
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 PeakInputs = Callable[[int], PeakMemoryInputs]
-"""What peaks of memory follow from, by the number of layers on the GPU."""
+"""Returns what peaks of memory are predicted from, given the number of layers on the GPU."""
 
 
 def plan_placement(
@@ -58,14 +58,14 @@ def plan_placement(
 ) -> tuple[Decision, PeakInputs]:
     """Decides, before any optimizer state is allocated, where it goes, and sets how it is kept.
 
-    Where the host seems too small for what a fixed ``gpu_fraction`` leaves to it, that is logged.
+    If the host seems too small for what a fixed ``gpu_fraction`` leaves to it, that is logged.
 
     Args:
-        stage: of ZeRO.
-        micro_batches: of a step, as accumulation is now.
+        stage: the ZeRO stage.
+        micro_batches: returns how many a step has with the present accumulation.
 
     Returns:
-        where the layers are to begin with, and what peaks of memory follow from.
+        where the layers are at first, and what peaks of memory are predicted from.
 
     Raises:
         ConfigError: ``solver.start`` is for another number of ranks.
@@ -107,6 +107,9 @@ def plan_placement(
         gradients=sizes.gradients,
         gpu_base=gpu_base if is_cuda else None,
         num_ranks=sizes.num_ranks,
+        measuring_bytes=measuring_bytes(
+            host, config.offload.cpu_threads, config.moments, may_bind=config.offload.numa == "auto"
+        ),
         largest_frozen=weights.largest_frozen,
     )
 
@@ -115,7 +118,7 @@ def plan_placement(
         kept = replace(sizes, micro_batches=own_micro_batches()).kept_gradients
         return shared(gpu_layers=gpu_layers, pinned_bytes=pinned, kept_gradients=kept)
 
-    # Nobody allocates before all ranks of the host have seen what it has, and that all have enough.
+    # No rank allocates before all have seen what their host has left, and that it is enough.
     _raise_on_all(_refusal(config, host, decision, peak_inputs), collectives, device)
     if config.gpu_fraction != "solve":
         _warn_of_host(decision, config.gpu_fraction)
@@ -150,7 +153,7 @@ def _shares(host: HostShare) -> dict[str, int]:
 def _refusal(
     config: HyTrainConfig, host: HostShare, decision: Decision, peak_inputs: PeakInputs
 ) -> MemoryBudgetError | None:
-    """Why this rank's state fits nowhere, or not where it is asked for; None where it does."""
+    """Why this rank's state fits nowhere, or not where it is asked for; None if it does."""
     layers, limits = decision.layer_bytes, decision.limits
     inputs = peak_inputs(decision.gpu_layers_target)
     try:
@@ -158,7 +161,7 @@ def _refusal(
             check_fits(layers, limits, decision.staging_bytes, num_ranks=inputs.num_ranks)
             return None
         peaks = predict_peaks(inputs)
-        # Weights that are kept on the host are among the peaks, and taken already.
+        # Weights that are kept on the host are part of the peaks, and allocated already.
         more = inputs.home_bytes - limits.host_base
         limit = hard_limit({name: left + more for name, left in _shares(host).items()})
         gpu = None if limits.shares_host else limits.gpu  # which counts no caches as free
@@ -169,10 +172,10 @@ def _refusal(
 
 
 def _warn_of_host(decision: Decision, gpu_fraction: float) -> None:
-    """Where the host seems not to hold what a given ``gpu_fraction`` leaves to it.
+    """Warns if the host seems too small for what a given ``gpu_fraction`` leaves to it.
 
-    A process that touches more than there is gets killed, and cannot say why. What lies in swap is
-    slow, but there; no reserve is kept of what the user has decided.
+    A process that touches more memory than there is gets killed and cannot say why. Swap is slow,
+    but counts; no reserve is demanded of a placement that the user has chosen.
     """
     layers, limits = all_split(decision.layer_bytes), decision.limits
     staging = decision.staging_bytes
@@ -206,7 +209,7 @@ def build_placement(
     threads: ThreadChoice,
     collectives: ShardCollectives,
 ) -> PlacementManager:
-    """What measures the steps and moves layers, for a pipeline placed as first decided."""
+    """Builds what measures the steps and moves layers, for a pipeline placed as first decided."""
     device = pipeline.streams.device
     solver = config.solver
     solves = config.gpu_fraction == "solve"

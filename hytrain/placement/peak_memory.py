@@ -1,8 +1,8 @@
-"""What a run will take, phase by phase, said before any of it is taken. Bytes in, bytes out.
+"""Predicts the memory of a run, phase by phase, before any is taken. Bytes in, bytes out.
 
 All numbers are this rank's, beside what the process had before the engine was built and beside the
-training copy that is there already. Activations are the model's own: they are not in it until they
-have been measured (``MemoryProbe``).
+training copy that is there already. Activations are the model's own: they are not included until
+they have been measured (``MemoryProbe``).
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ from hytrain.placement.memory import (
 
 _MIB = 1024**2
 _GIB = 1024**3
-CALIBRATION_BYTES = 16 << 24
-"""That measuring the CPU's update takes, for some milliseconds, before any state is there."""
 _ROUNDED_BYTES = 2
-"""Bytes an element of a moment that is kept in fewer, between the device and its fp32 values."""
+"""Bytes per element of a moment kept in fewer bytes, between the device and its fp32 values."""
 _THREADS_BYTES = 9 * 2 * _MIB
-"""Stacks, heaps and buffers of the threads that write or check a checkpoint: a huge page each."""
+"""Stacks, heaps and buffers of the threads that write or check checkpoints: a huge page each."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhasePeak:
-    """The most that a phase takes at one time.
+    """The most memory that a phase takes at one time.
 
     Attributes:
         host: pageable host memory, in bytes.
         pinned: pinned host memory, in bytes.
-        gpu: device memory; None where the device is the CPU, whose memory is the host's.
+        gpu: device memory; None if the device is the CPU, whose memory is the host's.
         in_flight: device memory of gradients that wait for the CPU's update and go as the phase's
-            activations come, or come as those go: beside ``gpu`` it takes the larger of the two.
-            0 where there are none, or where ``gpu`` has them (``host`` on a CPU).
+            activations come, or come as those go: beside ``gpu`` the phase takes the larger of the
+            two. 0 if there are none, or if ``gpu`` (``host`` on a CPU) includes them.
     """
 
     host: int
@@ -58,11 +56,11 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True)
 class PeakMemoryInputs:
-    """What the peaks follow from.
+    """What the peaks are predicted from.
 
     Attributes:
         layers: this rank's shards, in forward order.
-        gpu_layers: how many of the first layers' state is on the device.
+        gpu_layers: how many layers, from the first, have their state on the device.
         pinned_bytes: all pinned memory with the others on the host.
         home_bytes: pinned memory of weights that are kept on the host (``offload_param``).
         largest_parameter: elements of the largest parameter, whole.
@@ -70,8 +68,9 @@ class PeakMemoryInputs:
         gpu_base: device memory that is known to be needed beside state; None: the device is the
             CPU.
         num_ranks: ranks that share the state.
+        measuring_bytes: host memory in which the CPU's update is measured, before state exists.
         kept_gradients: bytes of gradients that are kept from one micro-batch to the next.
-        largest_frozen: bytes of the largest parameter that is not trained, and whole on each rank.
+        largest_frozen: bytes of the largest frozen parameter that is whole on each rank.
     """
 
     layers: Sequence[LayerBytes]
@@ -82,6 +81,7 @@ class PeakMemoryInputs:
     gradients: Sequence[int]
     gpu_base: int | None
     num_ranks: int
+    measuring_bytes: int
     kept_gradients: int = 0
     largest_frozen: int = 0
 
@@ -91,7 +91,7 @@ PHASES = ("build", "step", "save", "load", "evaluation")
 
 
 def predict_peaks(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
-    """The peaks of :data:`PHASES`, each of which may begin as soon as a step has returned."""
+    """Predicts the peaks of :data:`PHASES`, each of which may begin once a step has returned."""
     if inputs.gpu_base is None:
         return _of_one_memory(inputs)
     away, here = inputs.layers[: inputs.gpu_layers], inputs.layers[inputs.gpu_layers :]
@@ -107,12 +107,12 @@ def predict_peaks(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
     # State that is streamed is pinned.
     pinned = inputs.pinned_bytes + inputs.home_bytes + host_state_bytes(here) - on_host
     return {
-        "build": PhasePeak(max(on_host, CALIBRATION_BYTES), pinned, base),
-        # Where gradients are kept from one micro-batch to the next, those in flight are among them.
+        "build": PhasePeak(max(on_host, inputs.measuring_bytes), pinned, base),
+        # If gradients are kept from one micro-batch to the next, those in flight are among them.
         "step": PhasePeak(
             on_host, pinned, base + max(waiting_bytes(layers, k), kept), 0 if kept else ahead
         ),
-        # Frozen weights are written when all else is.
+        # Frozen weights are written after all else.
         "save": PhasePeak(
             on_host + max(copied, inputs.largest_frozen) + _THREADS_BYTES,
             pinned,
@@ -124,15 +124,15 @@ def predict_peaks(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
 
 
 def _of_one_memory(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
-    """On a CPU: what would be the device's is the host's."""
+    """Predicts the peaks on a CPU: what would be on the device is on the host."""
     here = inputs.layers[inputs.gpu_layers :]
     state = placed_bytes(inputs.layers, inputs.gpu_layers) + host_state_bytes(here)
     left = gradient_bytes(updated_on_cpu(here))
     gathered = _gathered(inputs)
-    # A backward may be that far ahead of the update; autograd's own of one layer is copied.
+    # A backward may be that far ahead of the update; autograd's own gradient of a layer is copied.
     ahead = sum(inputs.gradients) + max(inputs.gradients)
     host = {
-        "build": max(state, CALIBRATION_BYTES),
+        "build": max(state, inputs.measuring_bytes),
         "step": state + ahead,
         "save": state + max(gathered, left) + _THREADS_BYTES,
         # Files are checked before gradients are forgotten.
@@ -144,19 +144,19 @@ def _of_one_memory(inputs: PeakMemoryInputs) -> dict[str, PhasePeak]:
 
 
 def _gathered(inputs: PeakMemoryInputs) -> int:
-    """What a save or load has of a parameter at a time.
+    """Bytes of the parameter that a save or load gathers at a time.
 
-    It comes when the update has fetched all gradients, and these have been let go: one or the other
-    is there.
+    It is gathered when the update has fetched all gradients and these have been released: only one
+    of the two is there.
     """
-    # Whole parameters come together from the ranks' pieces, which are there as well: where there is
-    # one rank only if they are not views of the state.
+    # A whole parameter is joined from the ranks' pieces, which are there as well: with one rank,
+    # only if they are not views of the state.
     is_joined = any(layer.master == SPLIT for layer in inputs.layers)
     return MASTER_BYTES * inputs.largest_parameter * (2 if inputs.num_ranks > 1 or is_joined else 1)
 
 
 def hard_limit(pools: Mapping[str, int]) -> tuple[str, int] | None:
-    """The scarcest of what ends or fails a process that takes more; None where there is none.
+    """The scarcest limit beyond which a process is ended or fails; None if there is none.
 
     ``pools``: this rank's share of what each has left; names as ``host_memory_pools`` has them.
     """
@@ -175,13 +175,13 @@ def refuse_what_cannot_fit(
 ) -> None:
     """Refuses a placement that is certain to fail, before any state is allocated.
 
-    What the machine has left is no such limit: it drops caches and swaps. (That is warned of.)
+    What the machine has left is no such limit, as it drops caches and swaps: that gives a warning.
 
     Args:
         peaks: see :func:`predict_peaks`.
         limit: see :func:`hard_limit`.
         gpu: device memory that this process may take in all; None: no device of its own.
-        gpu_fraction: what the user has given; for the message.
+        gpu_fraction: the user's value, for the message.
 
     Raises:
         MemoryBudgetError: a phase takes more. The text has the table.
@@ -208,7 +208,7 @@ def refuse_what_cannot_fit(
 
 
 def peaks_table(peaks: Mapping[str, PhasePeak]) -> str:
-    """The peaks for people."""
+    """The peaks as a table for people."""
     rows = [["phase", "host, pageable", "host, pinned", "GPU"]]
     for phase, peak in peaks.items():
         gpu = "-" if peak.gpu is None else size_text(peak.gpu)

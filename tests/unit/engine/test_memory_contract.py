@@ -166,6 +166,7 @@ def _terms(**changes: Any) -> PeakMemoryInputs:
         "gradients": [2000] * 4,
         "gpu_base": 9000,
         "num_ranks": 1,
+        "measuring_bytes": 256 * MIB,
         **changes,
     }
     return PeakMemoryInputs(**values)

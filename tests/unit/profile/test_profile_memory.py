@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from hytrain.comm.collectives import ShardCollectives
 from hytrain.config import SolverConfig
 from hytrain.hardware.gpu_memory import allocated_bytes, give_back_cached, usable_gpu_bytes
-from hytrain.hardware.host_share import HostShare
+from hytrain.hardware.host_share import HostShare, NearCores
 from hytrain.kernels import host_limits as host_room
 from hytrain.offload import threads, update_arrays
 from hytrain.placement import memory_probe
@@ -374,6 +375,34 @@ def test_counts_are_compared_beyond_the_caches(
     fewer = threads.measured_elements(cores, "8bit", compares=compares)
     assert fewer > elements if wanted > 2**28 else fewer == elements
     assert fewer % 64 == 0
+
+
+@pytest.mark.parametrize("given", [None, 3])
+@pytest.mark.parametrize("near", [None, NearCores(frozenset({0}), 1)])
+def test_what_measuring_takes_is_known_before(
+    near: NearCores | None, given: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a node of one core, which is all of its caches' share."""
+    taken: list[int] = []
+    timed_kernel(monkeypatch, dict.fromkeys((1, 3, 8, 10, 12, 15), 1.0))
+
+    def elements(cores: int, _moments: str, *, compares: bool) -> int:
+        return 1 << (8 + 2 * compares + (cores == 1))
+
+    def take(_purpose: str, num_bytes: int) -> AbstractContextManager[None]:
+        taken.append(num_bytes)
+        return nullcontext()
+
+    monkeypatch.setattr(threads, "measured_elements", elements)
+    monkeypatch.setattr(threads, "taking_host_memory", take)
+    host = HostShare(ranks=1, cores=16, pool_ranks={}, near=near, some_near=near is not None)
+    alone = cast(ShardCollectives, SimpleNamespace(gather_objects=lambda one, _: [one]))
+    for measured in (threads.choose_threads, threads._choose_near):
+        measured.cache_clear()
+    threads.place_threads(host, given, "bf16", alone, may_bind=True)
+    for measured in (threads.choose_threads, threads._choose_near):
+        measured.cache_clear()
+    assert max(taken) == threads.measuring_bytes(host, given, "bf16", may_bind=True)
 
 
 def test_only_counts_that_are_compared_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
