@@ -45,7 +45,7 @@ def parse_json(
 
     Raises:
         HyTrainError: of the class ``error``: it is not JSON, is nested more deeply than any file of
-            ours, or has a whole number of more than 64 bits.
+            ours, or has a whole number of more than 20 digits.
     """
     try:
         return json.loads(text, strict=strict, parse_int=_whole)

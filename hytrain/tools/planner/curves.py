@@ -32,7 +32,7 @@ class Table:
         if not sizes or sizes[0] <= 0.0 or sizes != sorted(set(sizes)):
             raise PlanError(f"a table needs ascending positive sizes, got {sizes}")
         if not all(0.0 <= value < math.inf for _, value in self.points):
-            raise PlanError(f"a table holds a value that is no positive number: {self.points}")
+            raise PlanError(f"a table holds a value that is negative or not finite: {self.points}")
 
     def scaled(self, size: float, value: float = 1.0) -> Table:
         """Returns the table with all sizes times ``size`` and all values times ``value``."""

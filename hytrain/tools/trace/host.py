@@ -76,7 +76,7 @@ class HostView:
         """The last span of a resource that ends in [begin, end]; None if none does."""
         spans = self._rank[resource]
         rows = np.flatnonzero((spans.end >= begin) & (spans.end <= end)) if len(spans) else []
-        return int(rows[-1]) if len(rows) else None
+        return int(rows[np.argmax(spans.end[rows])]) if len(rows) else None
 
     def line_of_sync(self, row: int) -> str:
         """The Python line that synchronized: "train.py:31", or what is known of it."""
