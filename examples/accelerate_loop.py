@@ -35,7 +35,7 @@ step = 0
 while step < options.steps:
     for batch in loader:
         loss = model(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)  # in which the engine takes its step, too
+        accelerator.backward(loss)  # the engine also takes its step here
         optimizer.step()
         optimizer.zero_grad()
         step += 1

@@ -21,8 +21,8 @@ parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--local_rank", type=int, help="given by the deepspeed launcher")
 options = parser.parse_args()
 
-# Stands for an inference engine, which may be another process (handover.py) or vLLM. It is loaded
-# first: once there are arguments with ZeRO-3, transformers shards what it loads.
+# Stands in for an inference engine, which may be another process (handover.py) or vLLM. It is
+# loaded first: once arguments with ZeRO-3 exist, transformers shards the models that it loads.
 generator = AutoModelForCausalLM.from_pretrained(options.model, dtype="bfloat16").eval()
 
 arguments = GRPOConfig(
@@ -46,7 +46,7 @@ model = AutoModelForCausalLM.from_pretrained(options.model, dtype="bfloat16")
 
 
 def generate(prompts, trainer):
-    """One completion for each prompt; GRPO has repeated them."""
+    """Returns one completion for each prompt; GRPO has already repeated the prompts."""
     own = generator.to(trainer.accelerator.device).state_dict()
     with torch.no_grad():
         for name, tensor in trainer.model_wrapped.iterate_weights():
@@ -65,18 +65,18 @@ def generate(prompts, trainer):
 
 
 def starts(inputs):
-    """Where each prompt begins behind its padding."""
+    """Returns where each prompt begins, after its padding."""
     return (inputs.attention_mask == 0).sum(dim=1).tolist()
 
 
 def until_end(ids):
-    """Without what stands behind the end token."""
+    """Returns the ids up to and including the end token."""
     end = tokenizer.eos_token_id
     return ids[: ids.index(end) + 1] if end in ids else ids
 
 
 def reward(completions, **_named):
-    """Of different words."""
+    """Returns the share of distinct words in each completion."""
     return [len(set(text.split())) / max(len(text.split()), 1) for text in completions]
 
 

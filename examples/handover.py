@@ -1,4 +1,4 @@
-"""The weights of a second process's model, after every few steps: by CUDA IPC on a GPU.
+"""Hands the weights to a second process's model every few steps: by CUDA IPC on a GPU.
 
 deepspeed examples/handover.py --model Qwen/Qwen3-1.7B --text my.txt
 """
@@ -14,7 +14,7 @@ import hytrain
 
 
 def serve(name, device, weights, taken, questions, answers):
-    """Stands for an inference engine: takes weights by name, and says what a sample's loss is."""
+    """Stands in for an inference engine: takes weights by name, answers with a sample's loss."""
     model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16").to(device).eval()
     own = model.state_dict()
     with torch.no_grad():
@@ -22,7 +22,7 @@ def serve(name, device, weights, taken, questions, answers):
             while (item := weights.get()) is not None:
                 own[item[0]].copy_(item[1])
                 if item[1].is_cuda:
-                    torch.cuda.synchronize()  # it is read before the trainer goes on
+                    torch.cuda.synchronize()  # the copy ends before the trainer goes on
                 del item
                 taken.put(True)
             sample = torch.tensor([question], device=device)
@@ -66,7 +66,7 @@ def main():
         for named in engine.iterate_weights():  # a collective: all ranks take all tensors
             if is_first:
                 name, tensor = named
-                # torch moves what it sends of a CPU to shared memory: not the training weights.
+                # Sending a CPU tensor moves it to shared memory: send a copy, not the weights.
                 weights.put((name, tensor if tensor.is_cuda else tensor.clone()))
                 taken.get()  # a tensor is valid until the next one is asked for
         if is_first:

@@ -28,7 +28,7 @@ deepspeed.init_distributed("nccl" if on_gpu else "gloo")
 ranks, rank = deepspeed.comm.get_world_size(), deepspeed.comm.get_rank()
 config = {
     "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": ranks,  # a sample that each rank has loaded
+    "gradient_accumulation_steps": ranks,  # one sample loaded by each rank
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
@@ -64,7 +64,7 @@ loader = UlyssesSPDataLoaderAdapter(
 
 
 def parts():
-    """This rank's of each sample, on the device, again and again."""
+    """Yields this rank's part of each sample, on the device, without end."""
     while True:
         for part in loader:
             yield {name: tensor.to(engine.device) for name, tensor in part.items()}
@@ -72,7 +72,7 @@ def parts():
 
 batches = parts()
 for step in range(1, options.steps + 1):
-    # The inputs of blocks wait for backward in host memory.
+    # The inputs of blocks are kept in host memory until backward.
     with torch.autograd.graph.save_on_cpu(pin_memory=on_gpu):
         loss = engine.train_batch(batches)
     if step % 5 == 0 and rank == 0:

@@ -1,8 +1,8 @@
 """A mixture of experts: deepspeed examples/mixture.py --model Qwen/Qwen3-30B-A3B --text my.txt
 
 30 B parameters on one H200 with 128 GiB of host memory, with clipping: moments in 8 bits, master
-weights in 2 bytes beside their bf16 copy, activations computed again in backward. A step has many
-tokens, since an update costs as much as that of all parameters: 8 micro-batches, layer by layer.
+weights in 2 bytes beside their bf16 copy, activations recomputed in backward. An update covers all
+parameters, however few a token uses, so a step has many tokens: 8 micro-batches, layer by layer.
 """
 
 import argparse

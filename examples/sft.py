@@ -44,7 +44,7 @@ arguments = config(
 )
 tokenizer = AutoTokenizer.from_pretrained(options.model)
 data = load_dataset("json", data_files=options.data, split="train")
-# In bf16: a model that TRL is given by its name may be loaded in fp32. DPO's reference is another.
+# In bf16: TRL may load a model given by name in fp32. DPO's reference is a second model.
 models = [AutoModelForCausalLM.from_pretrained(options.model, dtype="bfloat16")]
 if options.dpo:
     models.append(AutoModelForCausalLM.from_pretrained(options.model, dtype="bfloat16"))

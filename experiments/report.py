@@ -41,7 +41,7 @@ def _kernel_bench(result: Json) -> list[Json]:
 
 
 def of(experiment: str) -> tuple[report.Rows, report.Claims]:
-    """How an experiment's rows are made of a result, and its claims of rows."""
+    """Returns the functions that make an experiment's rows of a result, and its claims of rows."""
     if experiment == "kernel_bench":
         return _kernel_bench, report.no_claims
     module: Any = importlib.import_module(f"experiments.{experiment}.run")

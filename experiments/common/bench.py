@@ -1,10 +1,10 @@
 """The worker of experiments that time a system's steps: builds, warms up or settles, measures.
 
-Beside what systems.py and model.py read, a job says "warmup" (steps before the timed ones),
-"windows" and "steps" (of a window); "settle" {"least", "quiet", "most"} (with k solved, steps until
-nothing has moved for "quiet" of them); "built" ("device", or "host" and "partitioned" for weights
-that no GPU holds); and its limits: "cap" (share of the GPU's memory that the process may take) or
-"cap_gib", and "host_limit_gib", which the kernel enforces.
+Besides the fields that systems.py and model.py read, a job has "warmup" (steps before the timed
+ones), "windows" and "steps" (of a window); "settle" {"least", "quiet", "most"} (with k solved:
+steps until nothing has moved for "quiet" of them); "built" ("device", or "host" or "partitioned"
+for weights that no GPU holds); and its limits: "cap" (share of the GPU's memory that the process
+may take) or "cap_gib", and "host_limit_gib", which the kernel enforces.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from experiments.common.timing import (
 from experiments.common.worker import Recorder
 
 ROW = ("step", "gpu_fraction", "step_seconds", "update_seconds", "exposed_seconds")
-"""What is kept of the statistics of every step while k is solved."""
+"""The statistics that are kept of every step while k is solved."""
 
 
 def limit_memory(job: Json) -> None:
-    """This rank's GPU is torch's current one; memory by what the job allows."""
+    """Makes this rank's GPU torch's current one, and limits memory to what the job allows."""
     if job["device"] == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         cap = job.get("cap")
@@ -56,13 +56,13 @@ def limit_memory(job: Json) -> None:
         if cap is not None:
             torch.cuda.set_per_process_memory_fraction(cap)
     if "host_limit_gib" in job:
-        # What the process may have of private memory that it can write: page-locked or not.
+        # Limits the process's private writable memory, page-locked or not.
         most = int(job["host_limit_gib"] * GIB)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def make_model(job: Json, dtype: torch.dtype) -> Any:
-    """Where the job says."""
+    """Builds the job's model where its "built" says."""
     built = job.get("built", "device")
     if built == "partitioned":
         return build_partitioned_model(job, dtype, systems.ds_config(job))
@@ -70,7 +70,7 @@ def make_model(job: Json, dtype: torch.dtype) -> Any:
 
 
 def empty_cache() -> None:
-    """Gives the device what torch keeps for later."""
+    """Gives torch's cached memory back to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -84,9 +84,9 @@ class Bench:
     ) -> None:
         """
         Args:
-            job: see the module's text.
-            recorder: of the process.
-            make: its model; the job's own unless given.
+            job: see the module's docstring.
+            recorder: the process's recorder.
+            make: makes the model in a dtype; unless given, the job's own model.
         """
         self.job = job
         self.recorder = recorder
@@ -100,7 +100,7 @@ class Bench:
         recorder.reached(f"{job['system']} is built")
 
     def use_batch(self, batch: int) -> None:
-        """From the next step on, so many sequences a micro-batch."""
+        """Sets the sequences of a micro-batch from the next step on."""
         self.batch = batch
         batches = build_batches({**self.job, "batch": batch}, first=int(os.environ["RANK"]))
         accumulation = self.job.get("accumulation", 1)
@@ -108,21 +108,21 @@ class Bench:
 
     @property
     def has_k(self) -> bool:
-        """Whether it is hytrain's engine."""
+        """Whether the system is hytrain's engine, which has k."""
         return isinstance(self.system, systems.HyTrain)
 
     def step(self) -> Json:
-        """One step of hytrain's; what it says of itself."""
+        """Runs one step of hytrain and returns its statistics."""
         self.stepper.step()
         row = self.system.observe()
         assert row is not None
         return row
 
     def settle(self, *, least: int, quiet: int, most: int) -> Json:
-        """Steps until nothing has been decided or moved for `quiet` steps."""
+        """Runs steps until nothing has been decided or moved for `quiet` steps."""
         rows: list[Json] = []
         changed, before = 0, None
-        # A quarter of the time is for what is timed then.
+        # A quarter of the time is left for the timed steps.
         end = 0.25 * self.recorder.seconds_left()
         while len(rows) < most and self.recorder.seconds_left() > end:
             rows.append(self.step())
@@ -144,11 +144,11 @@ class Bench:
         }
 
     def timed(self, *, windows: int, steps: int) -> Json:
-        """Steps as they are, timed; of hytrain's also what they cost, and what is predicted."""
+        """Times steps as they are; for hytrain also gives measured costs and predicted times."""
         from hytrain.cost.prediction import predict
 
         found = measure(self.stepper, windows=windows, steps=steps)
-        # Page-locked memory may show in the machine's use only.
+        # Page-locked memory may show only in the machine's use.
         grown = found.pop("host_machine_bytes") - self._machine_bytes
         if self.job.get("ranks", 1) == 1:
             found["host_bytes"] = max(found["host_bytes"], grown)
@@ -175,15 +175,15 @@ class Bench:
         return found
 
     def close(self) -> None:
-        """The engine goes, a bare model stays."""
+        """Closes the system and empties torch's cache; a bare model stays in memory."""
         self.system.close()
         empty_cache()
 
 
 def run(job: Json, recorder: Recorder) -> None:
-    """One system. What it took is kept before the system is closed, which may fail."""
+    """Measures one system. The result is recorded before the system is closed, which may fail."""
     limit_memory(job)
-    # Known also of a model that does not fit.
+    # Recorded first: it is known even if the model does not fit.
     parameters = size_of(job["model"], job.get("layers")).num_parameters
     recorder.put(num_parameters=parameters)
     bench = Bench(job, recorder)

@@ -9,7 +9,7 @@ import torch
 
 
 def copy_rates(num_bytes: int, device: torch.device) -> dict[str, float]:
-    """Bytes a second of one pinned copy of so many bytes each way, the median of five.
+    """Returns bytes a second of one pinned copy of `num_bytes` each way, the median of five.
 
     Returns:
         "offload": to the host; "reload": to the device.

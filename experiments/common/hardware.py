@@ -1,4 +1,4 @@
-"""What a result was measured on. No torch: it would open a context on the GPU and keep it."""
+"""The machine and versions of a result. No torch: it would open a GPU context and keep it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _version(package: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """The first line that a program prints; None where there is none."""
+    """The first line that a program prints; None if there is none."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

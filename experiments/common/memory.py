@@ -28,12 +28,12 @@ class HostMemory:
 
     rss_bytes: int
     machine_used_bytes: int
-    """Of the whole machine: page-locked memory counts here even where a driver's mapping
+    """Used by the whole machine: page-locked memory counts here even if a driver's mapping
     keeps it out of the process's resident set."""
 
 
 def host_memory() -> HostMemory:
-    """Read /proc."""
+    """Reads the host memory in use from /proc."""
     status = _kilobyte_fields("/proc/self/status")
     machine = _kilobyte_fields("/proc/meminfo")
     return HostMemory(
@@ -43,10 +43,10 @@ def host_memory() -> HostMemory:
 
 
 class HostMemorySampler:
-    """Follows the host memory of the measured steps from a thread of its own.
+    """Samples the host memory of the measured steps in a thread of its own.
 
-    The peak that the kernel keeps (VmHWM) includes what building the model needed for a moment,
-    so the peak of the steps has to be sampled.
+    The peak that the kernel keeps (VmHWM) includes what building the model needed briefly, so the
+    peak of the steps has to be sampled.
     """
 
     def __init__(self, interval_seconds: float = 0.25) -> None:
@@ -77,7 +77,7 @@ class HostMemorySampler:
 
 
 def reset_gpu_peak(device: str) -> None:
-    """Begin a new peak: what building the model needed for a moment is not a step's memory."""
+    """Starts a new peak: memory that building the model needed briefly is not a step's."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
 

@@ -17,7 +17,7 @@ from experiments.common.sizes import size_of
 Batch = dict[str, torch.Tensor]
 
 NUM_BATCHES = 4
-"""Batches that take turns: few, so that a loss which falls shows that updates arrive."""
+"""Batches that take turns: few, so that a falling loss shows that updates arrive."""
 
 
 def model_config(job: Json) -> PretrainedConfig:
@@ -39,7 +39,7 @@ def model_config(job: Json) -> PretrainedConfig:
 
 
 def checkpoint(model: Any) -> None:
-    """Its blocks' activations are computed again in backward."""
+    """Makes the model recompute its blocks' activations in backward."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
@@ -71,23 +71,23 @@ def build_host_model(job: Json, dtype: torch.dtype) -> Any:
         with torch.no_grad():
             values = torch.ones_like(parameter, device=job["device"])
             parameter.copy_(values if "norm" in name else values.uniform_(-0.02, 0.02))
-    # Its buffers are no parameters and were lost with the meta device.
+    # Buffers are not parameters: their values were lost with the meta device.
     model.model.rotary_emb = type(rotary)(config=model.config)
     return _prepared(model, job)
 
 
 def build_partitioned_model(job: Json, dtype: torch.dtype, config: Json) -> Any:
-    """Random weights, each rank a part of every parameter, for a model that no device holds whole.
+    """Random weights, a part of every parameter on each rank, for a model that no device holds.
 
     Args:
-        job: its model and tokens.
-        dtype: of the weights.
+        job: says which model and how many tokens.
+        dtype: the weights' dtype.
         config: the DeepSpeed JSON, of ZeRO-3; transformers builds under ``deepspeed.zero.Init``.
     """
     # Not needed by the other models, whose systems may run without DeepSpeed.
     from transformers.integrations import HfDeepSpeedConfig
 
-    # transformers asks for it through a weak reference, and goes on as ever once it is gone.
+    # transformers keeps only a weak reference to it, and builds whole models once it is gone.
     told = HfDeepSpeedConfig(config)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
@@ -104,7 +104,7 @@ def _prepared(model: Any, job: Json) -> Any:
 
 
 def build_batches(job: Json, *, first: int = 0) -> list[Batch]:
-    """Random tokens, on the device; the labels are the tokens. Ranks begin with different ones."""
+    """Random tokens on the device, also as labels. Ranks begin with different batches."""
     generator = torch.Generator().manual_seed(1)
     shape = (job["batch"], job["seq"])
     batches: list[Batch] = []

@@ -16,11 +16,11 @@ GIB = 2**30
 
 OK = "ok"
 RUNNING = "running"
-"""The status of a result that its process has not ended yet."""
+"""The status of a result whose process has not ended yet."""
 OUT_OF_MEMORY = "out of memory"
 HOST_MEMORY_LOW = "host memory low"
 REFUSED = "refused"
-"""hytrain said what the user has to change."""
+"""hytrain refused, with an error that says what the user has to change."""
 FAILED = "failed"
 TIMED_OUT = "timed out"
 SKIPPED = "skipped"
@@ -42,7 +42,7 @@ def lines_of(data: Json) -> str:
 
 
 def write_json(path: Path, data: Json) -> None:
-    """Write so that a reader sees the old file or the new one, never half of it."""
+    """Writes JSON so that a reader sees the old file or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(lines_of(data))
@@ -50,7 +50,7 @@ def write_json(path: Path, data: Json) -> None:
 
 
 def read_json(path: Path) -> Json:
-    """Read one JSON object."""
+    """Reads one JSON object."""
     data = json.loads(path.read_text())
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds a {type(data).__name__}, not a JSON object")

@@ -1,8 +1,8 @@
 """Rows, claims and their table, the same way for every experiment. Plain data, no torch.
 
 An experiment's run.py has ``rows(result)``, a flat dict for each thing that was measured, and
-``claims(rows)``, what is decided from them; both work on a result and on the rows that are kept of
-it (results.json).
+``claims(rows)``, what is decided from them. A report is made from a result or from the rows that
+are kept of it (results.json).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Rows = Callable[[Json], list[Json]]
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What was measured, and the limit.
+    """A measured value and its limit.
 
     Attributes:
         text: what is claimed.
-        value: None: not measured.
-        limit: None: a number to report, with nothing to reach.
-        at_least: whether the limit is the least or the most allowed.
-        ceiling: of a ratio to another system: what a step without any update would reach there.
+        value: what was measured; None if it was not.
+        limit: None if the value is only reported.
+        at_least: whether the limit is the least allowed value; else it is the most.
+        ceiling: for a ratio to another system: what a step without any update would reach.
     """
 
     text: str
@@ -52,18 +52,18 @@ Claims = Callable[[Sequence[Json]], list[Claim]]
 
 
 def no_claims(rows: Sequence[Json]) -> list[Claim]:
-    """Of an experiment whose rows say all."""
+    """No claims, for an experiment whose rows say everything."""
     del rows
     return []
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """None where either is."""
+    """Returns above / below; None if either is None."""
     return None if above is None or below is None else above / below
 
 
 def worst(values: Iterable[float | None], *, at_least: bool = False) -> float | None:
-    """Of those that were measured, the one that is furthest from the claim."""
+    """The measured value that is furthest from the claim; None if nothing was measured."""
     known = [value for value in values if value is not None]
     return (min(known) if at_least else max(known)) if known else None
 
@@ -72,12 +72,12 @@ def worst(values: Iterable[float | None], *, at_least: bool = False) -> float | 
 
 
 def short(value: float | None, digits: int = 4) -> float | None:
-    """So many significant digits."""
+    """Rounds to this many significant digits."""
     return None if value is None else float(f"{value:.{digits}g}")
 
 
 def gib(num_bytes: float | None) -> float | None:
-    """Bytes as GiB, four digits."""
+    """Converts bytes to GiB, with four significant digits."""
     return None if num_bytes is None else short(num_bytes / GIB)
 
 
@@ -93,14 +93,14 @@ def slowest(ranks: Sequence[Json]) -> tuple[float, list[float]]:
 
 
 def failure(record: Json) -> Json:
-    """Of a job that did not come to its end: its status, and the last words."""
+    """Status of a job that did not finish, and the first line of its error or its last log line."""
     errors = [rank["error"] for rank in record["ranks"] if "error" in rank]
     last = (errors or record["log"][-1:] or [""])[0].splitlines()
     return {"status": record["status"]} | ({"words": last[0][:120]} if last else {})
 
 
 def timed_row(record: Json) -> Json:
-    """The fields that every timed job has (bench.py); `failure` of others."""
+    """The fields of every timed job (bench.py); of one that failed, those of `failure`."""
     if record["status"] != records.OK:
         return failure(record)
     ranks = record["ranks"]
@@ -128,7 +128,7 @@ def _cell(value: object) -> str:
 
 
 def markdown(rows: Sequence[Json]) -> str:
-    """A table whose columns are the rows' keys, in the order in which they come."""
+    """A table whose columns are the rows' keys, in the order in which they first appear."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = [columns, ["---"] * len(columns)]
     lines += [[_cell(row.get(column)) for column in columns] for row in rows]
@@ -136,7 +136,7 @@ def markdown(rows: Sequence[Json]) -> str:
 
 
 def machine_of(result: Json) -> Json:
-    """What runs of one table must share."""
+    """The machine and versions, which all runs of one table must share."""
     found = result.get("hardware") or result["machine"]
     versions = {"python": found["python"], **found["versions"]}
     if found.get("cuda"):
@@ -145,11 +145,11 @@ def machine_of(result: Json) -> Json:
 
 
 def summary(rows: Rows, results: dict[str, Json]) -> Json:
-    """All runs' rows, with where they come from: an experiment's results.json.
+    """All runs' rows and their origin: the content of an experiment's results.json.
 
     Args:
-        rows: of the experiment.
-        results: a run's name -> what was written.
+        rows: makes the experiment's rows of a result.
+        results: a run's name -> the result that it wrote.
 
     Raises:
         ValueError: runs of different machines or versions; a summary has one.
@@ -168,7 +168,7 @@ def summary(rows: Rows, results: dict[str, Json]) -> Json:
 
 
 def text_of(found: Json, claims: Claims = no_claims) -> str:
-    """A summary, or a results.json that is kept, for people."""
+    """A summary, or the content of a results.json, as readable text."""
     runs, rows = found["runs"], found["rows"]
     lines: list[str] = []
     if (machine := found.get("machine")) is not None:
@@ -194,5 +194,5 @@ def text_of(found: Json, claims: Claims = no_claims) -> str:
 
 
 def of_result(rows: Rows, claims: Claims = no_claims) -> Callable[[Json], str]:
-    """What a command prints when it has measured."""
+    """Returns the function that makes the text which a command prints after measuring."""
     return lambda result: text_of(summary(rows, {"now": result}), claims)

@@ -1,11 +1,11 @@
 """Runs jobs, each in processes of its own, one a rank, and keeps what they measured. No torch here.
 
 A job is plain data: "label"; "worker", the module that measures (see worker.py); "device"; "ranks"
-(1 unless given), with "separate" each a world of its own; "cores", of its one rank (all unless
-given); "seconds", about how long it takes; "group" and "group_ends": once a job of the group has
-ended so ("ok" or "failed"), the group's later ones are left out; and whatever the worker reads. A
-job that fails, hangs or runs out of memory is recorded, and the next one begins: nothing of it is
-left in another's process.
+(1 unless given; with "separate" each is a world of its own); "cores", the number for its one rank
+(all unless given); "seconds", about how long it takes; "group" and "group_ends": once a job of the
+group has ended so ("ok" or "failed"), the group's later ones are left out; and whatever the worker
+reads. A job that fails, hangs or runs out of memory is recorded, and the next one begins in
+processes of its own, where nothing of the failed one is left.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from experiments.common.sizes import MODELS
 LIMIT_FACTOR = 2.5
 """A job may take this many times its expected seconds before it counts as hung."""
 WORTH_A_TRY = 0.4
-"""A job starts while this share of its expected seconds is left, for those are generous."""
+"""A job starts only if this share of its expected seconds is left; they are generous estimates."""
 CLOSING_SECONDS = 5.0
-"""Kept free at the end of a command's time."""
+"""Seconds kept free at the end of a command's time."""
 GRACE_SECONDS = 5.0
-"""After a rank has failed, for the others: one that waits in a collective never ends by itself."""
+"""Seconds for other ranks after one failed: one that waits in a collective never ends by itself."""
 LOG_LINES = 30
 WORST_FIRST = (
     records.OUT_OF_MEMORY,
@@ -44,7 +44,7 @@ WORST_FIRST = (
     records.REFUSED,
     records.TIMED_OUT,
 )
-"""Of a job's ranks the one that explains the others: they wait for it until they are ended."""
+"""The status that explains a job comes first: its other ranks only wait until they are ended."""
 
 
 # -- one job -----------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 
 def divide_cores(cores: Sequence[int], shares: int) -> list[list[int]]:
-    """Neighbouring cores for each of so many ranks; where there are fewer, all share all."""
+    """Neighbouring cores for each share; all cores for each if there are fewer than shares."""
     each = len(cores) // shares
     if each == 0:
         return [list(cores)] * shares
@@ -68,7 +68,7 @@ def divide_cores(cores: Sequence[int], shares: int) -> list[list[int]]:
 def environment(
     device: str, *, rank: int = 0, size: int = 1, port: int | None = None, local: int = 0
 ) -> Json:
-    """A rank's environment: as a launcher sets it, this repository first on the path."""
+    """A rank's environment as a launcher sets it, with this repository first on the path."""
     env = dict(os.environ)
     paths = [str(REPOSITORY), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     extensions = Path(tempfile.gettempdir()) / f"hytrain_experiments_{os.getuid()}"
@@ -86,10 +86,10 @@ def environment(
     }
     if device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-        # glibc would keep gradients, which are a GPU's elsewhere, in the heap for later.
+        # Else glibc would keep freed gradients in its heap; with a GPU they are not on the host.
         env.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
     elif not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(env):
-        # A plan fills a GPU to within a GiB: that must not be lost to fragments.
+        # A plan fills a GPU to within a GiB: that must not be lost to fragmentation.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return env
 
@@ -97,8 +97,8 @@ def environment(
 def start(
     command: Sequence[str], env: Json, log: Path, cores: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """A process in a session of its own, on these cores from its start: torch and OpenMP size their
-    pools by what they may use."""
+    """Starts a process in a session of its own, on these cores from its start: torch and OpenMP
+    size their thread pools by the cores that they may use."""
     pin = functools.partial(os.sched_setaffinity, 0, cores) if cores else None
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -114,12 +114,12 @@ def start(
 
 
 def end_on_sigterm() -> None:
-    """As an exception it ends the processes, too: each has a session of its own."""
+    """Turns SIGTERM into an exception: cleanup then ends the processes, each in its own session."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that :func:`start` has started, with the children in its session."""
+    """Kills a process that :func:`start` has started, with the children in its session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -133,7 +133,7 @@ def tail(log: Path, lines: int = LOG_LINES) -> list[str]:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> list[int | None]:
-    """Exit codes; None for those that were ended at the limit, or after another one had failed."""
+    """Exit codes; None for processes still running at the limit, or some time after one failed."""
     until = time.monotonic() + limit
     while time.monotonic() < until:
         codes = [process.poll() for process in processes]
@@ -146,7 +146,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> list[in
 
 
 def status_of(code: int | None, result: Json, log: Sequence[str]) -> str:
-    """How a rank ended: as it says itself, unless it was ended before it could."""
+    """How a rank ended: as its result says, unless the rank was ended before it could say."""
     status = result.get("status", records.RUNNING)
     if status != records.RUNNING:
         return status
@@ -162,7 +162,7 @@ def status_of(code: int | None, result: Json, log: Sequence[str]) -> str:
 def _commands(
     job: Json, names: Sequence[Path], shares: int | None
 ) -> list[tuple[list[str], Json, Path, list[int]]]:
-    """What :func:`start` is given for each rank; the names are of its files, without suffix."""
+    """The arguments of :func:`start` for each rank; `names` are its files' paths without suffix."""
     size, port = len(names), free_port()
     cores = divide_cores(sorted(os.sched_getaffinity(0)), max(shares or 0, size))
     if "cores" in job:
@@ -184,14 +184,14 @@ def run_job(job: Json, folder: Path, limit: float, *, shares: int | None = None)
     """Runs a job's ranks; never raises for what happens there.
 
     Args:
-        job: see the module's text.
+        job: see the module's docstring.
         folder: for the processes' files: job.json, rank<i>.json as it grows, rank<i>.log.
-        limit: seconds after which all are ended.
+        limit: seconds after which all ranks are ended.
         shares: ranks by which the machine's cores are divided; the job's own unless given.
 
     Returns:
         {"label", "status" (the worst rank's), "wall_seconds", "ranks": what each has measured,
-        "log": the end of that of the rank that says why}.
+        "log": the end of the log of the rank that explains a failure}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("rank*"):
@@ -206,7 +206,7 @@ def run_job(job: Json, folder: Path, limit: float, *, shares: int | None = None)
             processes.append(start(*command))
         codes = _wait(processes, limit)
     finally:
-        # Also an interrupt of the command must not leave a process on the GPU.
+        # An interrupt of the command must not leave a process on the GPU either.
         for process in processes:
             stop(process)
     found: list[Json] = []
@@ -265,7 +265,7 @@ def parser(
 
 
 def workload(options: argparse.Namespace) -> Json:
-    """What a job takes of the shared options."""
+    """The shared options that a job takes."""
     return {name: getattr(options, name) for name in ("model", "batch", "seq", "device")}
 
 
@@ -283,7 +283,7 @@ def chosen(jobs: Iterable[Json], only: Sequence[str]) -> list[Json]:
 
 
 def _left_out(job: Json, before: Sequence[tuple[Json, Json]]) -> str | None:
-    """The job of the same group that makes this one needless."""
+    """The label of an earlier job of the group that makes this one needless; None if none does."""
     for earlier, record in before:
         if job.get("group") is not None and earlier.get("group") == job["group"]:
             is_ok = record["status"] == records.OK
@@ -295,7 +295,7 @@ def _left_out(job: Json, before: Sequence[tuple[Json, Json]]) -> str | None:
 def measure(
     options: argparse.Namespace, jobs: Sequence[Json], *, shares: int | None = None
 ) -> Json:
-    """One job after another; OUT/result.json is written after each.
+    """Runs one job after another, and writes OUT/result.json after each.
 
     Returns:
         {"command", "hardware", "jobs": each job with what :func:`run_job` returns}.
@@ -341,10 +341,10 @@ def main(
     *,
     shares: int | None = None,
 ) -> int:
-    """A whole command: --list, or the jobs and then their report.
+    """Runs a whole command: --list, or the jobs and then their report.
 
     Returns:
-        0 also where a job failed: that is a result, and the report says so.
+        0, even if a job failed: that is a result, and the report says so.
     """
     some = chosen(jobs, options.only)
     if options.list:

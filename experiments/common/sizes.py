@@ -7,10 +7,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The shape of a Llama model with untied embeddings and full multi-head attention, unless said.
+    """The shape of a Llama model; by default untied embeddings and full multi-head attention.
 
     Attributes:
-        kv_heads: heads of keys and values; as many as of queries where 0.
+        kv_heads: heads of keys and values; 0: as many as of queries.
         qwen3: a Qwen 3 model: 128 channels a head, norms of queries and keys, tied embeddings.
     """
 
@@ -64,7 +64,7 @@ SIZES = {
     "llama-1b": Size(layers=16, hidden=2048, intermediate=5632, heads=16),
     "2.7B": Size(layers=32, hidden=2560, intermediate=6912, heads=20),
     "llama-3b": Size(layers=24, hidden=3072, intermediate=8192, heads=24),
-    # Llama 7B: part others of solve_k gives it fewer or more blocks, of 0.2 B parameters each.
+    # Llama 7B: solve_k's part "others" gives it fewer or more blocks, of 0.2 B parameters each.
     "llama-7b": Size(layers=32, hidden=4096, intermediate=11008, heads=32),
     # Llama 3.1 8B.
     "llama-8b": Size(
@@ -85,7 +85,7 @@ SIZES = {
     # The blocks of Llama 65B; 0.8 B parameters each.
     "llama-41b": Size(layers=50, hidden=8192, intermediate=22016, heads=64),
 }
-# As cells of regimes.py and workloads of hf_trainer call them, by their parameters.
+# Names by number of parameters, which cells of regimes.py and workloads of hf_trainer use.
 SIZES |= {
     "0.37B": SIZES["llama-0.4b"],
     "0.95B": SIZES["llama-1b"],
@@ -96,7 +96,7 @@ MODELS = tuple(SIZES)
 
 
 def size_of(model: str, layers: int | None = None) -> Size:
-    """The size called `model`, if need be with another number of blocks."""
+    """The size called `model`, with this number of blocks if `layers` is given."""
     if model not in SIZES:
         raise ValueError(f"model {model!r} is unknown: choose one of {', '.join(SIZES)}")
     size = SIZES[model]

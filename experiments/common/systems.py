@@ -1,9 +1,9 @@
 """The measured systems: a model with its optimizer, ready to train, the same way for each of them.
 
-What a job says of its system: "system", "clip" (gradient clipping norm; None: no clipping) and
+A job's fields for its system: "system", "clip" (gradient clipping norm; None: no clipping) and
 "accumulation" (micro-batches a step);
-- forward and backward only: "drops" (each gradient is freed as soon as it is final: a model too
-  large would keep them all);
+- forward and backward only: "drops" (each gradient is freed as soon as it is final, for a model
+  whose gradients would not all fit);
 - DeepSpeed and FSDP2: "threads" (CPU thread counts to try for the update); FSDP2 also
   "reshard_after_forward" and "offload" (True; else all state is on the GPUs);
 - DeepSpeed and hytrain: "optimizer" (its section; AdamW unless given);
@@ -125,10 +125,10 @@ class System:
         return None
 
     def drain(self) -> None:
-        """Finish whatever the last step left in flight; most systems leave nothing."""
+        """Finishes whatever the last step left in flight; most systems leave nothing."""
 
     def close(self) -> None:
-        """Give everything back; what belongs to the process alone needs no closing."""
+        """Releases what outlives the system; what ends with the process needs no closing."""
         for hook in self._hooks:
             hook.remove()
 
@@ -138,7 +138,7 @@ def _drop(parameter: torch.Tensor) -> None:
 
 
 class AllGpu(System):
-    """Mixed precision where the memory is there: bf16 weights, fp32 masters, fused AdamW."""
+    """Mixed precision with all state on the GPU: bf16 weights, fp32 masters, fused AdamW."""
 
     def __init__(self, model: Any, clip: float | None) -> None:
         super().__init__(model)
@@ -165,7 +165,7 @@ class AllGpu(System):
 
 
 class AllGpuMuon(AllGpu):
-    """The same with Muon for the blocks' matrices, by hytrain's step, and no state elsewhere."""
+    """AllGpu with Muon for the blocks' matrices, by hytrain's step; all state stays on the GPU."""
 
     def __init__(self, model: Any, clip: float | None) -> None:
         super().__init__(model, clip)
@@ -198,7 +198,7 @@ class AllGpuMuon(AllGpu):
 
 
 class TorchaoOffload(System):
-    """torchao's CPUOffloadOptimizer around torch's fused AdamW, without clipping, which it has not.
+    """torchao's CPUOffloadOptimizer around torch's fused AdamW; it does not support clipping.
 
     Its state has the weights' dtype: bf16 here, 6 bytes a parameter, without fp32 master weights.
     """
@@ -265,7 +265,7 @@ class Fsdp2(System):
 
 
 def ds_config(job: Json) -> Json:
-    """The DeepSpeed JSON of a job, with hytrain's section where it is hytrain's."""
+    """The DeepSpeed JSON of a job, with hytrain's section if the job's system is hytrain."""
     config: Json = {
         "train_micro_batch_size_per_gpu": job["batch"],
         "gradient_accumulation_steps": job.get("accumulation", 1),
@@ -278,7 +278,7 @@ def ds_config(job: Json) -> Json:
     if job["system"] in ZERO:
         config["zero_optimization"] = ZERO[job["system"]]
         if "offload_optimizer" not in config["zero_optimization"]:
-            # torch's own: DeepSpeed's fused Adam would be compiled first.
+            # torch's AdamW: DeepSpeed's fused Adam would have to be compiled first.
             config["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
         return copy.deepcopy(config)  # the engine writes into it
     zero: Json = {"stage": job.get("stage", 2), "offload_optimizer": OFFLOAD}
@@ -320,7 +320,7 @@ class DeepSpeed(System):
 
 
 class HyTrain(DeepSpeed):
-    """A HyTrainEngine, with what it says about k."""
+    """A HyTrainEngine, with its statistics and decisions about k."""
 
     def _initialize(self, model: Any, config: Json) -> Any:
         import hytrain
@@ -337,24 +337,24 @@ class HyTrain(DeepSpeed):
         self.engine.synchronize()
 
     def decisions(self) -> list[Any]:
-        """About k, oldest first."""
+        """The decisions about k, oldest first."""
         return list(self.engine.placement_decisions())
 
     @property
     def num_layers(self) -> int:
-        """That k counts."""
+        """The number of layers that k counts."""
         return self.decisions()[0].num_layers
 
     def gpu_layers(self) -> int:
-        """Of the last step."""
+        """The number of layers on the GPU in the last step."""
         return round(self.engine.step_statistics().gpu_fraction * self.num_layers)
 
     def place(self, gpu_layers: int) -> None:
-        """From the next step on."""
+        """Places this many layers on the GPU from the next step on."""
         self.engine.set_gpu_fraction(gpu_layers / self.num_layers)
 
     def costs(self) -> Any:
-        """What the solver has measured; None before that."""
+        """The costs that the solver has measured; None before it has."""
         return self.engine.optimizer.placement.costs()
 
 
@@ -375,7 +375,7 @@ class StreamedAdamW(HyTrain):
 
 
 class _StreamedAdamW(torch.optim.AdamW):
-    """Its step is never called; AdamW itself is hytrain's on the CPU."""
+    """A separate class, since hytrain updates AdamW itself on the CPU. Its step is never called."""
 
 
 def _adam_values(group: Any, step: int) -> Json:
@@ -401,10 +401,10 @@ NAMES = (
 
 
 def build(job: Json, make_model: MakeModel) -> Any:
-    """The job's system, of a model that is made in the dtype that it wants.
+    """Builds the job's system, with a model in the dtype that the system needs.
 
     Raises:
-        ValueError: there is no such system.
+        ValueError: the system is unknown.
     """
     name = job["system"]
     if name not in NAMES:

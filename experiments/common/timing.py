@@ -19,13 +19,13 @@ from experiments.common.records import Json
 from hytrain.hardware.energy import EnergyMeter
 
 SLOW_SECONDS, SLOW_STEPS, SLOW_WARMUP = 1.5, 2, 2
-"""A system whose step takes longer gets windows of so many steps, and so many before them."""
+"""A system whose step takes longer gets windows of SLOW_STEPS steps, after SLOW_WARMUP steps."""
 THREAD_TRIES = 2
 """Steps for each number of threads; the faster one counts."""
 
 
 def synchronize(device: str) -> None:
-    """Wait for the GPU, where there is one."""
+    """Waits for the GPU, if there is one."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -46,12 +46,12 @@ class Stepper:
         self._losses: list[torch.Tensor] = []
 
     def step(self) -> None:
-        """One step; returns when the launching thread is free, not when the GPU is."""
+        """Makes one step; returns when the launching thread is free, not when the GPU is."""
         batches = [next(self._batches) for _ in range(self._accumulation)]
         self._losses.append(self.system.step(batches))
 
     def timed_step(self, steps: int = 1) -> float:
-        """Seconds a step, with a wait before the first and after the last."""
+        """Makes steps; returns seconds a step, with a wait before the first and after the last."""
         synchronize(self.device)
         begin = time.perf_counter()
         for _ in range(steps):
@@ -65,7 +65,7 @@ class Stepper:
 
 
 def warm_up(stepper: Stepper, steps: int) -> list[float]:
-    """Seconds of steps until warm; a slow system is warm after SLOW_WARMUP steps."""
+    """Makes warm-up steps, SLOW_WARMUP of a slow system; returns the seconds of each."""
     seconds: list[float] = []
     while len(seconds) < steps:
         seconds.append(stepper.timed_step())
@@ -76,7 +76,7 @@ def warm_up(stepper: Stepper, steps: int) -> list[float]:
 
 
 def measure(stepper: Stepper, *, windows: int, steps: int) -> Json:
-    """Measure windows that follow one another without a gap.
+    """Measures windows that follow one another without a gap.
 
     There is one wait at each window's end and none inside. A system that updates behind the next
     forward pass has work in flight at a window's end; it had as much in flight at its beginning,
@@ -84,9 +84,9 @@ def measure(stepper: Stepper, *, windows: int, steps: int) -> Json:
 
     Returns:
         step_seconds (the median of the windows), window_seconds (of a step in each), losses (of all
-        steps so far), observations (what the system says about its measured steps), host_bytes (the
-        largest resident set), gpu (peaks), drain_seconds, gpu_joules and cpu_joules a step (None
-        where they cannot be read; the processors' with whatever else ran there).
+        steps so far), observations (the system's statistics of its measured steps), host_bytes (the
+        largest resident set), gpu (peaks), drain_seconds, gpu_joules and cpu_joules a step (None if
+        they cannot be read; the processors' include whatever else ran there).
     """
     system, device = stepper.system, stepper.device
     observations: dict[int, Json] = {}
@@ -130,7 +130,7 @@ def measure(stepper: Stepper, *, windows: int, steps: int) -> Json:
 
 
 def clipped_share(rows: list[Json]) -> float | None:
-    """Share of the steps in which clipping acted, of those that tell."""
+    """Share of the steps in which clipping acted, of those whose coefficient is known."""
     told = [row["clip_coefficient"] for row in rows if row.get("clip_coefficient") is not None]
     return sum(value < 1.0 for value in told) / len(told) if told else None
 
@@ -139,7 +139,7 @@ def clipped_share(rows: list[Json]) -> float | None:
 
 
 def set_threads(count: int) -> None:
-    """Set the count for torch and for extensions, whose OpenMP may be another copy than torch's."""
+    """Sets the count for torch and for extensions, whose OpenMP may be a copy of their own."""
     torch.set_num_threads(count)
     maps = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6}
@@ -148,7 +148,7 @@ def set_threads(count: int) -> None:
 
 
 def choose_threads(stepper: Stepper) -> int | None:
-    """Try the system's candidates and keep the fastest; None where the system decides itself."""
+    """Tries the system's candidates and keeps the fastest; None if the system decides itself."""
     asked = stepper.system.thread_candidates
     if not asked:
         return None

@@ -32,13 +32,13 @@ class Recorder:
     def __init__(self, path: Path, until: float) -> None:
         """
         Args:
-            path: of the result.
+            path: the result's file.
             until: ``time.time`` at which the process is ended from outside.
         """
         self._path = path
         self._until = until
         self._begin = time.monotonic()
-        self._lock = threading.Lock()  # the guard of the host's memory writes, too
+        self._lock = threading.Lock()  # the host memory guard writes, too
         self._result: Json = {"status": records.RUNNING}
 
     def put(self, **values: object) -> None:
@@ -54,13 +54,13 @@ class Recorder:
             records.write_json(self._path, self._result)
 
     def reached(self, phase: str) -> None:
-        """What has ended, with the seconds since the process began; printed as well."""
+        """Records and prints a phase that has ended, with the seconds since the process began."""
         seconds = round(time.monotonic() - self._begin, 2)
         self.append("phases", [phase, seconds])
         print(f"{seconds:.1f} s: {phase}", flush=True)
 
     def seconds_left(self) -> float:
-        """Until the process will be ended from outside."""
+        """Seconds until the process is ended from outside."""
         return self._until - time.time()
 
 
@@ -109,7 +109,7 @@ class HostMemoryGuard:
 
 
 def status_of(error: Exception) -> str:
-    """What an error means for the report."""
+    """The status that an error gives the job."""
     import torch
 
     from hytrain.errors import HyTrainError
@@ -132,7 +132,7 @@ def end(code: int) -> NoReturn:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status; the result file says more."""
+    """Measures the job; returns the exit status, and the result file says more."""
     job = records.read_json(Path(arguments[0]))
     recorder = Recorder(Path(arguments[1]), job["until"])
     try:

@@ -1,4 +1,4 @@
-"""The trainings that are compared: what differs between them, and nothing else does."""
+"""The trainings that are compared, with everything that differs between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from experiments.common.records import Json
 
 SEEDS = (0, 1, 2)
 SYSTEM_SEEDS = (0, 1)
-"""Of these the systems are held beside each other."""
+"""The seeds with which systems are compared."""
 MOMENTS = ("fp32", "bf16", "8bit")
 
 
@@ -19,23 +19,23 @@ class Case:
     kind: str
     """What it is compared as; cases of a kind differ in their seed."""
     seed: int
-    """Of the weights and of the data's order."""
+    """Seed of the weights and of the data's order."""
     engine: str
-    """--engine of train_lm."""
+    """The --engine of train_lm."""
     moments: str = "fp32"
     optimizer: str = "AdamW"
-    """Or Muon."""
+    """AdamW or Muon."""
     attention: str = "sdpa"
     offload: bool = True
-    """Of DeepSpeed: whether state is in host memory; else it has torch's AdamW on the GPU."""
+    """For DeepSpeed: whether state is in host memory; else torch's AdamW updates it on the GPU."""
     enough: float = 1.0
-    """Ended after this share of the schedule's steps."""
+    """The training is ended after this share of the schedule's steps."""
     cores: int = 1
-    """Of its own, so that no other training takes turns with its threads."""
+    """Cores of its own, so that no other training takes turns with its threads."""
 
     @property
     def label(self) -> str:
-        """Its own."""
+        """The case's unique name."""
         return f"{self.kind}, seed {self.seed}"
 
 
@@ -47,27 +47,27 @@ ADAMW = "torch AdamW"
 HYTRAIN_MUON = "hytrain, Muon"
 TORCH_MUON = "torch Muon"
 ZERO2_SHARE = 0.75
-"""Of the schedule: 3,000 of 4,000 steps."""
+"""The share of the schedule that trainings with ZeRO-2 or Muon run: 3,000 of 4,000 steps."""
 ZERO2_CORES = 10
 """DeepSpeed's CPU Adam updates all 97 M parameters after every backward pass, and its threads wait
-for each other: where other processes have a turn on their cores it takes several times as long."""
+for each other: if other processes use the same cores, it takes several times as long."""
 SCHEDULE_STEPS = 4000
 LEARNING_RATE = 6e-4
 MUON_LEARNING_RATE = 0.02
-"""Of torch's and DeepSpeed's Muon alike: a matrix's step is this times an orthogonal matrix."""
+"""For torch's and DeepSpeed's Muon alike: a matrix's step is this times an orthogonal matrix."""
 FIXED_FRACTION = 0.75
-"""k of the last seed, by which its layers are updated by either kernel all the time."""
+"""The fixed k of the last seed: the CPU's and the GPU's kernel both update layers throughout."""
 HYTRAIN_CORES = 2
-"""One launches, the other updates."""
+"""One core launches, the other updates."""
 
 
 def hytrain_kind(moments: str) -> str:
-    """As what hytrain with these moments is compared."""
+    """The kind of hytrain's trainings with these moments."""
     return HYTRAIN if moments == "fp32" else f"{HYTRAIN}, {moments} moments"
 
 
 def all_cases() -> list[Case]:
-    """In the order in which they start: systems seed by seed, then all kinds, seed by seed."""
+    """All cases in their starting order: systems seed by seed, then other kinds seed by seed."""
     cases = [case for seed in SYSTEM_SEEDS for case in _systems(seed)]
     for seed in SEEDS:
         cases += [
@@ -102,7 +102,7 @@ def _systems(seed: int) -> list[Case]:
 def training_config(
     micro_batch: int, *, steps: int, warmup: int, lr: float, beta2: float, on_gpu: bool
 ) -> Json:
-    """ZeRO-2 with the optimizer on the host, AdamW, clipping at 1, a cosine of so many steps."""
+    """ZeRO-2 with the optimizer on the host, AdamW, clipping at 1, a cosine of `steps` steps."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "steps_per_print": 10**9,
@@ -140,8 +140,8 @@ def ds_config(
 ) -> Json:
     """The DeepSpeed JSON of a case: DeepSpeed's own betas, clipping at 1.
 
-    With a second moment of such a long memory (0.999), one that is rounded to nearest would stop
-    to move (arXiv 2603.16731): the harder case for moments in fewer bytes.
+    A second moment with such a long memory (0.999) would stop moving if it were rounded to nearest
+    (arXiv 2603.16731): the harder case for moments in fewer bytes.
     """
     config = training_config(
         micro_batch,
@@ -157,9 +157,9 @@ def ds_config(
         config["optimizer"] = {"type": "Muon", "params": {**adam, **lrs, "momentum": 0.95}}
     if case.engine == "deepspeed" and not case.offload:
         del config["zero_optimization"]["offload_optimizer"]
-        config["optimizer"]["params"]["torch_adam"] = True  # its own would have to be compiled
+        config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's would have to be compiled
     if case.engine == "hytrain":
-        # Muon's state would all come to the GPU: a quarter is to be streamed.
+        # A solved k would put all of Muon's state on the GPU: a quarter is to be streamed.
         is_fixed = case.seed == SEEDS[-1] or case.optimizer == "Muon" or not on_gpu
         config["hytrain"] = {
             "gpu_fraction": FIXED_FRACTION if is_fixed else "solve",

@@ -1,4 +1,4 @@
-"""A training's loss curve: read from train_lm's metrics, smoothed, and held against another."""
+"""A training's loss curve: read from train_lm's metrics, smoothed, and compared with another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from experiments.common.records import Json
 
 WINDOW = 100
-"""Steps of the moving average: the noise of single batches goes, which all trainings share."""
+"""Steps of the moving average: it removes the noise of single batches, which trainings share."""
 DIGITS = 5
 
 
@@ -22,15 +22,15 @@ class Curve:
     """What a training has reached so far."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
-    """Of each step's batch, before its update, nats a token."""
+    """The loss of each step's batch, before its update, in nats a token."""
     held_out: dict[str, float] = dataclasses.field(default_factory=dict)
-    """After so many steps (a key of JSON is a string)."""
+    """Steps made (a string, as a key of JSON) -> the held-out loss after them."""
     k: float | None = None
     """Share of layers that the last step updated on the GPU; None without hytrain."""
 
 
 def read_records(path: Path) -> list[Json]:
-    """The lines of train_lm's metrics.jsonl, without a half one of a process that still writes."""
+    """The records of train_lm's metrics.jsonl, without a last line that is still being written."""
     if not path.is_file():
         return []
     lines = path.read_text().splitlines(keepends=True)
@@ -38,7 +38,7 @@ def read_records(path: Path) -> list[Json]:
 
 
 def read_curve(path: Path) -> Curve:
-    """Read a curve from train_lm's metrics.jsonl; empty where there is none yet."""
+    """Reads a curve from train_lm's metrics.jsonl; empty if there is none yet."""
     losses: list[float] = []
     held_out: dict[str, float] = {}
     k = None
@@ -52,7 +52,7 @@ def read_curve(path: Path) -> Curve:
 
 
 def _number(value: float | None) -> float:
-    # What is not finite is null there; a comparison must see it.
+    # A loss that is not finite is null in the file; a comparison must see it.
     return float("nan") if value is None else round(value, DIGITS)
 
 
@@ -78,6 +78,6 @@ def largest_difference(
 
 
 def last_common_step(held_out: Sequence[Mapping[str, float]]) -> int | None:
-    """The last step after which all were evaluated; None where there is none above 0."""
+    """The last step after which all were evaluated; None if there is none above 0."""
     steps = set.intersection(*({int(step) for step in one} for one in held_out))
     return max((step for step in steps if step), default=None)

@@ -42,15 +42,15 @@ PAIRS = (
     *((HYTRAIN, ZERO2), (HYTRAIN, ZERO2_GPU), (HYTRAIN, ADAMW), (ADAMW, ZERO2)),
     (HYTRAIN_MUON, TORCH_MUON),
 )
-"""Of one seed."""
+"""The kinds that are compared with the same seed."""
 KINDS = (*map(hytrain_kind, MOMENTS), ADAMW, HYTRAIN_MUON, TORCH_MUON)
-"""Of several seeds."""
+"""The kinds that are compared over several seeds."""
 
 Trainings = dict[tuple[str, int], Json]
 
 
 def by_case(result: Json) -> Trainings:
-    """(kind, seed) -> training, of those that have as many steps as are averaged."""
+    """(kind, seed) -> training, for those with enough steps for the moving average."""
     found = {(t["kind"], t["seed"]): t for t in result["trainings"]}
     return {case: t for case, t in found.items() if len(t["losses"]) >= WINDOW}
 
@@ -153,7 +153,7 @@ def draw(trainings: Trainings, image: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables, draw the chart."""
+    """Prints the tables and draws the chart."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("result", type=Path)
     parser.add_argument("--png", type=Path, help="default: beside the result")

@@ -2,9 +2,9 @@
 
     python experiments/convergence/run.py --out out/convergence
 
-Each training is a process of train_lm's script, on cores of its own; the next one starts where
-enough are free. What they have reached is written to `result.json` again and again, so that a run
-that is cut keeps its curves, and `--resume` goes on with those that had not ended.
+Each training is a process of train_lm's script, on cores of its own; the next one starts as soon as
+enough are free. Their progress is written to `result.json` repeatedly, so that an interrupted run
+keeps its curves, and `--resume` runs those again that had not ended.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from experiments.convergence.curves import Curve, read_curve
 TRAIN = hardware.REPOSITORY / "experiments" / "train_lm" / "train.py"
 MODEL = Path(__file__).with_name("llama_97m.json")
 RECORDED = ("model", "steps", "schedule_steps", "lr", "micro_batch", "seq_len")
-"""Options that the result has."""
+"""Options that are recorded in the result."""
 WRITE_SECONDS = 10.0
-"""Between two writes of the result, and two looks at what can start."""
+"""Seconds between two writes of the result, and between two checks of what can start."""
 
 
 def start_training(
     folder: Path, config: Json, device: str, options: Sequence[object], cores: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """A process of train.py by itself, whose results go to ``folder``/out.
+    """Starts a process of train.py alone, whose results go to ``folder``/out.
 
     Args:
-        folder: made.
+        folder: is created.
         config: the DeepSpeed JSON.
         device: "cuda" or "cpu".
-        options: of train.py.
-        cores: of its own; all unless given.
+        options: command-line options of train.py.
+        cores: the process's own cores; all unless given.
     """
     folder.mkdir(parents=True)
     records.write_json(folder / "config.json", config)
@@ -70,7 +70,7 @@ class Training:
     folder: Path
     process: subprocess.Popen[bytes]
     steps: int
-    """After which it is ended: enough of its schedule."""
+    """Steps after which it is ended: enough of its schedule."""
     cores: list[int]
     started: float
     curve: Curve = dataclasses.field(default_factory=Curve)
@@ -78,25 +78,25 @@ class Training:
     seconds: float = 0.0
 
     def look(self) -> None:
-        """Read the curve, and find out whether it has ended."""
+        """Reads the curve, and finds out whether the training has ended."""
         if self.status != "running":
             return
         self.curve = read_curve(self.folder / "out" / "metrics.jsonl")
         self.seconds = time.monotonic() - self.started
-        # With the evaluation behind the last step that is wanted.
+        # Including the evaluation after the last step that is wanted.
         if len(self.curve.losses) >= self.steps and str(self.steps) in self.curve.held_out:
             self.stop(records.OK)
         elif self.process.poll() is not None:
             self.status = records.FAILED
 
     def stop(self, status: str) -> None:
-        """End it; its curve so far stays."""
+        """Ends the training; its curve so far is kept."""
         if self.status == "running":
             runner.stop(self.process)
             self.status = status
 
     def record(self) -> Json:
-        """For the result."""
+        """The training's entry in the result."""
         about = {"status": self.status, "seconds": round(self.seconds, 1)}
         return {**dataclasses.asdict(self.case), **about, **dataclasses.asdict(self.curve)}
 
@@ -117,7 +117,7 @@ class Runs:
         return [training for training in self.trainings if training.status == "running"]
 
     def go_on(self) -> bool:
-        """Start what there are cores for, and wait; False once all is over."""
+        """Starts the cases that there are cores for, and waits; returns False once all is over."""
         self._start()
         waited = min(time.monotonic() + WRITE_SECONDS, self._until)
         while time.monotonic() < waited:
@@ -134,15 +134,15 @@ class Runs:
         return left > 0.0 and bool(self._running() or self._waiting)
 
     def stop(self) -> None:
-        """End all."""
+        """Ends all trainings."""
         for training in self.trainings:
             training.stop("stopped")
 
     def _start(self) -> None:
-        """In their order, one that needs more cores than are free before those behind it."""
+        """Starts cases in order: those behind one that needs more cores than are free wait, too."""
         ended = [t.seconds for t in self.trainings if t.status == records.OK]
         if ended and self._until - time.monotonic() < min(ended):
-            self._waiting.clear()  # they would not come to their end
+            self._waiting.clear()  # they would not finish
         for case in list(self._waiting):
             needed = min(case.cores, self._num_cores)
             if needed > len(self._free):
@@ -193,7 +193,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def furthest(trainings: Sequence[Json]) -> list[Json]:
-    """Of a training that was made twice, what came further."""
+    """Keeps, of each training that was run twice, the run with more steps."""
     found: dict[tuple[str, int], Json] = {}
     for training in trainings:
         case = training["kind"], training["seed"]
@@ -203,7 +203,7 @@ def furthest(trainings: Sequence[Json]) -> list[Json]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all; the exit status is 1 where a training failed."""
+    """Runs all trainings; the exit status is 1 if one failed."""
     options = make_parser().parse_args(argv)
     earlier = [] if options.resume is None else records.read_json(options.resume)["trainings"]
     had = {(t["kind"], t["seed"]) for t in earlier if t["status"] == records.OK}

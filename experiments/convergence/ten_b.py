@@ -3,7 +3,7 @@
     python experiments/convergence/ten_b.py --out out/ten_b
 
 A Llama of 9.84 B parameters (30 blocks of width 5120), 8 x 1024 tokens a step, `"hytrain": {}`,
-gradients clipped to a norm of 1. What is reached is written to `ten_b.json` again and again.
+gradients clipped to a norm of 1. Progress is written to `ten_b.json` repeatedly.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from experiments.convergence.run import start_training
 
 WRITE_SECONDS = 5.0
 LAST_STEPS = 100
-"""Whose times are the result: k is solved by then."""
+"""Number of last steps, whose times are the result: k is solved by then."""
 WINDOW = 20
 """Steps of the chart's moving average."""
 
 
 def ds_config(steps: int, micro_batch: int, *, on_gpu: bool) -> Json:
-    """What a user would write, with a schedule for so many steps."""
+    """What a user would write, with a schedule of this many steps."""
     config = training_config(
         micro_batch, steps=steps, warmup=max(2, steps // 10), lr=1e-4, beta2=0.95, on_gpu=on_gpu
     )
@@ -41,7 +41,7 @@ def ds_config(steps: int, micro_batch: int, *, on_gpu: bool) -> Json:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains, and draws what was reached; the exit status is 1 where no step was made."""
+    """Trains, and draws what was reached; the exit status is 1 if no step was made."""
     options = _parser().parse_args(argv)
     until = time.monotonic() + options.limit_seconds
     result: Json = {
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _reached(folder: Path) -> Json:
-    """Loss, time and k of each step, held-out losses, and what the passes alone take."""
+    """Loss, time and k of each step, held-out losses, and time of forward and backward alone."""
     metrics = folder / "out" / "metrics.jsonl"
     curve = read_curve(metrics)
     steps = [record for record in read_records(metrics) if "step_s" in record]
@@ -110,7 +110,7 @@ def _reached(folder: Path) -> Json:
 
 
 def draw(result: Json, image: Path) -> None:
-    """Loss over steps, and below it what each step took."""
+    """Draws the loss over steps, and below it each step's time."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -54,7 +54,7 @@ REAL = {
     "mixture": "--seq 4096",
     "context": "--times 131072 --only 'hytrain fp32'",
 }
-"""8 x 1024 tokens a GPU, but for the mixture and the long sequence."""
+"""8 x 1024 tokens a GPU, except for the mixture and the long sequence."""
 _TOY = "--device cpu --model toy"
 TOY = {
     "all_gpus": f"{SCALING} --gpus {{gpus}} --sizes {{gpus}} --batch 2 --seq 16 {_TOY}",
@@ -63,11 +63,11 @@ TOY = {
     "context": f"{_TOY} --host-gib 9 --only 'hytrain fp32'",
 }
 CLOSING_SECONDS = 15.0
-"""For a command to end its jobs."""
+"""Seconds that a command has to end its jobs."""
 
 
 def commands(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Of a part: name of a result -> the command, without where it is written and its time."""
+    """Name of each result of the part -> its command, without output folder and time limit."""
     halves = [options.gpus >> n for n in range(options.gpus.bit_length())]
     sizes = {"gpus": str(options.gpus), "sizes": ",".join(map(str, halves))}
     values = {name: text.format(**sizes) for name, text in (TOY if options.toy else REAL).items()}
@@ -81,7 +81,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def run(command: Sequence[str], log: Path, seconds: float) -> int:
-    """A command's exit status; 1 where it took longer and was ended."""
+    """Runs a command; returns its exit status, or 1 if it took too long and was ended."""
     process = runner.start(command, dict(os.environ), log)
     try:
         code = process.wait(max(0.0, seconds))

@@ -5,8 +5,8 @@
 
 The chats are Python's own documentation: what is asked for is a function, the answer its docstring.
 One module in ten is held out. Systems run one after another, each in a process of its own, from the
-same bf16 weights and with the same chats in the same order. Nothing is downloaded, but for a model
-that is no folder. It needs trl and datasets, and gguf for such a file.
+same bf16 weights and with the same chats in the same order. Nothing is downloaded, except a model
+that is not a folder. It needs trl and datasets, and gguf for such a file.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def parse() -> argparse.Namespace:
 
 
 def chats() -> dict[str, list[Json]]:
-    """Prompts and completions, "train" and "held_out"."""
+    """Prompts and completions of the parts "train" and "held_out"."""
     found: dict[str, list[Json]] = {"train": [], "held_out": []}
     seen: set[str] = set()
     for name in MODULES:
@@ -108,7 +108,7 @@ def _public(name: str) -> list[tuple[str, Any]]:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """The weights of a GGUF file in bf16, with its tokenizer."""
+    """Writes the weights of a GGUF file in bf16, with its tokenizer, to a folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -124,7 +124,7 @@ def unpack(file: Path, folder: Path) -> None:
 
 
 def answer(model: Any, tokenizer: Any, question: str) -> str:
-    """What it says to a question, without sampling."""
+    """The model's answer to a question, without sampling."""
     asked = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(model.device)
@@ -133,7 +133,7 @@ def answer(model: Any, tokenizer: Any, question: str) -> str:
 
 
 def train(options: argparse.Namespace) -> None:
-    """One system; writes its result."""
+    """Trains one system and writes its result."""
     import contextlib
 
     import torch
@@ -211,7 +211,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Prints a line a system, and keeps result.json."""
+    """Prints a line for each system, and writes result.json."""
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.system:
@@ -231,7 +231,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, name: str) -> Json:
-    """A system in a process of its own."""
+    """Runs a system in a process of its own, and returns its result."""
     folder = options.out / name.replace(" ", "_")
     folder.mkdir(exist_ok=True)
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

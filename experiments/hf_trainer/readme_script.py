@@ -101,7 +101,7 @@ def parse() -> argparse.Namespace:
 
 
 def make_model(folder: Path, shape: Json) -> None:
-    """Weights, made on the device, and a tokenizer whose tokens are bytes."""
+    """Writes random weights, made on the device, and a tokenizer whose tokens are bytes."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
@@ -121,7 +121,7 @@ def make_model(folder: Path, shape: Json) -> None:
 
 
 def make_chats(file: Path) -> None:
-    """Two messages each, longer than a sample may be."""
+    """Writes chats of two messages each, longer than a sample may be."""
     generator = random.Random(0)
     with file.open("w") as output:
         for _ in range(2000):
@@ -133,7 +133,7 @@ def make_chats(file: Path) -> None:
 
 
 def write_script(folder: Path, model: Path, chats: Path, system: Json, *, on_cpu: bool) -> Path:
-    """The README's script and JSON with this system's changes."""
+    """Writes the README's script and JSON with this system's changes."""
     blocks = re.findall(r"```(\w+)\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.S)
     script = next(text for kind, text in blocks if kind == "python" and "SFTTrainer" in text)
     config = json.loads(next(text for kind, text in blocks if kind == "json"))
@@ -169,7 +169,7 @@ def write_script(folder: Path, model: Path, chats: Path, system: Json, *, on_cpu
 
 
 def run(folder: Path, system: Json, share: float | None) -> Json:
-    """One system in a process of its own; the median of its last steps."""
+    """Runs one system in a process of its own; its step time is the median of its last steps."""
     environment = {**os.environ, "TIMES": str((folder / "times.json").resolve())}
     launch = [sys.executable]
     if system.get("deepspeed", True):
@@ -197,7 +197,7 @@ def run(folder: Path, system: Json, share: float | None) -> Json:
 
 
 def main() -> None:
-    """Prints a line a system, and keeps result.json."""
+    """Prints a line for each system, and writes result.json."""
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
     chats = (options.out / "chats.jsonl").resolve()

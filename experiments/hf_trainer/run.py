@@ -50,7 +50,7 @@ SYSTEMS: dict[str, Json] = {
 
 
 def _workload(text: str) -> Json:
-    """From a text of FORM."""
+    """Parses a text of FORM."""
     try:
         model, shape = text.split("/")
         batch, tokens = map(int, shape.split("x"))
@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
-    """Every workload, round and system."""
+    """A job for every workload, round and system."""
     return [
         {
             "label": f"{workload['workload']} {system}" + (f" {turn}" if turn > 1 else ""),
@@ -89,7 +89,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
 
 
 def rows(result: Json) -> list[Json]:
-    """Each workload and system once, the median of its rounds."""
+    """A row for each workload and system, with the median of its rounds."""
     found: dict[tuple[str, str], list[Json]] = {}
     for record in result["jobs"]:
         key = record["job"]["workload"], record["job"]["system"]

@@ -19,7 +19,7 @@ from experiments.common.worker import Recorder
 
 
 class _Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Each item one sequence, the same in every run."""
+    """A data set of random sequences, the same in every run."""
 
     def __init__(self, length: int, vocabulary: int) -> None:
         self._length = length
@@ -35,7 +35,7 @@ class _Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class _Times(TrainerCallback):
-    """When each step has ended, on the device too."""
+    """Records when each step has ended, on the device too."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -47,7 +47,7 @@ class _Times(TrainerCallback):
 
 
 def run(job: Json, recorder: Recorder) -> None:
-    """Trains as the system says, and takes the steps after its warm-up."""
+    """Trains with the job's system, and measures the steps after its warm-up."""
     if job["system"] == "trainer_alone":
         # Else Trainer would wrap the model for several ranks.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

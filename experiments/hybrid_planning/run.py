@@ -33,8 +33,8 @@ PUBLISHED = {
     "row3": ("0.83", "0.54", "1111.39"),
     "row4": ("962", "391", "1158.36"),
 }
-"""Of the published code, constants tp1_bs16, tp_speed "first": seconds of Metis' search and of its
-improved variant, and their best cost."""
+"""Figures of the published code, with constants tp1_bs16 and tp_speed "first": seconds of Metis'
+search and of its improved variant, and their best cost."""
 
 
 def timed(name: str, make: Callable[[], Problem], speed: TpSpeed, repeats: int) -> list[str]:

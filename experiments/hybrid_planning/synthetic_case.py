@@ -19,7 +19,7 @@ TYPES = {
     "V100": (0.4, 32, 150.0, 12.0),
 }
 _BLOCK_MS = 6.0
-"""Forward and backward of one sample through a block on an A100."""
+"""Time of forward and backward of one sample through a block on an A100."""
 
 _BLOCK_MB = 2400.0
 _HIDDEN, _SEQUENCE, _VOCABULARY = 8192, 2048, 51200
@@ -33,14 +33,14 @@ def problem(
     variance: float = 1.0,
     options: Options | None = None,
 ) -> Problem:
-    """As many GPUs of each type, eight to a node.
+    """A planning problem with equally many GPUs of each type, eight to a node.
 
     Args:
-        gpus: of the cluster, a multiple of 32.
-        layers: embedding and head included.
+        gpus: GPUs of the cluster, a multiple of 32.
+        layers: number of layers, embedding and head included.
         gbs: samples of a step.
-        variance: of group sizes.
-        options: of the cost model.
+        variance: factor of the least group size.
+        options: options of the cost model.
     """
     each = gpus // len(TYPES)
     sizes = [2**k for k in range(8)]
@@ -74,7 +74,7 @@ def problem(
 
 
 def _samples(speed: float, tp: int, size: int, layers: int) -> Samples:
-    """Parallel in tensors at 80 % for each doubling; a kernel's launch does not get shorter."""
+    """A made-up profile: each doubling of tp is 80 % efficient; kernel launches stay as long."""
     block = _BLOCK_MS * size / speed / tp * 1.25 ** (tp.bit_length() - 1) + 0.3
     ends = (0.1 * block, *[block] * (layers - 2), 0.4 * block)
     memory = _BLOCK_MB * (0.6 + 0.4 * size) / tp + 100.0

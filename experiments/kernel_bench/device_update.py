@@ -69,7 +69,7 @@ def make_layers(count: int, size: int, groups: int, device: torch.device) -> lis
 def measure(
     states: list[LayerState], groups: int, rounds: int, deadline: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """(host seconds, GPU seconds) of each kind's updates, the kinds in turns."""
+    """Measures (host seconds, GPU seconds) of each kind's updates, with the kinds in turns."""
     device = states[0].master.device
     streams = Streams(device)
     # Nothing moves here: the mover is asked whether a layer has arrived, and it has.
@@ -84,7 +84,7 @@ def measure(
             for state, gradient in zip(states, gradients, strict=True):
                 state.update.send(gradient, is_measured=True)
             torch.cuda.synchronize()
-            # The device begins when all is queued, so that its time has no gaps of the host in it.
+            # The device starts when all is queued, so that its time contains no gaps of the host.
             with torch.cuda.stream(streams.update):
                 torch.cuda._sleep(SLEEP_CYCLES)  # pyright: ignore[reportPrivateUsage]
             begin.record(streams.update)
@@ -108,7 +108,7 @@ def measure(
 def rows_of(
     name: str, groups: int, elements: int, found: dict[str, list[tuple[float, float]]]
 ) -> list[dict[str, Any]]:
-    """What is written and printed of a model."""
+    """The rows that are written and printed for a model."""
     rows: list[dict[str, Any]] = []
     for kind, times in found.items():
         host, gpu = zip(*times, strict=True)

@@ -1,4 +1,4 @@
-"""One training step under each way to start it: the threads of updates are right by themselves.
+"""Training steps under each way to start them: updates find the right number of threads themselves.
 
     python experiments/kernel_bench/launched_threads.py --turns 20
 
@@ -6,8 +6,8 @@ Processes that all live at the same time take turns of a few steps: started plai
 OMP_NUM_THREADS=1 as a launcher of several ranks sets it, and with ``cpu_threads`` set by hand.
 Steps are nearly all update (many parameters, one short sequence), and torch has one thread in each.
 All import at the same time; then each builds its engine, which measures how many threads are best,
-and makes steps until it has tried its neighbours, while the others wait. Printed are medians, what
-they are of the best by hand, the CPU time that a process takes while it is not its turn, and the
+and makes steps until it has tried its neighbours, while the others wait. Printed are medians, their
+ratio to the best by hand, the CPU time that a process takes while it is not its turn, and the
 noise: the same way to start it, measured twice.
 """
 
@@ -60,7 +60,7 @@ def _engine(threads: int | None) -> Any:
 
 
 def _steps(engine: Any) -> float:
-    """Seconds of one, of a few."""
+    """Makes a few steps and returns the seconds of one."""
     import torch
 
     x = torch.ones(1, WIDTH, dtype=torch.bfloat16, device=engine.device)
@@ -94,7 +94,7 @@ def work(connection: Connection, threads: int | None) -> None:
 
 
 def race(ways: dict[str, int | None], turns: int) -> list[dict[str, Any]]:
-    """Rows of the table: the ways' processes, from their start to their end."""
+    """Runs a process for each way to start it, and returns the rows of the table."""
     device = "cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "cuda"
     context = multiprocessing.get_context("spawn")
     ends: dict[str, Connection] = {}
@@ -131,7 +131,7 @@ def _rows(times: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
     best = min((n for n in times if n.startswith("by hand")), key=lambda n: medians[n])
 
     def ratio(name: str, other: str) -> float:
-        """Of the same turns: a machine is slower for seconds."""
+        """The median ratio within turns: the machine is slower for some seconds."""
         pairs = zip(seconds[name], seconds[other], strict=True)
         return round(statistics.median(a / b for a, b in pairs), 3)
 

@@ -24,7 +24,7 @@ from experiments.common.report import Claim, ratio, short
 
 REFERENCE = "forward and backward only, checkpointed blocks"
 MOST_OVER_REFERENCE = 1.08
-"""Layer-major's step over forward and backward, both recomputing what lies inside the layers."""
+"""Limit of layer-major's step over forward and backward, both recomputing the inside of layers."""
 _BARE: Json = {"system": "forward_backward"}
 MODES: dict[str, Json] = {
     REFERENCE: {**_BARE, "checkpointing": True},
@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
-    """Every mode, then every mode again."""
+    """A job for every mode, then for every mode again."""
     return [
         {
             **{"label": f"{mode}, turn {turn}", "mode": mode, "seconds": 40.0},
@@ -70,7 +70,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
 
 
 def rows(result: Json) -> list[Json]:
-    """A row a mode; what a step says of itself is the last turn's."""
+    """A row for each mode; the engine's own statistics are those of the last turn."""
     turns: dict[str, list[Json]] = {}
     failed: list[Json] = []
     for record in result["jobs"]:
@@ -97,7 +97,7 @@ def rows(result: Json) -> list[Json]:
 
 
 def claims(rows: Sequence[Json]) -> list[Claim]:
-    """Of every run."""
+    """The claims of every run."""
     return [
         Claim(
             f"{row.get('run', '')}: {row['mode']}: over forward and backward, both recomputing",

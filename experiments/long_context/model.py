@@ -1,8 +1,8 @@
-"""A Llama whose memory grows little with the sequence, the same way for every system.
+"""A Llama whose memory grows little with the sequence length, made the same way for every system.
 
-MLPs and the loss are computed in DeepSpeed's tiles, blocks are computed again in backward, and
-their inputs wait in page-locked host memory, as far as there is room; the others' on the GPU.
-Attention is causal, by torch's kernels that keep no square of the length.
+MLPs and the loss are computed in DeepSpeed's tiles. Blocks are recomputed in backward; the inputs
+of the first ones are kept in page-locked host memory, as many as fit, those of others on the GPU.
+Attention is causal, by torch's kernels whose memory does not grow with the square of the length.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
 ]
 LOGITS_BYTES = GIB
-"""Of a tile of the loss, in fp32."""
+"""Size of the fp32 logits of a tile of the loss."""
 
 
 class HostInputs:
-    """Page-locked host memory for the inputs of blocks, used anew in every step."""
+    """Page-locked host memory for the inputs of blocks, reused in every step."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -46,12 +46,12 @@ class HostInputs:
                 raise MemoryError(f"{num_bytes / GIB:.1f} GiB could not be page-locked: {error}")
 
     def begin(self, input_bytes: int, layers: int) -> None:
-        """A step whose blocks' inputs have so many bytes each: the first blocks' come here."""
+        """Begins a step with `input_bytes` for each block's input: the first blocks' come here."""
         self._at = 0
         self.blocks = min(layers, self.num_bytes // input_bytes)
 
     def saving(self, shape: torch.Size) -> Any:
-        """What autograd saves meanwhile comes here, if it has this shape."""
+        """A context in which tensors of this shape that autograd saves come here."""
 
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.shape != shape:
@@ -71,7 +71,7 @@ class HostInputs:
 
 
 class Attention:
-    """Causal: of the whole sequence, or of windows, which take as much memory and less time."""
+    """Causal attention of the whole sequence, or of windows: as much memory, less time."""
 
     def __init__(self) -> None:
         self.window = 0
@@ -85,7 +85,7 @@ class Attention:
         if not q.is_cuda:
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
-            if q.dtype == torch.float32:  # its kernel wants a key for each query's head
+            if q.dtype == torch.float32:  # fp32's kernel needs as many heads of keys as of queries
                 k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
             with sdpa_kernel(BACKENDS):
                 out = functional.scaled_dot_product_attention(
@@ -100,13 +100,13 @@ def adapt(
     """Changes a Llama for causal language modelling in place.
 
     Args:
-        model: with "sdpa".
+        model: its attention is "sdpa".
         inputs: gives the memory for blocks' inputs; None: all stay on the device.
         attention: takes the place of "sdpa" in this process.
-        first: by how many parts of the sequence others come before this rank's.
+        first: number of parts of the sequence before this rank's.
     """
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
-    llama.create_causal_mask = lambda *_, **__: None  # never a square of the length
+    llama.create_causal_mask = lambda *_, **__: None  # never of length x length
     for number, layer in enumerate(model.model.layers):
         _tile(layer.mlp, model.config.hidden_size)
         _recompute(layer, number, inputs)

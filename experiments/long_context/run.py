@@ -5,10 +5,11 @@
     python experiments/long_context/run.py --part exact --gpus 2 --model llama-0.4b --out DIR
     python experiments/long_context/run.py --device cpu --model toy --host-gib 9 --out DIR
 
-All systems have DeepSpeed's TiledMLP and TiledFusedLogitsLoss, blocks that are recomputed, and
-their inputs in what the host has left, by count. Longest: two steps whose attention sees windows
-of 4,096 tokens, which takes the memory of the whole one; timed steps have the whole one. Part
-exact: fp32 training, every master weight after three steps on one GPU and on several.
+All systems have DeepSpeed's TiledMLP and TiledFusedLogitsLoss, and recompute blocks, whose inputs
+are in the host memory that is left by calculation. The longest sequence is tried in two steps whose
+attention sees windows of 4,096 tokens, which takes as much memory as the whole one; timed steps
+have the whole one. Part exact: fp32 training, every master weight after three steps on one GPU and
+on several.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
-    """One a system."""
+    """A job for each system; in part exact one on a single GPU and one on several."""
     is_toy = options.device == "cpu"
     degree = 1 if options.part == "one" else options.gpus
-    # With fewer tokens a rank, what grows with them is less than what else comes and goes.
+    # With fewer tokens a rank, the memory that grows with them is less than other fluctuations.
     times = 1 if degree == 1 else 2 * degree
     common: Json = {
         **{"worker": "experiments.long_context.worker", "clip": 1.0, "stage": options.stage},
@@ -85,7 +86,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
 
 
 def rows(result: Json) -> list[Json]:
-    """Of each job."""
+    """A row for each job."""
     return [_row(record) for record in result["jobs"]]
 
 
@@ -109,7 +110,7 @@ def _row(record: Json) -> Json:
 
 
 def claims(rows: Sequence[Json]) -> list[Claim]:
-    """Of lengths, of the limit, of exactness; those that this part has."""
+    """The claims about length, the limit and exactness, as far as this part measures them."""
     of = {row["system"]: row for row in rows}
     own, limit = of.get("hytrain fp32", {}), of.get("forward and backward", {})
     other = of.get("DeepSpeed ZeRO-3 offload", {})

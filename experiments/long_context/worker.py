@@ -1,9 +1,9 @@
 """A rank: the longest sequence that trains, steps of given lengths, or weights to compare.
 
-A job says, beside what systems.py reads: "degree" (ranks that share a sequence), "host_gib" (of a
-rank, for everything), "lengths" (two, whose peaks say which length fills the memory), "times"
-(lengths to be timed with the whole attention, "timed_steps" steps each), "keep" and "beside"
-(files: of the weights after "steps" steps of "seq" tokens, and with which to compare them).
+Besides the fields that systems.py reads, a job has "degree" (ranks that share a sequence),
+"host_gib" (of a rank, for everything), "lengths" (two, whose peaks say which length fills the
+memory), "times" (lengths to be timed with the whole attention, "timed_steps" steps each), "keep"
+(file for the weights after "steps" steps of "seq" tokens) and "beside" (file to compare them with).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from experiments.long_context.model import Attention, HostInputs, adapt
 
 WINDOW = 4096
 GRAIN = 4096
-"""Of lengths that are tried, for each rank."""
+"""Lengths that are tried are multiples of this, times the number of ranks."""
 OTHER_HOST_BYTES = 4 * GIB
-"""Of a process: Python, torch, CUDA's context."""
+"""Host memory of a process for Python, torch and CUDA's context."""
 LEAST_HOST_BYTES = 4 * GIB
-"""For inputs of blocks, however much the system takes: more than a rival's limit allows."""
+"""Least for inputs of blocks in systems other than hytrain, even if it is more than their limit."""
 DEEPSPEED_BYTES = 20.0
-"""Of host memory a parameter, beside OTHER_HOST_BYTES: state and gradients take 16; 8 B took
-18.5 in all and 5.4 B 20 (H200, DeepSpeed 0.19.8)."""
+"""DeepSpeed's host memory a parameter, beside OTHER_HOST_BYTES: state and gradients take 16; 8 B
+took 18.5 in all and 5.4 B 20 (H200, DeepSpeed 0.19.8)."""
 GPU_MARGIN_BYTES = 3 * GIB
-"""Left free of what is predicted: the allocator's pieces do not fit each other exactly."""
+"""GPU memory that the prediction leaves free for the allocator's fragmentation."""
 
 
 class LongContext:
@@ -60,18 +60,18 @@ class LongContext:
             return model
 
         self.system = systems.build(job, make)
-        # Random tokens of a length are the same ones in every system and number of ranks.
+        # Random tokens of a length are the same with every system and number of ranks.
         self._generator = torch.Generator().manual_seed(1)
         self._numbers = itertools.count()
         recorder.reached(f"{job['system']} is built")
 
     @property
     def is_reference(self) -> bool:
-        """Whether nothing is updated."""
+        """Whether the system is forward and backward only, without updates."""
         return self.job["system"] == systems.REFERENCE
 
     def reserve(self) -> None:
-        """Takes what the host has left for the inputs of blocks."""
+        """Reserves the host memory that is left for the inputs of blocks."""
         if isinstance(self.system, systems.HyTrain):
             step = self.system.engine.memory_peaks()["step"]
             own = step.host + step.pinned
@@ -91,11 +91,11 @@ class LongContext:
         return self.config.num_hidden_layers
 
     def _input_bytes(self, length: int) -> int:
-        """Of one block's input on this rank."""
+        """Bytes of one block's input on this rank."""
         return length // self.degree * self.config.hidden_size * 2
 
     def step(self, length: int) -> torch.Tensor:
-        """One; all ranks take part."""
+        """Makes one step; all ranks take part."""
         if self.inputs is not None:
             self.inputs.begin(self._input_bytes(length), self._layers)
         tokens = torch.randint(self.config.vocab_size, (1, length), generator=self._generator)
@@ -103,7 +103,7 @@ class LongContext:
         return self.system.step([{"input_ids": part, "labels": part}])
 
     def steps(self, length: int, count: int, *, window: int) -> Json:
-        """Their times, and the GPU's peak."""
+        """Makes steps of one length; returns their times and the GPU's peak."""
         self.attention.window = window
         empty_cache()
         reset_gpu_peak(self.job["device"])
@@ -136,14 +136,14 @@ class LongContext:
             except torch.OutOfMemoryError as error:
                 self.recorder.append("too_long", {"length": length, "error": str(error)[:200]})
                 if not isinstance(self.system, systems.HyTrain) or self.degree > 1:
-                    raise  # DeepSpeed's engine does not go on, nor do other ranks
+                    raise  # DeepSpeed's engine cannot go on, nor can other ranks
                 length = int(0.95 * length) // GRAIN * GRAIN
             else:
                 self.recorder.put(longest=found)
                 return
 
     def _fitting(self, at: list[Json]) -> int:
-        """The longest that memory allows, whose other bytes on the GPU grow with the length."""
+        """The longest that fits, if GPU memory besides blocks' inputs grows linearly with it."""
         limit = torch.cuda.mem_get_info()[1]
         room = min(int(self.job.get("cap_gib", 1e6) * GIB), limit) - GPU_MARGIN_BYTES
         bytes_ = [
@@ -201,7 +201,7 @@ def _compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 def run(job: Json, recorder: Recorder) -> None:
-    """One system."""
+    """Measures one system, or compares its weights if the job has "steps"."""
     limit_memory(job)
     on = LongContext(job, recorder)
     if "steps" in job:
@@ -217,7 +217,7 @@ def run(job: Json, recorder: Recorder) -> None:
             recorder.put(compared=_compare(weights, kept))
         return
     on.reserve()
-    on.steps(job["lengths"][0], 1, window=WINDOW)  # buffers come to their size
+    on.steps(job["lengths"][0], 1, window=WINDOW)  # buffers grow to their size
     if not on.is_reference:
         on.longest()
     for length in job["times"]:

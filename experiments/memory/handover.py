@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m experiments.memory.handover --model llama-7b --stage 3
 
-Rank 0 prints, for weights on the device and on the host, what every rank takes: bytes, the median
-time, the rate, and that of what it cannot be faster than. On the device the taker copies each
-tensor into memory of its own, as an inference engine does.
+Rank 0 prints, for weights on the device and on the host, the bytes that every rank takes and their
+rate by the median time, then the rates of copies and all-gathers, which bound it. On the device the
+taker copies each tensor into memory of its own, as an inference engine does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from experiments.common.timing import synchronize
 
 
 def _seconds(device: str, action: Callable[[], object], rounds: int) -> float:
-    """The median of some rounds, behind one that does not count."""
+    """The median seconds of some rounds, after one that does not count."""
     times: list[float] = []
     for _ in range(rounds + 1):
         synchronize(device)

@@ -1,4 +1,4 @@
-"""What a phase takes of host and GPU, and what the disk can do."""
+"""Meters of a phase's memory and time on host and GPU, and of the disk's speed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK = os.urandom(1 << 20)
 
 
 class PinnedBytes:
-    """Bytes that are registered with the driver, counted where that is asked for."""
+    """Counts bytes that are registered with the driver, in the place of torch's cudart."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -33,7 +33,7 @@ class PinnedBytes:
         return getattr(self._real, name)
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> Any:
-        """As the driver's."""
+        """Registers as the driver does, and counts the bytes."""
         result = self._real.cudaHostRegister(address, num_bytes, flags)
         if int(result) == 0:
             self._sizes[address] = num_bytes
@@ -41,18 +41,18 @@ class PinnedBytes:
         return result
 
     def cudaHostUnregister(self, address: int) -> Any:
-        """As the driver's."""
+        """Unregisters as the driver does, and no longer counts the bytes."""
         self._sizes.pop(address, None)
         return self._real.cudaHostUnregister(address)
 
     @property
     def now(self) -> int:
-        """Registered at the moment."""
+        """Bytes registered at the moment."""
         return sum(self._sizes.values())
 
 
 class PhaseMeter:
-    """Peaks of phases beside what there was when it was made."""
+    """Measures peaks of phases; resident memory is over that when the meter was made."""
 
     def __init__(self, device: str, pinned: PinnedBytes) -> None:
         self._device = device
@@ -61,7 +61,7 @@ class PhaseMeter:
         self.peaks: Json = {}
 
     def measure(self, name: str, action: Callable[[], object]) -> float:
-        """Runs a phase; its seconds."""
+        """Runs a phase and returns its seconds."""
         self._pinned.peak = self._pinned.now
         synchronize(self._device)
         if self._device == "cuda":
@@ -83,7 +83,7 @@ class PhaseMeter:
 
 
 def forget_cached(paths: Sequence[Path]) -> None:
-    """Has the system read files from the disk the next time."""
+    """Drops files from the page cache, so that they are read from the disk the next time."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -93,7 +93,7 @@ def forget_cached(paths: Sequence[Path]) -> None:
 def disk_rates(folder: Path, sizes: Sequence[int]) -> Json:
     """Bytes a second of plain files of these sizes, by 1 and 8 threads: write_1, read_1, ...
 
-    Written with fsync through the page cache, read uncached. The folder is made.
+    Written with fsync through the page cache, read uncached. The folder is created.
     """
     folder.mkdir(parents=True)
     paths = [folder / str(number) for number in range(len(sizes))]

@@ -1,4 +1,4 @@
-"""Memory said and measured, saves beside training, rates of saves, states that leave the GPU.
+"""Predicted and measured memory, saves beside training, rates of saves, states that leave the GPU.
 
     python experiments/memory/run.py --out DIR
     python experiments/memory/run.py --out DIR --parts stall --sizes llama-0.4b --stages 2
@@ -26,7 +26,7 @@ from experiments.common.sizes import MODELS
 
 PARTS = ("stall", "rates", "states", "cycles")
 WITHIN = 1.03
-"""Measured over said."""
+"""Limit of measured over predicted memory."""
 STALL, STATES = 0.02, 0.80
 
 
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
-    """A job a size and stage."""
+    """A job for each size and stage."""
     folder = (options.folder or options.out / "checkpoints").resolve()
     return [
         {
@@ -63,7 +63,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
 
 
 def rows(result: Json) -> list[Json]:
-    """Of each job: a row a phase, a save, and the rates."""
+    """A row for each phase and save of each job, and for its rates."""
     found: list[Json] = []
     for record in result["jobs"]:
         name: Json = {"case": record["label"]}
@@ -87,13 +87,13 @@ def rows(result: Json) -> list[Json]:
 
 
 def _phase(rank: Json, phase: str) -> Json:
-    """Peaks of a phase over what was said of it."""
+    """A phase's peaks over the predicted ones."""
     peak, said = rank["measured"][phase], rank["said"][phase]
     row: Json = {"what": phase, "seconds": short(peak["seconds"])}
     row["resident_gib"] = gib(peak["rss_bytes"])
     row["of_said"] = short(peak["rss_bytes"] / (said["host"] + said["pinned"]))
     if said["gpu"] is not None:
-        # Activations are the model's own, and not in what is said; or gradients in flight are more.
+        # Activations are not predicted: they are added, or gradients in flight if these are more.
         beside = max(rank["activations"].get(phase) or 0, said.get("in_flight", 0))
         row["gpu_of_said"] = short(peak["gpu_bytes"] / (said["gpu"] + beside))
         if said["pinned"]:
@@ -113,7 +113,7 @@ def _save(save: Json) -> Json:
 
 
 def claims(rows: Sequence[Json]) -> list[Claim]:
-    """The worst of all cases."""
+    """Each claim, decided by the worst of all cases."""
 
     def of(key: str, what: str | None = None) -> list[float | None]:
         return [row.get(key) for row in rows if what in (None, row["what"])]
@@ -134,7 +134,7 @@ def claims(rows: Sequence[Json]) -> list[Claim]:
 
 
 def main(options: argparse.Namespace) -> int:
-    """The command; checkpoints do not stay."""
+    """Runs the command, and removes its checkpoints."""
     try:
         return runner.main(options, jobs(options), report.of_result(rows, claims))
     finally:

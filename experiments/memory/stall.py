@@ -14,15 +14,15 @@ from experiments.common.worker import Recorder
 from hytrain.checkpoint.snapshot import LayerSnapshot, StateSnapshot
 
 _ALONE, _WARM = 12, 3
-"""Steps without a save, before and after each; the first of them do not count."""
+"""Steps without a save, before and after each save; how many of the first do not count."""
 _FEWEST = 8
-"""Steps with a save beside them."""
+"""Least number of steps with a save beside them."""
 _MOST_SECONDS = 30.0
-"""Of steps beside a save whose end does not come."""
+"""Limit of the steps beside a save that does not end."""
 
 
 def measure(stepper: Stepper, recorder: Recorder, folder: Path, saves: int) -> None:
-    """Some saves, with steps alone between them."""
+    """Measures some saves, with steps alone between them."""
     before = _steps(stepper, lambda done: done == _ALONE)[_WARM:]
     for number in range(saves):
         # Under a tag of its own: removing what it would replace takes seconds.
@@ -77,7 +77,7 @@ def _one_save(
 
 
 class _Waits:
-    """How long training waited for the copy of a layer, and how long all copies took."""
+    """Measures how long training waited for copies of layers, and how long all copies took."""
 
     def __enter__(self) -> _Waits:
         self.blocked = self.copying = 0.0

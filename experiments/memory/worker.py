@@ -1,4 +1,5 @@
-"""One size and stage: memory said and measured, saves beside training, rates, states that leave."""
+"""One size and stage: predicted and measured memory, saves beside training, rates, states that
+leave the GPU."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from experiments.memory.meters import PhaseMeter, PinnedBytes, disk_rates, forge
 
 STEPS = 6
 ROUNDS = 9
-"""Of states that leave and come back."""
+"""How often states leave and come back."""
 FIRST_CYCLES = 20
-"""After which memory may not grow."""
+"""Cycles after which memory may not grow."""
 
 
 def run(job: Json, recorder: Recorder) -> None:
-    """All parts, the memory contract first."""
+    """Measures all parts, the memory contract first."""
     folder, parts = Path(job["checkpoints"]), job["parts"]
     pinned = PinnedBytes()
     _warm_up({**job, "model": "toy"}, folder)
@@ -43,7 +44,7 @@ def run(job: Json, recorder: Recorder) -> None:
 
     def build() -> None:
         held.append(HyTrain(model, job))
-        # Memory for copies of the state is touched beside the first steps.
+        # Memory for copies of the state would else be touched during the first steps.
         held[0].engine._saver._memory.wait_touched()
 
     meter.measure("build", build)
@@ -59,7 +60,7 @@ def run(job: Json, recorder: Recorder) -> None:
         recorder.put(rates=_rates(system.engine, meter, folder), measured=meter.peaks)
         recorder.reached("rates")
     if "states" in parts:
-        # Last: the pinned memory that it keeps would count as a save's.
+        # Last: the pinned memory that this part keeps would count as a save's.
         recorder.put(states=_states(system.engine, job["device"]))
         recorder.reached("states")
     system.close()
@@ -68,7 +69,7 @@ def run(job: Json, recorder: Recorder) -> None:
 
 
 def _save_now(engine: Any, folder: Path) -> None:
-    """A synchronous save, by an engine that saves beside training elsewhere."""
+    """Saves synchronously with an engine whose other saves are asynchronous."""
     saver, engine._saver = engine._saver, None
     try:
         engine.save_checkpoint(str(folder), tag="now")
@@ -77,7 +78,7 @@ def _save_now(engine: Any, folder: Path) -> None:
 
 
 def _warm_up(job: Json, folder: Path) -> None:
-    """Libraries, allocators and threads get what they take once from a small engine."""
+    """Has a small engine take what libraries, allocators and threads take only once."""
     system = HyTrain(build_model(job, torch.bfloat16), job)
     stepper = Stepper(system, build_batches(job), job["device"])
     for _ in range(3):
@@ -88,9 +89,9 @@ def _warm_up(job: Json, folder: Path) -> None:
 
 
 def _activations(model: Any, batch: Json, device: str) -> Json:
-    """Bytes of the GPU that forward, loss and backward of the bare model take for a moment.
+    """Peak GPU bytes of forward, loss and backward of the bare model, beyond those before.
 
-    They are the model's own, and not in what is said. Gradients go as they come.
+    They are the model's own, and not predicted. Gradients are dropped as soon as they are final.
     """
     if device != "cuda":
         return {}
@@ -150,19 +151,19 @@ def _rates(engine: Any, meter: PhaseMeter, folder: Path) -> Json:
 
 
 def _requested(device: str) -> int:
-    """Bytes that tensors asked the GPU's allocator for, without what it rounds up."""
+    """Bytes that tensors asked the GPU's allocator for, before it rounds up."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"] if device == "cuda" else 0
 
 
 def _states(engine: Any, device: str) -> Json:
-    """Bytes a second of offload_states and reload_states, medians, beside one copy's."""
+    """Median bytes a second of offload_states and reload_states, beside those of one copy."""
     if device != "cuda":
         engine.offload_states()
         engine.reload_states()
         return {}
     engine.synchronize()
     gc.collect()
-    # They are no part of the engine.
+    # These workspaces are no part of the engine.
     torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
     torch.cuda.empty_cache()
     full = left = _requested(device)
@@ -184,7 +185,7 @@ def _states(engine: Any, device: str) -> Json:
 
 
 def _cycles(job: Json) -> Json:
-    """Memory after the last cycle of a small model's states beside that after the 20th."""
+    """Growth of memory from the 20th to the last cycle of a small model's states."""
     system = HyTrain(build_model(job, torch.bfloat16), job)
     stepper = Stepper(system, build_batches(job), job["device"])
     for _ in range(3):

@@ -79,18 +79,18 @@ def build(options: argparse.Namespace, device: torch.device) -> Any:
 
 
 def fill_on_host(model: Any, device: torch.device) -> None:
-    """Random weights in host memory, made on the device one by one: it makes them faster."""
+    """Fills weights in host memory with random numbers, made on the device, which is faster."""
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             values = torch.ones_like(parameter, device=device)
             parameter.copy_(values if "norm" in name else values.normal_(std=0.02))
-    # Its buffers are no parameters, and have no values on the meta device.
+    # Buffers are not parameters, and have no values on the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The rows of one batch, again and again."""
+    """A data set that repeats the rows of one batch."""
 
     def __init__(self, ids: torch.Tensor) -> None:
         self._ids = ids.cpu()
@@ -106,7 +106,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def train(
     options: argparse.Namespace, model: Any, ids: torch.Tensor, config: dict[str, Any], end: float
 ) -> tuple[Any, list[float], float]:
-    """Trains in HF Trainer until it is time; the engine, seconds of steps, host GiB at its start.
+    """Trains in HF Trainer until `end`; returns the engine, seconds of steps, and peak host GiB.
 
     The last is the most that the process had from its start until the engine was built.
     """
@@ -182,7 +182,7 @@ def random_tokens(options: argparse.Namespace, vocab: int, device: torch.device)
 
 
 def timed(run: Any, device: torch.device) -> float:
-    """Seconds of it on the device."""
+    """Seconds of a call, until the device has finished."""
     begin = time.perf_counter()
     run()
     if device.type == "cuda":
@@ -191,7 +191,7 @@ def timed(run: Any, device: torch.device) -> float:
 
 
 def limit_memory(options: argparse.Namespace, device: torch.device) -> None:
-    """Of this process, by CUDA's allocator and by the kernel."""
+    """Limits this process's memory, by CUDA's allocator and by the kernel."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if options.gpu_gib is not None:
@@ -203,7 +203,7 @@ def limit_memory(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def zero(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """The section: weights are sharded where there are several ranks."""
+    """The zero_optimization section: weights are sharded if there are several ranks."""
     section: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     if ranks > 1 or options.streamed:
         section["stage"] = 3
@@ -211,10 +211,10 @@ def zero(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs it; rank 0 writes result.json."""
+    """Runs the experiment; rank 0 writes result.json."""
     options = parse()
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    # The solver fills the GPU, which must not be lost to gaps between blocks.
+    # The solver fills the GPU: its memory must not be lost to gaps between blocks.
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     os.environ |= {**one_rank, "MASTER_PORT": "0", **allocator, **os.environ}
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -258,7 +258,7 @@ def main() -> None:
         engine, *_ = hytrain.initialize(
             model=model, model_parameters=model.parameters(), config=config
         )
-        # A number that all ranks know: a rank by itself must not end.
+        # Several ranks make a fixed number of steps: no rank may end by itself.
         while len(steps) < options.steps and (ranks > 1 or time.perf_counter() < end):
             steps.append(
                 timed(lambda: engine.train_batch(iter([batch] * options.accumulation)), device)

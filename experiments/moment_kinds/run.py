@@ -14,9 +14,9 @@ Parts:
                --host-gib of the host, both enforced
   beside       2.9 B in the same memory, and DeepSpeed's ZeRO-3 with weights and state on the host
 
-Forward and backward only of the same model are measured beside each part, without gradients that
-stay; with --clip 0 nothing is clipped, and updates are final at once: no gradient waits on the
-host, 2 bytes a parameter less.
+Parts k0, ten_b and largest also measure forward and backward only of the same model, without
+keeping gradients. With --clip 0 nothing is clipped, and updates are final at once: no gradient
+waits on the host, 2 bytes a parameter less.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PARTS: dict[str, Json] = {
         **{"model": "llama-41b", "least": 8, "checkpointing": True, "host_floor_gib": 4.0},
         **{"stage": 3, "built": "partitioned"},
     },
-    # There the kernel refuses what is too much; the machine itself has more.
+    # The kernel enforces this part's host limit; the machine itself has more memory.
     "workstation": {"model": "llama-7b", "least": 8, "checkpointing": True, "host_floor_gib": 0.25},
     "beside": {"model": "llama-3b", "least": 8, "checkpointing": True, "host_floor_gib": 0.25},
 }
 CAPPED = ("workstation", "beside")
 TIMES = {"bf16": 1.2, "8bit": 1.4}
-"""As fast as fp32 moments, with all layers on the host."""
+"""Claimed speed relative to fp32 moments, with all layers on the host."""
 
 
 def _sizes(text: str) -> tuple[str, tuple[int, ...]]:
@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
-    """A job a kind (and size), and forward and backward only."""
+    """A job for each kind (and size), and for forward and backward only."""
     settings = dict(PARTS[options.part])
     least = options.settle_steps or settings.pop("least")
     settings.pop("least", None)
@@ -143,7 +143,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
 
 
 def rows(result: Json) -> list[Json]:
-    """A row a job; speeds over forward and backward only of as many blocks."""
+    """A row for each job; speeds relative to forward and backward only of as many blocks."""
     alone = {
         record["job"].get("layers"): record["ranks"][0]["step_seconds"]
         for record in result["jobs"]
@@ -171,7 +171,7 @@ def rows(result: Json) -> list[Json]:
 
 
 def claims(rows: Sequence[Json]) -> list[Claim]:
-    """Of part k0, turn by turn: in later ones fewer steps are clipped."""
+    """The claims; those of part k0 within turns, since fewer steps are clipped in later ones."""
     found: list[Claim] = []
     k0 = [row for row in rows if row["process"].startswith("k0") and "step_s" in row]
     for kind, times in TIMES.items():

@@ -7,7 +7,7 @@
 
 Part third_place: AdamW at 9.84 B, every step clipped: on the CPU beside the GPU, and on the GPU,
 with state streamed to it. Each system has processes of its own, in turns; Muon is measured without
-clipping, which DeepSpeed means otherwise.
+clipping, which DeepSpeed defines differently.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ THIRD_PLACE: dict[str, Json] = {
 }
 MUON: Json = {"lr": 2e-3, "adam_lr": 1e-4, "momentum": 0.95, "weight_decay": 0.01}
 CLIP = 0.01
-"""The norm of every step's gradient is above it."""
+"""Clipping norm that every step's gradient exceeds."""
 TOKENS = 65536
-"""Of a step with accumulation."""
+"""Tokens of a step with accumulation."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -82,7 +82,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
-    """A job a system and turn."""
+    """A job for each system and turn."""
     tokens = 4 * options.batch * options.seq if options.toy else TOKENS
     many = max(1, tokens // (options.batch * options.seq))
     is_muon = options.part == "muon"
@@ -106,7 +106,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
 
 
 def rows(result: Json) -> list[Json]:
-    """A row a system: medians over turns, and what they are of the first system's."""
+    """A row for each system: medians over turns, and their ratio to the first system's."""
     labels = list(dict.fromkeys(record["job"]["of"] for record in result["jobs"]))
     found: dict[str, list[Json]] = {label: [] for label in labels}
     states: dict[str, list[str]] = {label: [] for label in labels}
@@ -138,7 +138,7 @@ def rows(result: Json) -> list[Json]:
 
 
 def claims(table: Sequence[Json]) -> list[Claim]:
-    """What was asked of Muon; of AdamW, which place is faster."""
+    """The claims about Muon; for AdamW, which place of the update is faster."""
     step = {row["system"]: row.get("step_seconds") for row in table}
     if ON_CPU in step or STREAMED in step:
         times = ratio(step.get(STREAMED), step.get(ON_CPU))

@@ -32,7 +32,7 @@ CLIPS = {
     "direct": None,
 }
 EXPECTED_SECONDS = {REFERENCE: 35.0, "all_gpu": 40.0, "hytrain": 65.0, "fsdp2": 110.0}
-"""Of one process with the 3 B model; DeepSpeed's systems take 150."""
+"""Expected seconds of one process with the 3 B model; 150 for DeepSpeed's and other systems."""
 HOST_BYTES_PER_PARAMETER = 15.0
 HOST_EXTRA_GIB = 3.0
 
@@ -87,7 +87,7 @@ PARTS = {
     ],
     # torchao's optimizer, which keeps no fp32 weights.
     "E": lambda _: [_hytrain(0.7), TORCHAO, _hytrain(0.0)],
-    # What DeepSpeed has newer than ZeRO-2 offload.
+    # DeepSpeed's systems that are newer than ZeRO-2 offload.
     "G": lambda _: [
         SOLVED,
         _other("superoffload", "deepspeed_superoffload"),
@@ -95,7 +95,7 @@ PARTS = {
         _other("zenflow", "deepspeed_zenflow", steps=8, warmup=8),
         _hytrain(0.0),
     ],
-    # hytrain as it is without a setting, beside all others: the README's figures.
+    # hytrain with default settings beside all others: the README's figures.
     "F": lambda _: [SOLVED, _other("all_gpu", "all_gpu"), ZERO2, FSDP2, TORCHAO, _hytrain(0.0)],
 }
 
@@ -134,7 +134,7 @@ def _share(values: Sequence[float]) -> str:
 
 
 def rows(result: Json) -> list[Json]:
-    """A row a system; the reference is the median of its two."""
+    """A row for each system; the reference's is the median of its two runs."""
     found: dict[str, list[Json]] = {}
     for record in result["jobs"]:
         found.setdefault(record["label"].removesuffix(" again"), []).append(record)
@@ -153,7 +153,7 @@ def rows(result: Json) -> list[Json]:
             continue
         seconds = _median(results)
         seen = [each for one in results for each in one["observations"]]
-        # Where the CPU updated nothing there was nothing to hide.
+        # If the CPU updated nothing, there was nothing to hide.
         hidden = [r["hidden_share"] for r in seen if r["update_seconds"] > 0.0]
         told = [r["clip_coefficient"] for r in seen if r.get("clip_coefficient") is not None]
         clipped = [float(c < 1.0) for c in told]
@@ -188,7 +188,7 @@ def _median(results: Sequence[Json]) -> float | None:
 
 
 def claims(rows: Sequence[Json]) -> list[Claim]:
-    """Each claim, decided by the worst part that measured it: ratios are taken inside a part."""
+    """Each claim, decided by the worst part that measured it: ratios are taken within a part."""
     parts: dict[tuple[str, str], dict[str, Json]] = {}
     for row in rows:
         part = parts.setdefault((str(row.get("run", "")), str(row.get("part", ""))), {})

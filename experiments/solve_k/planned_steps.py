@@ -8,7 +8,7 @@ batch only; then an engine trains it with no, half and all layers on the GPU, th
 the same numbers are predicted as `hytrain plan` predicts them, with the threads that these steps
 have: a plan takes the best number, which training finds only later, by trials.
 
-Hosts drift: in some seconds they launch kernels half as fast again as in others, and a profile is
+Hosts drift: in some seconds they launch kernels 1.5 times as fast as in others, and a profile is
 some seconds old when training begins. So there are two predictions. One is the plan's, by the
 profile alone. For the other, steps and the profile's passes over three blocks take many turns of
 less than a second, and what these passes took replaces what they took in the profile: what is left
@@ -50,9 +50,9 @@ from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.run import profile_ranks
 
 PARTS = (0.0, 0.5, 1.0)
-"""Of the layers, on the GPU."""
+"""Shares of the layers on the GPU."""
 TURNS, STEPS = 8, 4
-"""Of each of a part's two visits in a round; steps of a turn, after one that follows on a pause."""
+"""Turns in each of a part's two visits in a round; steps of a turn, besides one after the pause."""
 
 
 def subject_of(cell: Cell) -> MeasuredModel:
@@ -79,20 +79,20 @@ def subject_of(cell: Cell) -> MeasuredModel:
 
 
 def with_threads(found: ProfileFile, threads: int) -> ProfileFile:
-    """The profile of a host that updates with so many threads, whatever it has."""
+    """The profile with the update rates of this number of threads, however many cores there are."""
     (host,) = found.hosts
     rows = host.updates
     counts = [row.threads for row in rows]
     rate = float(np.interp(threads, counts, [row.rate for row in rows]))
     beside = float(np.interp(threads, counts, [row.in_training or row.rate for row in rows]))
-    # A straight line that is level: the planner goes on along it to the number of cores.
+    # A level line: the planner follows it up to the number of cores.
     level = [UpdateRate(threads=n, rate=rate, in_training=beside) for n in (1, host.cores + 1)]
     changed = host.model_copy(update={"updates": tuple(level)})
     return found.model_copy(update={"hosts": (changed,)})
 
 
 def with_passes(found: ProfileFile, passes: Row) -> ProfileFile:
-    """The profile with other passes of its one size."""
+    """The profile with other times of passes for its one size."""
     (device,) = found.devices
     layer, outside = passes
     changed = device.model_copy(update={"layer": (layer,), "outside": (outside,)})
@@ -137,7 +137,7 @@ class Workload:
         return self._contest.engine.optimizer.placement
 
     def round(self, seconds: float, *, backwards: bool) -> Json:
-        """A profile of so many seconds, steps, and what these should have taken.
+        """Makes a profile of this many seconds, then steps, and predicts the steps' times.
 
         Returns:
             {"threads", "profile", "parts": by the part of the layers on the GPU {"seconds",
@@ -151,7 +151,7 @@ class Workload:
         passes: dict[float, SizeMeasurements] = {}
         rates: dict[float, float | None] = {}
         with self._bench.recomputing():
-            # There and back: what a host does for some seconds is not one part's alone.
+            # There and back, so that a host's drift of some seconds does not hit one part alone.
             for part in (*parts, *reversed(parts)):
                 self._visit(part, steps[part], passes)
                 rates[part] = self._update_rate()
@@ -176,7 +176,7 @@ class Workload:
     def _visit(
         self, part: float, steps: list[float], passes: dict[float, SizeMeasurements]
     ) -> None:
-        """Steps and passes in turns, which are added."""
+        """Adds steps and passes of a part, measured in turns."""
         self._contest.engine.set_gpu_fraction(part)
         self._contest.train(5)  # layers move
         pipeline = self._contest.engine.optimizer.pipeline
@@ -191,7 +191,7 @@ class Workload:
             steps.append(self._contest.queued_steps(STEPS))
 
     def _update_rate(self) -> float | None:
-        """As the engine has measured it: of updates in one pass."""
+        """Parameters a second, as the engine has measured it, of updates in one pass."""
         costs = self._contest.system.costs()
         if costs is None or self._contest.system.gpu_layers() == len(costs.layers):
             return None
@@ -207,7 +207,7 @@ class Workload:
 def run(job: Json, recorder: Recorder) -> None:
     """The worker: a workload's rounds."""
     cell = Cell.of(f"{job['label']}/{len(os.sched_getaffinity(0))}")
-    # Of its memory's limit torch tells by number only.
+    # torch tells a device's memory limit only by its number.
     device = torch.device("cuda", 0) if job["device"] == "cuda" else torch.device("cpu")
     workload = Workload(cell, device)
     for number in range(job["rounds"]):
@@ -244,7 +244,7 @@ def rows(result: Json) -> list[Json]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command."""
+    """Runs the command."""
     parser = runner.parser(__doc__, model=None, budget=1800.0)
     add = parser.add_argument
     add("--workloads", nargs="+", required=True, help="MODEL/BATCHxTOKENS")

@@ -1,8 +1,8 @@
 """The cells of regimes.py's grid, and what a cell's process trains: hytrain's engine and its rival.
 
 The rival has a copy of the model and everything on the GPU: fp32 master weights and torch's fused
-AdamW. It stays beside the engine where the device's memory holds both, so that they can be measured
-in turns: steps of one host differ by 10 to 30 % within a minute.
+AdamW. It stays beside the engine if the device's memory holds both, so that they can be measured in
+turns: steps of one host differ by 10 to 30 % within a minute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BATCHES = {
 }
 _CORES = (16, 8, 4, 2)
 _BYTES_OF_BOTH = 44
-"""A parameter, at most: the rival has 20 (weight, gradient, master, moments, fp32 gradient), the
+"""Most bytes a parameter: the rival has 20 (weight, gradient, master, moments, fp32 gradient), the
 engine 18 with all its state on the GPU, and activations some."""
 
 
@@ -37,7 +37,8 @@ class Cell:
     """What a process trains.
 
     Attributes:
-        compile: the mode of torch.compile, None for none; of each block, or of the whole model.
+        compile: the mode of torch.compile; None: not compiled.
+        whole: whether the whole model is compiled; else each block is.
     """
 
     model: str
@@ -50,10 +51,10 @@ class Cell:
 
     @staticmethod
     def of(text: str) -> Cell:
-        """From a text of :data:`FORM`.
+        """Parses a text of :data:`FORM`.
 
         Raises:
-            SystemExit: it is of another form, or the model is unknown.
+            SystemExit: the text has another form, or the model is unknown.
         """
         try:
             model, shape, cores, *words = text.split("/")
@@ -71,11 +72,11 @@ class Cell:
             ) from None
 
     def job(self, device: str) -> Json:
-        """What its engine is built of.
+        """The job that the cell's engine is built from.
 
-        Every step is clipped, which costs the worker most, or none is. A model that learns its
-        batch by heart comes below 1e-3 within some fifty steps; gradients of the norm 1e-6 lie
-        below Adam's epsilon, and it does not learn.
+        Every step is clipped, which costs the worker most, or none is. The gradient norm of a model
+        that learns its batch by heart falls below 1e-3 within some fifty steps; gradients clipped
+        to a norm of 1e-6 lie below Adam's epsilon, and the model does not learn.
         """
         return {
             **{"system": "hytrain", "gpu_fraction": "solve", "device": device},
@@ -85,8 +86,8 @@ class Cell:
 
 
 def grid() -> list[str]:
-    """Every model with each batch and number of cores, half of them clipped: every pair of models,
-    batches, cores and clipping is there."""
+    """Every model with each batch and number of cores, half of them clipped: every pair of values
+    of model, batch, cores and clipping occurs."""
     return [
         f"{model}/{batch}/{cores}" + ("/noclip" if (m + b + c) % 2 else "")
         for c, cores in enumerate(_CORES)
@@ -122,7 +123,7 @@ class Contest:
 
     @property
     def engine(self) -> Any:
-        """hytrain's, once it is started."""
+        """hytrain's engine, once it is started."""
         return self.system.engine
 
     @property
@@ -136,30 +137,30 @@ class Contest:
         return needed < torch.cuda.mem_get_info()[1]
 
     def start_rival(self) -> None:
-        """Before the engine, which is told of the memory that is left."""
+        """Builds the rival; comes before the engine, which is told of the memory that is left."""
         from experiments.common.systems import AllGpu
 
         self._rival = AllGpu(self._make_model(), self._job["clip"])
 
     def start_engine(self) -> None:
-        """Wraps the model."""
+        """Wraps the model in the engine."""
         from experiments.common.systems import HyTrain
 
         self.system = HyTrain(self._model, self._job)
 
     def compute(self, steps: int) -> list[float]:
-        """Forward and backward alone: of the rival's model, or of the engine's before it is one."""
+        """Seconds of forward and backward alone; without a rival, only before the engine starts."""
         from experiments.common.systems import System
 
         bare = System(self._model if self._rival is None else self._rival.model)
         return self._timed(steps, lambda: bare.step([self._batch]))
 
     def all_gpu(self, steps: int) -> list[float]:
-        """Whole steps of the rival."""
+        """Seconds of whole steps of the rival."""
         return self._timed(steps, lambda: self._rival.step([self._batch]))
 
     def train(self, steps: int, seconds: float = math.inf) -> list[float]:
-        """Whole steps of the engine, until so many seconds are over."""
+        """Seconds of whole steps of the engine; no step begins after `seconds` in all."""
         return self._timed(steps, lambda: self.system.step([self._batch]), seconds)
 
     def queued(self, run: Callable[[], object]) -> float:
@@ -175,9 +176,9 @@ class Contest:
             self._waits = True
 
     def queued_steps(self, steps: int) -> float:
-        """Seconds of each of some steps of the engine, from decision to decision.
+        """Mean seconds of some steps of the engine, from decision to decision.
 
-        One goes before: what is done between steps, after a pause, is its to wait for.
+        One more step goes before: it waits for what is done between steps after a pause.
         """
         times: list[float] = []
         self._waits = False
@@ -191,7 +192,7 @@ class Contest:
         return (times[-1] - times[0]) / steps
 
     def close(self) -> None:
-        """Frees all of it."""
+        """Closes the engine, and frees it, the model and the rival."""
         self.system.close()
         self.system = self._model = self._rival = None
 

@@ -16,21 +16,21 @@ from hytrain.errors import ConfigError
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _FAR = 1.4
-"""Ratio to the best number from which on those beyond it are left out."""
+"""If a number's step takes more than this times the best, the numbers beyond it are left out."""
 _AFTER_MOVE = 10
-"""Steps behind a move, which are not compared."""
+"""Steps after a move, which are not compared."""
 _DUEL_STEPS = 10
 _DUEL_TURNS = 9
 _DUEL_SECONDS = 40.0
-"""After which no more turns begin, but for three."""
+"""Seconds after which no more turns begin, except for the first three."""
 _WINDOW_SECONDS = 1.2
-"""Of a window of steps of which only the last is waited for."""
+"""Length of a window of steps of which only the last is waited for."""
 _CONTENDS = 1.15
-"""A number that takes at most so much of the best one's steps is measured in the later rounds."""
+"""Numbers whose step takes at most this times the best are measured again in later rounds."""
 
 
 def costs_record(costs: StepCosts | None) -> Json | None:
-    """For a file: the first and the last layer, the median of those between, four digits."""
+    """Costs for a file: first and last layer, the median of those between, with four digits."""
     if costs is None:
         return None
 
@@ -50,7 +50,7 @@ def costs_record(costs: StepCosts | None) -> Json | None:
 
 
 def run(job: Json, recorder: Recorder) -> None:
-    """A cell."""
+    """Measures a cell."""
     contest = Contest(Cell.of(job["cell"]), job["device"])
     has_rival = job["turns"] > 0 and contest.rival_fits
     compute = [] if has_rival else contest.compute(9)[4:]
@@ -92,11 +92,11 @@ def run(job: Json, recorder: Recorder) -> None:
 
 
 class _Sweep:
-    """Steps at fixed numbers of layers, the solved one among them.
+    """Steps at fixed numbers of GPU layers, the solved one among them.
 
-    It goes from that one to both sides, until a number takes so much longer than the best that
-    none beyond it can be the best. Those that may be are then measured in turns: steps of one host
-    differ by 10 to 30 % within a minute.
+    The sweep goes from the solved number to both sides, until a number takes so much longer than
+    the best that none beyond it can be the best. Those that can be are then measured in turns:
+    steps of one host differ by 10 to 30 % within a minute.
     """
 
     def __init__(self, contest: Contest, layers: int, solved: int) -> None:
@@ -107,8 +107,8 @@ class _Sweep:
         self.costs: Json = {}
 
     def run(self, rounds: int) -> dict[int, float]:
-        """Median seconds by number of layers."""
-        # Other numbers of threads would be tried while these steps are compared.
+        """Measures, and returns median seconds by number of GPU layers."""
+        # Else other numbers of threads would be tried while these steps are compared.
         placement = self._contest.engine.optimizer.placement
         if placement.tuned_threads is not None:
             placement.tuned_threads.end()
@@ -131,11 +131,11 @@ class _Sweep:
     def duel(self, best: int) -> list[float]:
         """Ratios of the solved number's steps to another's, measured in turns.
 
-        The least of a sweep may be what was measured while the host was fastest. So that number is
+        The best of a sweep may be the number that was measured while the host was fastest. So it is
         measured again, in steps that are queued as in training.
 
         Args:
-            best: the number; no turns where it is the solved one.
+            best: the other number; no turns if it is the solved one.
         """
         ratios: list[float] = []
         begin = time.perf_counter()
@@ -151,12 +151,12 @@ class _Sweep:
         return ratios
 
     def _visit(self, number: int) -> bool:
-        """Whether memory has room for so many."""
+        """Measures steps with this number of GPU layers; False if memory has no room for them."""
         try:
             self._contest.engine.set_gpu_fraction(number / self._layers)
         except ConfigError:
             return False
-        # Moves end beside the first of them.
+        # Moves end during the first of these steps.
         self._seen.setdefault(number, []).extend(self._contest.train(9)[4:])
         if number in (0, self._layers // 2, self._layers, self._solved):
             self.costs[str(number)] = costs_record(self._contest.system.costs())
@@ -172,7 +172,8 @@ class _Sweep:
 def _beside_rival(contest: Contest, turns: int) -> Json:
     """The engine, the rival and bare passes in turns: medians, and medians of the turns' ratios.
 
-    Of steps that are each waited for, and ("queued") of windows whose end alone is, as in training.
+    Of steps that are each waited for, and ("queued") of windows of which only the end is waited
+    for, as in training.
     """
     runs = {"hytrain": contest.train, "all_gpu": contest.all_gpu, "compute": contest.compute}
     for train in runs.values():
@@ -182,7 +183,7 @@ def _beside_rival(contest: Contest, turns: int) -> Json:
     for turn in range(turns):
         for name in list(runs) if turn % 2 == 0 else reversed(list(runs)):
             waited[name].append(statistics.median(runs[name](7)[2:]))
-            # So many that what the last one leaves the GPU to do counts for little.
+            # Enough steps that the work which the last one leaves to the GPU counts little.
             own = statistics.median(waited.get("hytrain") or waited[name])
             steps = max(9, min(27, round(_WINDOW_SECONDS / own)))
             seconds = contest.queued(lambda name=name, steps=steps: runs[name](steps))

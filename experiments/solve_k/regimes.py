@@ -33,7 +33,7 @@ from experiments.solve_k.regime_cells import FORM, Cell, grid
 
 KEPT = ("layers", "compute", "beside", "fixed", "solved", "best", "solved_over_best", "stayed",
         "late_moves", "launch_bound", "costs")  # fmt: skip
-"""Of a cell, in regimes.json."""
+"""Fields of a cell in regimes.json."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
-    """A job a cell."""
+    """A job for each cell."""
     asked = {k: getattr(options, k) for k in ("steps", "stay", "stay_seconds", "rounds", "turns")}
     return [
         {
@@ -64,7 +64,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
 
 
 def rows(result: Json) -> list[Json]:
-    """A row a cell; milliseconds, and ratios of the turns."""
+    """A row for each cell, with milliseconds and the turns' ratios."""
     found: list[Json] = []
     for record in result["jobs"]:
         if record["status"] != records.OK:
@@ -101,7 +101,7 @@ def kept(result: Json) -> Json:
 
 
 def main(options: argparse.Namespace) -> int:
-    """The command."""
+    """Runs the command."""
     if options.list and not options.cells:
         print("\n".join(grid()))
         return 0

@@ -25,17 +25,17 @@ from experiments.common.records import Json
 from experiments.common.report import Claim, gib, ratio, short, worst
 
 MODEL = {"ten_b": "llama-10b", "largest": "llama-15b", "others": "llama-7b"}
-"""Of the parts that have one of their own; the others train llama-3b."""
+"""Models of the parts that have one of their own; the others train llama-3b."""
 OTHERS = {
     "zero2_offload": "deepspeed_zero2_offload",
     "zero3_offload": "deepspeed_zero3_offload",
     "fsdp2": "fsdp2",
 }
-"""Name and system of those whose largest model is searched."""
+"""Name -> system, of those whose largest model is searched."""
 OTHER_SIZES = (24, 27, 30, 33, 36)
 """Blocks of the models that each is tried with, until one does not fit."""
 SPARE_CORES = 2
-"""Beside the update's threads: one core launches, one runs the backward pass."""
+"""Cores beside the update's threads: one launches, one runs the backward pass."""
 NEAR_BEST = 1.01
 """Steps up to this times the best are as good; the fewest GPU layers among them set the memory."""
 
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _sweep(options: argparse.Namespace) -> list[Json]:
-    """The solved k, and every fixed one."""
+    """A job for the solved k and fixed ones."""
     fractions = [tenth / 10 for tenth in range(11)]
     return [
         {"label": "sweep", "plan": "sweep", "fractions": fractions, "offsets": [-1, 0, 1],
@@ -79,18 +79,18 @@ def _sweep(options: argparse.Namespace) -> list[Json]:
 
 
 def _caps(options: argparse.Namespace) -> list[Json]:
-    """Less and less GPU memory from the start, and less while it trains."""
+    """Jobs with less and less GPU memory from the start, and one that loses some in training."""
     capped = [{"label": f"cap {cap:g}", "cap": cap, "seconds": 65.0} for cap in options.caps]
     return [*capped, {"label": "cap lowered", "plan": "lowered", "seconds": 100.0}]
 
 
 def _follow(options: argparse.Namespace) -> list[Json]:
-    """The batch changes while it trains."""
+    """A job whose batch changes while it trains."""
     return [{"label": "batch changed", "plan": "follow", "seconds": 100.0}]
 
 
 def _few_cores(options: argparse.Namespace) -> list[Json]:
-    """A host with few cores."""
+    """Jobs as on a host with few cores."""
     return [
         {
             **{"label": f"{count} threads", "plan": "sweep", "seconds": 200.0},
@@ -102,7 +102,7 @@ def _few_cores(options: argparse.Namespace) -> list[Json]:
 
 
 def _big(options: argparse.Namespace) -> list[Json]:
-    """What neither side could hold: forward and backward only, then k solved."""
+    """Jobs of models that neither GPU nor host could hold alone: bare passes, then k solved."""
     is_largest = options.part == "largest"
     least = 12 if is_largest else 16
     settle = {"least": least, "quiet": 6 if is_largest else 10, "most": 2 * least + 8}
@@ -112,7 +112,7 @@ def _big(options: argparse.Namespace) -> list[Json]:
 
 
 def _others(options: argparse.Namespace) -> list[Json]:
-    """The largest model of other systems: growing ones, until one does not fit."""
+    """Jobs that find the largest model of other systems: growing ones, until one does not fit."""
     return [
         {
             **{"label": f"{name} {blocks}", "system": OTHERS[name], "search": name},
@@ -174,7 +174,7 @@ def _timed(what: str, timed: Json, limit: float | None, predicted: float | None 
 
 
 def rows(result: Json) -> list[Json]:
-    """A row a process, and for each thing that it timed."""
+    """A row for each process, and for each thing that it timed."""
     found: list[Json] = []
     bare = [r["ranks"][0] for r in result["jobs"] if r["job"]["system"] == "forward_backward"]
     for record in result["jobs"]:
@@ -234,7 +234,7 @@ def _processes(rows: Sequence[Json]) -> dict[tuple[str, str, str], list[Json]]:
 
 
 def _sweep_claims(name: str, some: Sequence[Json], most_over_best: float) -> list[Claim]:
-    """The solved k beside the fixed ones of one process."""
+    """The claims on the solved k beside the fixed ones of one process."""
     fixed: dict[int, list[Json]] = {}
     for row in some:
         if row["what"] == "fixed k":

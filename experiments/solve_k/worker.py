@@ -25,14 +25,14 @@ from hytrain.placement.memory import GPU_RESERVE_SHARE, LEAST_RESERVE
 LOWERINGS = 2
 """How often the cap is lowered while training goes on."""
 SETTLING_STEPS, TIMED = 5, {"windows": 2, "steps": 4}
-"""Of a fixed k."""
+"""Steps of a fixed k: before it is timed, and timed."""
 
 
 def up_and_down(numbers: Iterable[int]) -> list[int]:
     """Each number once: every second one going up, the others coming down.
 
-    Neighbours are so measured far from each other in time, and a drift of the machine shows as a
-    saw instead of a slope.
+    So neighbours are measured far apart in time, and a drift of the machine shows as a sawtooth
+    instead of a slope.
     """
     ordered = sorted(set(numbers))
     return [*ordered[::2], *ordered[1::2][::-1]]
@@ -49,7 +49,7 @@ def metrics_lines(decisions: Sequence[Any], rows: Sequence[Json]) -> list[Json]:
 
 
 def _solve(bench: Bench) -> Json:
-    """Settle with k solved, then time it."""
+    """Settles with k solved, then times it."""
     job, recorder = bench.job, bench.recorder
     recorder.put(settling=bench.settle(**job["settle"]))
     timed = bench.timed(windows=2, steps=5)
@@ -61,7 +61,7 @@ def _solve(bench: Bench) -> Json:
 
 
 def _reference(job: Json, recorder: Recorder, model: Any) -> Json:
-    """Forward and backward only, of the bare model."""
+    """Times forward and backward only, of the bare model."""
     bench = Bench({**job, "system": REFERENCE}, recorder, lambda _: model)
     for _ in range(3):
         bench.stepper.step()
@@ -71,7 +71,7 @@ def _reference(job: Json, recorder: Recorder, model: Any) -> Json:
 
 
 def _closed_form_layers(timed: Json) -> int | None:
-    """What the published closed form makes of the costs at the solved k; halves up, as solved."""
+    """GPU layers by the published closed form, from the costs at the solved k; halves round up."""
     if "costs" not in timed:
         return None
     costs = TypeAdapter(StepCosts).validate_python(timed["costs"])
@@ -80,8 +80,8 @@ def _closed_form_layers(timed: Json) -> int | None:
 
 
 def _point(bench: Bench, layers: int, solved: Json) -> Json:
-    """A fixed number of GPU layers, timed, or why it is refused; with what was predicted for it
-    from the costs at the solved k, had they known how often is clipped here.
+    """Times a fixed number of GPU layers, or says why it is refused; adds the prediction from the
+    costs at the solved k, given the share of steps that are clipped here.
 
     The model learns its few batches by heart, so that clipping fades out as the sweep goes on.
     """
@@ -100,7 +100,7 @@ def _point(bench: Bench, layers: int, solved: Json) -> Json:
 
 
 def sweep(job: Json, recorder: Recorder) -> None:
-    """The solved k beside fixed ones, between two measurements of the limit, in one process."""
+    """Times the solved k and fixed ones, between two measurements of the limit, in one process."""
     model = make_model(job, torch.bfloat16)
     reference = _reference(job, recorder, model)
     recorder.put(reference=reference)
@@ -111,7 +111,7 @@ def sweep(job: Json, recorder: Recorder) -> None:
     layers = {round(fraction * solved["of"]) for fraction in job["fractions"]}
     layers |= {solved["gpu_layers"] + offset for offset in job["offsets"]}
     layers |= {published} if published is not None else set()
-    # The solved one once more at the end: what is between the two is the machine's drift.
+    # The solved one once more at the end: the difference of the two is the machine's drift.
     todo = [*up_and_down(layers & set(range(solved["of"] + 1))), solved["gpu_layers"]]
     slowest, steps = solved["step_seconds"], SETTLING_STEPS + 8
     while todo and recorder.seconds_left() > 1.5 * steps * slowest + 10.0:
@@ -125,16 +125,16 @@ def sweep(job: Json, recorder: Recorder) -> None:
 
 
 def lowered_cap(peak_bytes: int) -> float:
-    """Bytes that leave half of their own reserve above this peak."""
+    """The cap in bytes that leaves half of its own reserve above this peak."""
     return max(peak_bytes + LEAST_RESERVE / 2, peak_bytes / (1.0 - GPU_RESERVE_SHARE / 2))
 
 
 def lowered(job: Json, recorder: Recorder) -> None:
-    """GPU memory becomes less while training goes on: k has to follow.
+    """Lowers GPU memory while training goes on: k has to follow.
 
-    No engine can undo an allocation that fails in the user's forward; against that there is the
-    reserve. So half of it is taken away: nothing fails yet, and k must go down until the whole
-    reserve is free again.
+    No engine can undo an allocation that fails in the user's forward; the reserve protects against
+    that. So half of it is taken away: nothing fails yet, and k must go down until the whole reserve
+    is free again.
     """
     bench = Bench(job, recorder)
     timed = _solve(bench)
@@ -143,9 +143,9 @@ def lowered(job: Json, recorder: Recorder) -> None:
         if job["device"] == "cuda":
             cap = lowered_cap(timed["gpu"]["peak_allocated_bytes"]) / torch.cuda.mem_get_info()[1]
             torch.cuda.set_per_process_memory_fraction(cap)
-        # What memory there is is looked up at every tenth step.
+        # The available memory is looked up at every tenth step.
         following = bench.settle(most=60, quiet=12, least=24)
-        # Until now torch may have lived on what it had cached above the cap.
+        # Until now torch may have used memory that it had cached above the cap.
         empty_cache()
         timed = bench.timed(windows=2, steps=5)
         what = "cap lowered"
@@ -153,7 +153,7 @@ def lowered(job: Json, recorder: Recorder) -> None:
 
 
 def follow(job: Json, recorder: Recorder) -> None:
-    """The batch is halved while it trains, and whole again: k has to follow within 20 steps."""
+    """Halves the batch while it trains, then restores it: k has to follow within 20 steps."""
     bench = Bench(job, recorder)
     _solve(bench)
     for batch in (max(1, job["batch"] // 2), job["batch"]):
@@ -164,7 +164,7 @@ def follow(job: Json, recorder: Recorder) -> None:
 
 
 def run(job: Json, recorder: Recorder) -> None:
-    """The job's plan."""
+    """Runs the job's plan."""
     limit_memory(job)
     recorder.put(num_parameters=size_of(job["model"], job.get("layers")).num_parameters)
     {"sweep": sweep, "lowered": lowered, "follow": follow}[job["plan"]](job, recorder)

@@ -25,9 +25,9 @@ from experiments.common.records import Json
 from experiments.common.report import Claim, short
 
 SLACK = 0.03
-"""By which a measured step may be shorter than its ceiling says: hosts drift between the turns."""
+"""Share by which a measured step may be below its ceiling: hosts drift between the turns."""
 SOLVING_STEPS = 80
-"""After which k has settled; a fixed k is recorded after RECORD_AFTER steps."""
+"""Steps after which k has settled; a fixed k is recorded after RECORD_AFTER steps."""
 RECORD_AFTER = 10
 RECORDED = 4
 
@@ -52,12 +52,12 @@ RUNS: dict[str, Json] = {
     "3b solved": {"gpu_fraction": "solve"},
     "3b ZeRO-2 offload": {"system": "deepspeed_zero2_offload"},
 }
-"""What is recorded, and the variants that are timed beside it, each with its fix."""
+"""The recorded runs, and the variants that are timed beside each, each with its fix."""
 ACROSS = (
     ("1b k 0", "no clipping", "1b k 0 no clipping"),
     ("1b k 0 few threads", "more cores", "1b k 0"),
 )
-"""(recorded run, fix, the run that is it with the fix): in processes of their own."""
+"""(recorded run, fix, the same run with the fix), for runs in processes of their own."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
-    """A job a run."""
+    """A job for each run."""
     found: list[Json] = []
     for label, settings in RUNS.items():
         job: Json = {
@@ -87,7 +87,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
 
 
 def _trace(path: str | None) -> Any:
-    """What the report makes of a trace's file; None where there is none."""
+    """The report's analysis of a trace's file; None if there is none."""
     from hytrain.tools.trace.analysis import analyse
     from hytrain.tools.trace.load import load
 
@@ -104,7 +104,7 @@ def _busy(analysis: Any) -> float | None:
 
 
 def rows(result: Json) -> list[Json]:
-    """A row a run, then one for each fix that was applied."""
+    """A row for each run, then one for each fix that was applied."""
     found: list[Json] = []
     ceilings: dict[str, dict[str, float]] = {}
     seconds: dict[str, dict[str, float]] = {}
@@ -144,7 +144,7 @@ def rows(result: Json) -> list[Json]:
 def _pair(
     recorded: str, fix: str, applied: str, ceilings: dict[str, dict[str, float]], after: float
 ) -> Json:
-    """A fix that was applied; `after` are seconds a step, of a larger batch for as many tokens."""
+    """The row of an applied fix; `after`: seconds a step, of a larger batch for as many tokens."""
     least = ceilings[recorded].get(fix)
     row = {"recorded": recorded, "fix": fix, "applied": applied, "at_least_s": short(least)}
     return {**row, "measured_s": short(after)}

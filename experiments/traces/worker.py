@@ -1,7 +1,7 @@
 """The measuring process: records one run, then times it and its variants in turns.
 
-hytrain records itself; of another system, and again of hytrain after its recording, torch.profiler
-does it, and the share of its steps in which the GPU has a kernel is computed from its own events.
+hytrain records itself. torch.profiler records another system, and hytrain again after its own
+recording; the share of these steps in which the GPU runs a kernel is computed from its events.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from experiments.common.timing import Stepper, synchronize
 from experiments.common.worker import Recorder
 
 PLAIN_STEPS = 10
-"""After the recording, so that hytrain writes its file and says what recording cost."""
+"""Steps after the recording, so that hytrain writes its file and says what recording cost."""
 TURNS, STEPS, SETTLING_STEPS = 2, 4, 4
 """Windows of each variant, steps of one, and steps before it: they move layers, or ask for
 memory."""
 
 
 def _profiled(stepper: Stepper, steps: int, path: Path) -> float | None:
-    """Steps under torch.profiler, which writes a file: the GPU's busy share from its events."""
+    """Makes steps under torch.profiler, which writes a file; returns the GPU's busy share."""
     activities = [ProfilerActivity.CPU]
     if stepper.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -67,7 +67,7 @@ def _busy(profiler: Any) -> float | None:
 
 
 def _in_turns(system: Any, job: Json, plain: Stepper) -> dict[str, list[float]]:
-    """Seconds a step of the run as it is and of its variants, a window each, several times."""
+    """Seconds a step of the plain run and of its variants, in turns, a window each."""
     seconds: dict[str, list[float]] = {}
     for _ in range(TURNS):
         for variant in ({}, *job["variants"]):
@@ -84,7 +84,7 @@ def _in_turns(system: Any, job: Json, plain: Stepper) -> dict[str, list[float]]:
 
 
 def run(job: Json, recorder: Recorder) -> None:
-    """All of it; raises what the system raises."""
+    """Records and times the job's run; raises what the system raises."""
     folder, steps = Path(job["folder"]), job["recorded"]
     files = {"profiler": str(folder / "torch_profiler.json")}
     if job["system"] == "hytrain":

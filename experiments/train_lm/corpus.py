@@ -42,10 +42,10 @@ class ByteTokenizer:
     """Number of different ids: every id is smaller."""
     end_of_document = 256
     identity = "bytes-1"
-    """Changes whenever the ids of some text would; part of the cache's name."""
+    """Part of the cache's name; changes whenever the ids of some text would."""
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Return the bytes of ``text``; shape [num_bytes]."""
+        """Returns the bytes of ``text``; shape [num_bytes]."""
         # A lone surrogate, which JSON may hold, has no UTF-8 form: it becomes "?".
         data = text.encode("utf-8", errors="replace")
         return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
@@ -78,13 +78,13 @@ class HFTokenizer(ByteTokenizer):
         self.identity = f"hf-{digest.hexdigest()}"
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Return the ids of ``text`` without special ones; shape [num_tokens]."""
+        """Returns the ids of ``text`` without special ones; shape [num_tokens]."""
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.int64)
 
 
 def make_tokenizer(path: Path | None) -> ByteTokenizer:
-    """Load the tokenizer of a folder; None is one token a byte."""
+    """Loads the tokenizer of a folder; None: one token a byte."""
     return ByteTokenizer() if path is None else HFTokenizer(path)
 
 
@@ -107,14 +107,14 @@ def _standard_library() -> list[Path]:
 
 
 def find_sources(data: Sequence[Path]) -> list[Path]:
-    """List the files that ``--data`` names, folders searched, in a fixed order.
+    """Lists the files that ``--data`` names, and those in its folders, in a fixed order.
 
     Args:
         data: files, and folders that are searched for text and JSON lines; none means the
             standard library's own source files.
 
     Raises:
-        DataError: a path that is not there, or no usable file.
+        DataError: a path does not exist, or there is no usable file.
     """
     known = (*_TEXT, *_JSON_LINES)
     files = [] if data else _standard_library()
@@ -135,7 +135,7 @@ def find_sources(data: Sequence[Path]) -> list[Path]:
 
 
 def read_documents(path: Path, text_field: str = "text") -> Iterator[str]:
-    """Yield the documents of one file: each JSON line's text, or the whole of a text file.
+    """Yields the documents of one file: each JSON line's text, or the whole of a text file.
 
     Raises:
         DataError: a line that is not a JSON object with a string in ``text_field``, or a
@@ -177,16 +177,16 @@ def load_corpus(
     *,
     text_field: str = "text",
 ) -> Corpus:
-    """Map the tokens of ``sources`` from the cache, filling it first if it lacks them.
+    """Maps the tokens of ``sources`` from the cache, filling it first if it lacks them.
 
-    The cache's entry is named by each file's path, size and time of change, the tokenizer and
+    The cache's entry is named by each file's path, size and modification time, the tokenizer and
     the field. Two processes may fill the same entry at once: the first to finish is kept.
 
     Args:
         sources: files.
-        tokenizer: of their text.
+        tokenizer: tokenises their text.
         cache_dir: None is the user's cache folder, which ``XDG_CACHE_HOME`` moves.
-        text_field: of a JSON line.
+        text_field: field of a JSON line that holds the text.
 
     Raises:
         DataError: a file that cannot be read, or no document.
@@ -230,7 +230,7 @@ def _fill_cache(
         (partial / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
         partial.rename(entry)
     except OSError:
-        if not entry.is_dir():  # a rename fails where another process was first, which is fine
+        if not entry.is_dir():  # a rename fails if another process was first, which is fine
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -26,7 +26,7 @@ class PackedSequences:
     """Sequences of a corpus in training order, and the held-out ones."""
 
     def __init__(self, corpus: Corpus, *, seq_len: int, seed: int) -> None:
-        """Cut ``corpus`` into sequences of ``seq_len`` tokens, ordered by ``seed``.
+        """Cuts ``corpus`` into sequences of ``seq_len`` tokens, ordered by ``seed``.
 
         Raises:
             DataError: the corpus has fewer than 2 sequences, or the seed is not in [0, 2**32).
@@ -48,12 +48,12 @@ class PackedSequences:
         self.held_out = np.unique(held_out)
         """Sequences that are only evaluated."""
         self.train = np.setdiff1d(np.arange(total, dtype=np.int64), self.held_out)
-        """Those to train on in one epoch."""
+        """Sequences that are trained on in an epoch."""
         self._epoch = -1
         self._order = self.train
 
     def train_batch(self, first: int, count: int) -> torch.Tensor:
-        """Return training sequences ``first`` to ``first + count`` of the endless order.
+        """Returns training sequences ``first`` to ``first + count`` of the endless order.
 
         Args:
             first: position in the order, in sequences since the start of the run.
@@ -65,7 +65,7 @@ class PackedSequences:
         return self._rows([self._sequence_at(i) for i in range(first, first + count)])
 
     def held_out_batch(self, first: int, count: int) -> torch.Tensor:
-        """Return held-out sequences, in the corpus's order, from the start again past the end.
+        """Returns held-out sequences, in the corpus's order, from the start again past the end.
 
         Returns:
             int64 ids, shape [count, T].
@@ -79,11 +79,11 @@ class PackedSequences:
         return {"consumed": consumed, **about}
 
     def consumed_at(self, saved: dict[str, Any]) -> int:
-        """Return the number of sequences consumed at a saved position.
+        """Returns the number of sequences consumed at a saved position.
 
         Raises:
-            DataError: the position is one of other data, another seed or sequence length, so
-                that going on from it would repeat some sequences and miss others.
+            DataError: the position is of other data, another seed or sequence length, so that
+                going on from it would repeat some sequences and miss others.
         """
         here = self.position(saved["consumed"])
         for name, option in (
@@ -124,9 +124,9 @@ class BatchPlan:
     world_size: int
     """Number of ranks."""
     sizes: tuple[int, ...] | None = None
-    """Sequences that each rank computes in a step, where `hytrain plan` decided that."""
+    """Sequences that each rank computes in a step, if `hytrain plan` decided that."""
     micro_sizes: tuple[int, ...] = ()
-    """Of them at once; with ``sizes``."""
+    """How many of them each rank computes at once; with ``sizes``."""
 
     @property
     def global_batch(self) -> int:
@@ -136,7 +136,7 @@ class BatchPlan:
         return self.micro_batch * self.accumulation * self.world_size
 
     def pieces(self, consumed: int, rank: int) -> list[tuple[int, int]]:
-        """Return a rank's micro-batches of a step: position of the first sequence, and how many.
+        """Returns a rank's micro-batches of a step: position of the first sequence, and how many.
 
         Args:
             consumed: sequences consumed before this step.
@@ -151,7 +151,7 @@ class BatchPlan:
 
 
 def to_device(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a batch [B, T] to ``device``; to a GPU from pinned memory, without waiting."""
+    """Copies a batch [B, T] to ``device``; to a GPU from pinned memory, without waiting."""
     if device.type != "cuda":
         return ids.to(device)
     return ids.pin_memory().to(device, non_blocking=True)

@@ -23,12 +23,12 @@ _SCHEDULERS_WITH_TOTAL = ("WarmupCosineLR", "WarmupDecayLR")
 
 
 def choose_config(*, on_gpu: bool) -> Path:
-    """Pick one of ``ds_configs/`` for this hardware; both solve for k while training."""
+    """Picks one of ``ds_configs/`` for this hardware; both solve for k while training."""
     return CONFIG_DIR / ("zero2_solve.json" if on_gpu else "fp32_cpu.json")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed JSON as DeepSpeed does: comments allowed, no key twice.
+    """Reads a DeepSpeed JSON as DeepSpeed does: comments allowed, no key twice.
 
     Raises:
         OptionError: no such file, not JSON, or a key that appears twice.
@@ -54,7 +54,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def find_plan(
     config: dict[str, Any], config_path: Path, options: argparse.Namespace
 ) -> Path | None:
-    """Return the file of `hytrain plan` to train by: the option's, else the JSON's, else None.
+    """Returns the file of `hytrain plan` to train by: the option's, else the JSON's, else None.
 
     Raises:
         OptionError: there is no such file.
@@ -74,7 +74,7 @@ def find_plan(
 
 
 def planned_batches(path: Path, options: argparse.Namespace) -> BatchPlan:
-    """Read from a plan who computes how much; whether it fits the job is hytrain's to say.
+    """Reads from a plan how much each rank computes; hytrain checks whether it fits the job.
 
     Raises:
         OptionError: an option says what the plan decides, or sequences are of another length.
@@ -83,7 +83,7 @@ def planned_batches(path: Path, options: argparse.Namespace) -> BatchPlan:
         if getattr(options, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')}: the plan {path} decides that")
     plan = read_plan(path)
-    # Not hytrain's to see: a model's batches have any length. Memory and times are for this one.
+    # hytrain cannot check this: batches may have any length. Memory and times are for the plan's.
     if plan.model.seq_len not in (None, options.seq_len):
         raise OptionError(
             f"--seq-len is {options.seq_len}, but the plan {path} is for {plan.model.seq_len} "
@@ -101,10 +101,10 @@ def planned_batches(path: Path, options: argparse.Namespace) -> BatchPlan:
 
 
 def plan_batches(config: dict[str, Any], options: argparse.Namespace, world_size: int) -> BatchPlan:
-    """Settle micro-batch and accumulation from the options, else from the JSON.
+    """Settles micro-batch and accumulation from the options, else from the JSON.
 
     Raises:
-        OptionError: the global batch is no multiple of micro-batch times ranks, or neither
+        OptionError: the global batch is not a multiple of micro-batch times ranks, or neither
             the options nor the JSON give a micro-batch.
     """
     micro = options.micro_batch or config.get("train_micro_batch_size_per_gpu")
@@ -133,7 +133,7 @@ def apply_options(
     plan: BatchPlan,
     plan_path: Path | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write the options into a copy of the JSON; with a plan's path, the plan has the batches.
+    """Writes the options into a copy of the JSON; with a plan's path, the plan has the batches.
 
     Returns:
         The changed copy, and one line for each value of the JSON that was replaced.
@@ -181,7 +181,7 @@ def apply_options(
 def _drop_batches(
     config: dict[str, Any], plan: BatchPlan, plan_path: Path, *, in_json: bool
 ) -> list[str]:
-    """Take the JSON's batch keys out, in whose place the plan is.
+    """Takes out the JSON's batch keys, which the plan replaces.
 
     Args:
         config: is changed.
@@ -198,7 +198,7 @@ def _drop_batches(
     lines: list[str] = []
     for key in (_TOTAL, _MICRO, _ACCUMULATION):
         given = config.pop(key, None)
-        # DeepSpeed must find a micro-batch even where another batch is used: 1 says nothing.
+        # DeepSpeed needs a micro-batch in the JSON even if another batch is used: 1 says nothing.
         if given is None or (given == plan.global_batch if key == _TOTAL else given == 1):
             continue
         if key == _TOTAL or in_json:
@@ -211,7 +211,7 @@ def _drop_batches(
 
 
 def _schedule(scheduler: dict[str, Any], options: argparse.Namespace) -> dict[str, int]:
-    """Return the schedule's lengths for this run, in optimizer steps."""
+    """Returns the schedule's lengths for this run, in optimizer steps."""
     values: dict[str, int] = {}
     if scheduler.get("type") in _SCHEDULERS_WITH_TOTAL:
         values["total_num_steps"] = options.steps

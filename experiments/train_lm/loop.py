@@ -32,24 +32,24 @@ class _Pending:
     loss: torch.Tensor
     """Mean loss, float32, shape []."""
     joules: torch.Tensor
-    """(GPUs, processors) of all ranks, float64 [2]; NaN for what is not known."""
+    """(GPUs, processors) of all ranks, float64 [2]; NaN if not known."""
     record: metrics.Record
-    """All else."""
+    """Everything else."""
 
 
 def forward_backward_seconds(
     model: torch.nn.Module, ids: torch.Tensor, steps: int, warmup: int = 2
 ) -> list[float]:
-    """Time a micro-batch's forward and backward passes, whose gradients are dropped.
+    """Times a micro-batch's forward and backward passes, whose gradients are dropped.
 
     Args:
         model: the bare model, which is left as it was.
         ids: int64 [B, T], on its device.
         steps: how many are timed.
-        warmup: how many are made before.
+        warmup: how many are made before those.
 
     Returns:
-        Seconds of each.
+        Seconds of each timed one.
     """
     on_gpu = ids.device.type == "cuda"
     seconds: list[float] = []
@@ -82,13 +82,13 @@ class Trainer:
     ) -> None:
         """
         Args:
-            options: of the command line.
+            options: the command line's options.
             engine: DeepSpeed's, hytrain's, or torch_engine's.
             sequences: the data.
-            plan: how it is shared out.
-            flops_per_token: useful operations of a step.
-            device: this rank's.
-            rank: this one.
+            plan: how the data is shared out.
+            flops_per_token: useful operations of training on a token.
+            device: this rank's device.
+            rank: this rank's number.
         """
         self._options, self._engine = options, engine
         self._sequences, self._plan = sequences, plan
@@ -105,7 +105,7 @@ class Trainer:
         self.checkpoint_dir = options.out / "checkpoints"
 
     def run(self) -> None:
-        """Train to the last step; rank 0 writes metrics and the loss curve.
+        """Trains to the last step; rank 0 writes metrics and the loss curve.
 
         Raises:
             OptionError: nothing to resume, or a checkpoint already at the last step.
@@ -157,9 +157,9 @@ class Trainer:
             self._file.write(records)
 
     def _train_step(self) -> tuple[torch.Tensor, float]:
-        """Make one optimizer step; return the mean loss, shape [], and the rate used.
+        """Makes one optimizer step; returns the mean loss, shape [], and the learning rate used.
 
-        The mean is this rank's, or, by a plan, that of the global batch.
+        The mean is this rank's, or, with a plan, that of the global batch.
         """
         plan, engine = self._plan, self._engine
         # Dropout depends on seed, step and rank alone: a resumed run draws the same numbers.
@@ -183,7 +183,7 @@ class Trainer:
         return total, lr
 
     def _batches(self, pieces: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        """Give training sequences [B, T] on the device, a micro-batch at a time."""
+        """Yields training sequences [B, T] on the device, a micro-batch at a time."""
         for first, count in pieces:
             yield data.to_device(self._sequences.train_batch(first, count), self._device)
 
@@ -197,7 +197,7 @@ class Trainer:
         return _Pending(loss=self._mean_over_ranks(loss), joules=self._joules(), record=record)
 
     def _joules(self) -> torch.Tensor:
-        """(GPUs, processors) since the last call, all ranks; a collective that is not waited for.
+        """Joules of all ranks (GPUs, processors) since the last call; a collective, not waited for.
 
         A host's processors are counted by its first rank.
         """
@@ -244,12 +244,12 @@ class Trainer:
         self._bar.update()
 
     def _drain(self) -> None:
-        """Record the last step, so that a pause after it is not counted as the next one's."""
+        """Records the last step, so that a pause after it is not counted as the next one's."""
         pending, self._pending = self._pending, None
         self._record(pending)
 
     def _gather_decisions(self) -> None:
-        """Record those of all ranks; a collective, for moments when the ranks meet anyway."""
+        """Records the decisions of all ranks; a collective, for when the ranks meet anyway."""
         own = self._decisions.take()
         if self._rank:
             own = [{"rank": self._rank, **record} for record in own]
@@ -259,7 +259,7 @@ class Trainer:
         self._write([record for records in every for record in records])
 
     def _compare_with_plan(self) -> None:
-        """Record what a plan predicted beside what the last steps took; a collective."""
+        """Records what a plan predicted beside what the last steps took; a collective."""
         if self._plan.sizes is None or self._steps_made < _LEAST_STEPS:
             return
         report = self._engine.plan_report()
@@ -268,8 +268,8 @@ class Trainer:
             print(f"\n{report.table()}", flush=True)
 
     def _evaluate(self) -> None:
-        """The mean loss of about so many held-out sequences; at least a micro-batch, and the same
-        number on each rank: a forward pass may contain collectives."""
+        """Records the mean loss of about --eval-sequences held-out sequences; at least a
+        micro-batch, and the same number on each rank: a forward pass may contain collectives."""
         plan, sequences = self._plan, self._options.eval_sequences
         if sequences == 0:
             return
@@ -287,7 +287,7 @@ class Trainer:
         self._write([{"step": self._step, "eval_loss": loss}])
 
     def _mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """Average a scalar over the ranks, in place where there are several."""
+        """Averages a scalar over the ranks, in place if there are several."""
         if self._plan.world_size > 1:
             torch.distributed.all_reduce(value)
             value /= self._plan.world_size

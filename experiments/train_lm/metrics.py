@@ -20,9 +20,9 @@ class MetricsFile:
     """A file of JSON lines, flushed at each line, so that a killed job loses none."""
 
     def __init__(self, path: Path, *, keep_steps: int = 0) -> None:
-        """Open ``path``, keeping its lines of steps up to ``keep_steps``.
+        """Opens ``path``, keeping its lines of steps up to ``keep_steps``.
 
-        A resumed run trains again on the steps after its checkpoint: their old lines go.
+        A resumed run makes the steps after its checkpoint again: their old lines are dropped.
         """
         old = read_metrics(path) if keep_steps else []
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ class MetricsFile:
         self.write(record for record in old if _is_kept(record, keep_steps))
 
     def write(self, records: Iterable[Record]) -> None:
-        """Append lines; a field that is None is left out, what is not finite is null."""
+        """Appends lines; fields that are None are left out, values that are not finite are null."""
         self._file.writelines(map(json_line, records))
         self._file.flush()
 
@@ -42,7 +42,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Read a metrics file; empty if there is none. A half line, of a killed job, is left out."""
+    """Reads a metrics file; empty if there is none. A half line, of a killed job, is left out."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -56,7 +56,7 @@ def _is_kept(record: Record, keep_steps: int) -> bool:
 
 
 def plot_loss(metrics: Path, image: Path) -> None:
-    """Draw loss and held-out loss over steps as a PNG."""
+    """Draws loss and held-out loss over steps as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -75,11 +75,11 @@ def plot_loss(metrics: Path, image: Path) -> None:
 
 
 def summarize(records: Sequence[Record]) -> Record:
-    """Condense a metrics file: medians over the steps after the first three, if there are more.
+    """Condenses a metrics file: medians over the steps after the first three, if there are more.
 
     The loss at the start is the first step's, at the end the mean of the last ten. The hidden
     share is of the summed times, so a step with a long update weighs more than one with none; k is
-    the last, which its reason is of.
+    the last one, and its reason is that one's.
     """
     steps = [r for r in records if "step_s" in r]
     held_out = [r["eval_loss"] for r in records if "eval_loss" in r]
@@ -93,7 +93,7 @@ def summarize(records: Sequence[Record]) -> Record:
         values = [r[key] for r in steady if r.get(key) is not None]
         return condense(values) if values else None
 
-    # Counters are renewed in intervals longer than many a step: a median would be of zeros.
+    # Energy counters are renewed less often than many steps end: a median would be of zeros.
     joules = {key: of(key, statistics.fmean) for key in ("gpu_energy_j", "cpu_energy_j")}
     known = sum(value for value in joules.values() if value is not None)
     tokens = statistics.fmean(r["tokens_per_s"] * r["step_s"] for r in steady) if steady else 0.0
@@ -115,11 +115,11 @@ def summarize(records: Sequence[Record]) -> Record:
 
 
 def _last_reason(records: Sequence[Record]) -> str | None:
-    """Of rank 0's last decision; None where it was not made from measured times."""
+    """The reason of rank 0's last decision; None if it was not made from measured times."""
     own = [r["placement"] for r in records if "placement" in r and r.get("rank", 0) == 0]
     if not own or own[-1]["costs"] is None:
         return None
-    # What follows the first clause, how many layers and what is predicted, `hytrain explain` says.
+    # `hytrain explain` shows what follows the first clause: how many layers, what is predicted.
     return own[-1]["reason"].split("; ")[0]
 
 
@@ -144,7 +144,7 @@ _ROWS = {
 
 
 def format_table(summary: Record) -> str:
-    """Lay out the closing table; a row without a value is left out."""
+    """Lays out the closing table; a row without a value is left out."""
     rows = [(label, form.format(summary[k])) for k, (label, form) in _ROWS.items()
             if summary[k] is not None]  # fmt: skip
     width = max((len(label) for label, _ in rows), default=0)

@@ -45,7 +45,7 @@ PRESETS: tuple[str, ...] = (*_LLAMA, *_GPT2)
 def model_config(
     name: str, *, seq_len: int, min_vocab: int = 0, vocab_size: int | None = None
 ) -> PretrainedConfig:
-    """Make the transformers config of a preset or read one from disk.
+    """Makes the transformers config of a preset or reads one from disk.
 
     Args:
         name: a preset of ``PRESETS``, a ``config.json``, or a folder that holds one.
@@ -133,7 +133,7 @@ def build_model(
     activation_checkpointing: bool,
     attention: str = "sdpa",
 ) -> PreTrainedModel:
-    """Create a causal language model with random weights, in ``dtype``, on ``device``.
+    """Creates a causal language model with random weights, in ``dtype``, on ``device``.
 
     The weights depend on ``seed``, the config, the device's kind and the dtype alone: every
     rank makes the same. Attention is torch's scaled_dot_product_attention, or transformers' own
@@ -155,7 +155,7 @@ def build_model(
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Count the trainable elements of a model; a tied tensor counts once."""
+    """Counts the trainable elements of a model; a tied tensor counts once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -170,7 +170,7 @@ def flops_per_token(num_parameters: int) -> int:
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Split trainable parameters in two optimizer groups: matrices, and the rest undecayed.
+    """Splits trainable parameters into two optimizer groups: matrices, and the rest undecayed.
 
     Weight decay pulls norms and biases to 0 without regularising anything, so the vectors get
     a group of their own. The matrices take the weight decay of the DeepSpeed JSON.

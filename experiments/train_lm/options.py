@@ -39,7 +39,7 @@ def _gpu_fraction(text: str) -> float | Literal["solve"]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Make the parser, without the two options that deepspeed.add_config_arguments adds."""
+    """Makes the parser, without the two options that deepspeed.add_config_arguments adds."""
     parser = argparse.ArgumentParser(
         prog="train.py",
         description="Train a language model with its Adam state in host memory.",
@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_options(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, *, on_gpu: bool
 ) -> argparse.Namespace:
-    """Parse and check the command line; with ``--demo`` the machine's demo is the default.
+    """Parses and checks the command line; with ``--demo`` the machine's demo is the default.
 
     Args:
         parser: from ``build_parser``, after deepspeed.add_config_arguments.

@@ -1,4 +1,4 @@
-"""Training as it is usually written where the memory is there: torch alone, all on one device."""
+"""Training as it is usually written if memory suffices: torch alone, all on one device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from options import OptionError
 class TorchEngine:
     """The part of a DeepSpeed engine that the loop uses, without DeepSpeed's optimizers.
 
-    The model trains in its own dtype; master weights, gradients as they are clipped, and the
-    optimizer's state are fp32, beside it on its device. What the schedule is, DeepSpeed's own class
-    says. With Muon, torch's Muon updates the blocks' matrices and AdamW the rest.
+    The model trains in its own dtype; master weights, the gradients that are clipped, and the
+    optimizer's state are fp32, on the same device. The schedule is that of DeepSpeed's own class.
+    With Muon, torch's Muon updates the blocks' matrices and AdamW the rest.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class TorchEngine:
         return self._model(**inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add a micro-batch's share of the gradient, summed in the model's dtype."""
+        """Adds a micro-batch's share of the gradient, summed in the model's dtype."""
         (loss / self._accumulation).backward()
 
     def step(self) -> None:
-        """Update, after the last micro-batch of a step."""
+        """Updates the weights after the last micro-batch of a step."""
         self._micro_steps += 1
         if self._micro_steps % self._accumulation:
             return
@@ -91,17 +91,17 @@ class TorchEngine:
         return [group["lr"] for each in self._optimizers for group in each.param_groups]
 
     def get_global_grad_norm(self) -> torch.Tensor | None:
-        """Of the last step's gradient before clipping; None without clipping."""
+        """Norm of the last step's gradient before clipping; None without clipping."""
         return self._norm
 
     def destroy(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: there is nothing to release."""
 
 
 def _with_masters(
     groups: list[dict[str, Any]], masters: list[torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """The groups, with master weights in the weights' places."""
+    """The groups, with master weights in place of the weights."""
     remaining = iter(masters)
     return [{**group, "params": [next(remaining) for _ in group["params"]]} for group in groups]
 
@@ -140,7 +140,7 @@ def _muon_and_adamw(
 
 
 def _scheduler(section: dict[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:
-    """DeepSpeed's scheduler of the JSON's name, on any optimizer; None without one."""
+    """The DeepSpeed scheduler that the JSON names, on any optimizer; None without one."""
     if section is None:
         return None
     from deepspeed.runtime import lr_schedules

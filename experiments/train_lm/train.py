@@ -38,18 +38,18 @@ from options import OptionError, build_parser, parse_options
 from hytrain.checkpoint.commit import saved_tags
 from hytrain.errors import HyTrainError
 
-# What --overwrite takes away beside the checkpoints.
+# What --overwrite removes besides the checkpoints.
 _WRITTEN = ("metrics.jsonl", "loss.png", "summary.json")
 _USER_ERRORS = (OptionError, corpus.DataError, models.ModelError, HyTrainError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script; return its exit status, 2 where the user's input cannot be used."""
+    """Runs the script; returns its exit status, 2 if the user's input cannot be used."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         run(argv)
     except ValueError as error:
-        # Of what the user can mend the message says all; a traceback would only hide it.
+        # For what the user can mend, the message says all; a traceback would only hide it.
         if not isinstance(error, _USER_ERRORS):
             raise
         print(f"train.py: {error}", file=sys.stderr)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str] | None = None) -> None:
-    """Train as the command line says.
+    """Trains as the command line says.
 
     Raises:
         OptionError, corpus.DataError, models.ModelError: the user's input cannot be used.
@@ -88,7 +88,7 @@ def run(argv: Sequence[str] | None = None) -> None:
 
 
 def _start_distributed(options: argparse.Namespace, on_gpu: bool) -> tuple[int, int, torch.device]:
-    """Join the launcher's process group, or make one of this process alone.
+    """Joins the launcher's process group, or makes one of this process alone.
 
     Returns:
         Rank, number of ranks, this rank's device.
@@ -115,7 +115,7 @@ def _start_distributed(options: argparse.Namespace, on_gpu: bool) -> tuple[int, 
 
 
 def _check_output(options: argparse.Namespace) -> None:
-    """Refuse to write over a run, or to resume what is not there, before any work is done."""
+    """Refuses to overwrite a run, or to resume one that does not exist, before any work is done."""
     if options.resume is not None:
         folder = options.out / "checkpoints"
         tags = saved_tags(folder)
@@ -151,7 +151,7 @@ def _prepare_output(options: argparse.Namespace, rank: int) -> None:
 def _make_trainer(
     options: argparse.Namespace, rank: int, world_size: int, device: torch.device
 ) -> tuple[Trainer, Any]:
-    """The trainer and its engine."""
+    """Makes the trainer and its engine."""
     tokenizer = corpus.make_tokenizer(options.tokenizer)
     model_config = models.model_config(
         options.model,
@@ -209,7 +209,7 @@ def _training_dtype(config: dict[str, Any]) -> torch.dtype:
 def _load_data(
     options: argparse.Namespace, tokenizer: corpus.ByteTokenizer
 ) -> data.PackedSequences:
-    """The same text on all ranks; one process of each host tokenises, the others find its cache.
+    """Loads the same text on all ranks; one process a host tokenises, the others find its cache.
 
     Raises:
         corpus.DataError: this rank cannot load it, or the ranks' texts differ.
@@ -265,7 +265,7 @@ def _write_run(options: argparse.Namespace, config: dict[str, Any]) -> None:
 
 
 def _write_reference(out: Path, seconds: Sequence[float]) -> None:
-    """What passes without an update took."""
+    """Writes the times of passes without an update."""
     reference = {"seconds": list(seconds), "median": statistics.median(seconds)}
     (out / "reference.json").write_text(json.dumps(reference) + "\n")
     print(f"reference {reference['median']:.3f} s: forward and backward without an update")

@@ -12,10 +12,10 @@ class Case:
     """Some GPUs, made unequal, and a job for them.
 
     Attributes:
-        label: its own.
-        speeds: stated, one a rank; the fastest is 1.
+        label: the case's unique name.
+        speeds: stated speeds, one a rank; the fastest is 1.
         memory: share of each GPU's memory that its process may take.
-        host_gib: host memory that the ranks may use together; None: what there is.
+        host_gib: host memory that the ranks may use together; None: all of it.
         batch: samples of the global batch.
         sizes: micro-batches that are measured.
         runs: what is trained after the plan is made, in this order (see RUNS).

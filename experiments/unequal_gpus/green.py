@@ -1,4 +1,4 @@
-"""Makes a GPU slower: a stream that may use some of its multiprocessors only, a green context.
+"""Makes a GPU slower: a stream of a green context may use only some of its multiprocessors.
 
 Whatever is launched on the stream stays within them, whichever thread launches it: autograd's own
 thread runs a backward operation on the stream of its forward operation. What runs on other streams
@@ -48,7 +48,7 @@ def _count(resource: ctypes.Array[ctypes.c_char]) -> int:
 
 
 class _Driver:
-    """The few functions that are needed, each checked."""
+    """Calls the driver's functions by name, and checks what they return."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -63,7 +63,7 @@ class _Driver:
 
 
 def limited_stream(num_sms: int | None, device: int) -> Limited:
-    """A new stream of a device that may use so many multiprocessors; None: all of them.
+    """A new stream of a device that may use this many multiprocessors; None: all of them.
 
     The green context lives as long as the process.
 

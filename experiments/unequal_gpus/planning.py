@@ -1,4 +1,4 @@
-"""From a profile to a plan, and what each run is configured with. Plain data, no torch."""
+"""Makes a plan from a profile, and the config of each run. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hytrain.tools.planner.profile_problem import PlanOptions, problem_from
 from hytrain.tools.planner.result import Plan, even_split, plan_file
 
 LEAST_SHARD = 1e-4
-"""Of the state: every rank must own some of it."""
+"""Least share of the state: every rank must own some of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the plan may use beside what was measured.
+    """Limits of what the plan may use, besides what was measured.
 
     Attributes:
-        host_bytes: of all ranks together; None: what the ranks found.
+        host_bytes: host memory of all ranks together; None: what the ranks found.
         least_reserve: bytes of a GPU that stay free at least.
     """
 
@@ -54,12 +54,12 @@ class Passes:
 
 
 def passes_of(profile: ProfileFile, rank: int, activations: str = "store") -> list[Passes]:
-    """By ascending micro-batch, from a layer's times and those outside of the layers.
+    """Passes by ascending micro-batch, from a layer's times and those outside of the layers.
 
     Args:
-        profile: of all ranks.
-        rank: whose.
-        activations: stored, or of which policy that computes them again.
+        profile: the profile of all ranks.
+        rank: the rank whose passes these are.
+        activations: "store", or a policy that recomputes them.
     """
     device = device_of(profile, rank)
     layers = profile.model.num_layers
@@ -86,7 +86,7 @@ def passes_rate(profile: ProfileFile) -> float:
 
 
 def speeds_of(profile: ProfileFile) -> list[list[float]]:
-    """Of each rank the speed of forward and of backward, the first rank's being 1; at the largest
+    """Each rank's speeds of forward and of backward, relative to the first rank's, at the largest
     micro-batch that all ranks have measured."""
     ranks = range(len(profile.hosts[0].ranks))
     passes = [{p.samples: p for p in passes_of(profile, rank)} for rank in ranks]
@@ -96,7 +96,7 @@ def speeds_of(profile: ProfileFile) -> list[list[float]]:
 
 
 def problem_of(profile: ProfileFile, batch: int, limits: Limits) -> PlanProblem:
-    """A batch for all ranks of the profile, with whatever activations suit them, as by default.
+    """The problem of planning a batch for all ranks, with any activations policy, as by default.
 
     Raises:
         PlanError: nothing can be planned with these limits.
@@ -118,7 +118,7 @@ def problem_of(profile: ProfileFile, batch: int, limits: Limits) -> PlanProblem:
 
 
 def data_of(problem: PlanProblem, plan: Plan) -> Json:
-    """A plan as data."""
+    """A plan as plain data."""
     fractions = [max(rank.shard_fraction, LEAST_SHARD) for rank in plan.ranks]
     return {
         "batch_sizes": [rank.batch_size for rank in plan.ranks],
@@ -135,13 +135,13 @@ def data_of(problem: PlanProblem, plan: Plan) -> Json:
 
 
 def predicted_seconds(planned: Json, clipped_share: float) -> float:
-    """A plan's step with this share of clipped ones."""
+    """Seconds of a plan's step if this share of steps is clipped."""
     unclipped, clipped = planned["unclipped_seconds"], planned["clipped_seconds"]
     return unclipped + clipped_share * (clipped - unclipped)
 
 
 def verdicts(profile: ProfileFile, batch: int, limits: Limits) -> Json:
-    """The plan, the even split, and why there is none without the host or evenly, if so.
+    """The plan, the even split, and, if so, why none fits without the host or evenly.
 
     Raises:
         PlanError: there is no plan.
@@ -164,9 +164,9 @@ def verdicts(profile: ProfileFile, batch: int, limits: Limits) -> Json:
 
 
 def naive_even(profile: ProfileFile, batch: int) -> Json:
-    """Where the planner finds no even split: the one that takes the least memory.
+    """The even split with the least memory, used if the planner finds none that fits.
 
-    All do the same: one sample at once, activations computed again, all state on the GPUs.
+    All ranks do the same: one sample at once, activations recomputed, all state on the GPUs.
     """
     number = len(profile.hosts[0].ranks)
     return {
@@ -179,7 +179,7 @@ def naive_even(profile: ProfileFile, batch: int) -> Json:
 
 
 def alone_of(profile: ProfileFile, rank: int, share: int) -> tuple[int, int]:
-    """A rank by itself: micro-batch and accumulation for its planned share of the batch, in whole
+    """Micro-batch and accumulation of a rank by itself, for its planned share of the batch in whole
     micro-batches of its best size."""
     size = best_passes(passes_of(profile, rank)).samples
     return size, max(1, round(share / size))
@@ -189,10 +189,10 @@ def section_of(run: str, plan: Json, rank: int, limits: Limits, host_available: 
     """The "hytrain" section of a rank's config.
 
     Args:
-        run: one of cases.RUNS but "alone".
-        plan: what the planner said, with "planned", "even", and the "path" of plan.json.
-        rank: whose.
-        limits: of the case.
+        run: one of cases.RUNS, except "alone".
+        plan: the planner's verdicts, with "planned", "even", and the "path" of plan.json.
+        rank: the rank whose config it is.
+        limits: the case's limits.
         host_available: bytes of this host that the rank may take by hytrain's own count.
     """
     if not run.startswith("even"):

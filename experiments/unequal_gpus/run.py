@@ -67,7 +67,7 @@ def _as_asked(case: Case, options: argparse.Namespace) -> Case:
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
-    """All runs of all cases."""
+    """A job for each run of each case."""
     names = ("sms", "profile_seconds", "warmup", "steps")
     settings = runner.workload(options) | {name: getattr(options, name) for name in names}
     cases = [case for part in options.part.split(",") for case in PARTS[part]]
@@ -75,7 +75,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
 
 
 def rows(result: Json) -> list[Json]:
-    """A row a case, with its plan and each of its runs."""
+    """A row for each case, with its plan and each of its runs."""
     cases: dict[str, list[Json]] = {}
     for record in result["jobs"]:
         cases.setdefault(record["job"]["case"]["label"], []).append(record)
@@ -125,7 +125,7 @@ def _trained(run: str, ranks: Sequence[Json]) -> Json:
 
 
 def claims(rows: Sequence[Json]) -> list[Claim]:
-    """Of every case of every run."""
+    """The claims of every case of every run."""
     found: list[Claim] = []
     for row in rows:
         name = " ".join(str(row[key]) for key in ("run", "part", "case") if key in row)

@@ -35,11 +35,11 @@ from hytrain.tools.profiler.profile_options import ProfileOptions
 from hytrain.tools.profiler.run import profile_ranks
 
 RATE_SECONDS = 0.1
-"""Of each measurement of a rate: shorter than by default, for time on GPUs is short."""
+"""Length of each measurement of a rate: less than by default, since GPU time is scarce."""
 COLLECTIVE_BYTES = (2**22, 2**26, 2**28)
 """Sizes of a layer's collectives; a block of the 3 B model has 216 MiB."""
 NUM_BATCHES = 4
-"""Of different tokens, which take turns."""
+"""Number of batches of different tokens, which take turns."""
 
 
 class Bench:
@@ -58,19 +58,19 @@ class Bench:
             if share < 1.0:
                 torch.cuda.set_per_process_memory_fraction(share, self.device)
             self.limited = limited_stream(asked, self.rank)
-        # By which devices of one name are distinguished, here and by the engine that takes a plan.
+        # Distinguishes devices of one name, here and in the engine that takes a plan.
         count = (asked or 1) if self.limited is None else self.limited.granted
         os.environ[MULTIPROCESSORS_VARIABLE] = str(count)
 
     @contextlib.contextmanager
     def slowed(self) -> Generator[None]:
-        """What torch runs in the block, other streams apart, runs at this rank's speed."""
+        """Within the block, what torch runs on its current stream runs at this rank's speed."""
         stream = None if self.limited is None else self.limited.stream
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             yield
 
     def batch(self, samples: int, seed: int = 0) -> Batch:
-        """Random tokens, labels like them."""
+        """Random tokens, which are also the labels."""
         generator = torch.Generator().manual_seed(1000 * self.rank + seed)
         shape = (samples, self.job["seq"])
         tokens = torch.randint(size_of(self.job["model"]).vocab, shape, generator=generator)
@@ -86,7 +86,7 @@ class Bench:
     # -- before the plan -----------------------------------------------------------------------
 
     def profile(self, folder: Path) -> Json:
-        """`hytrain profile`, on all ranks at once, at each one's speed; rank 0 plans.
+        """Profiles as `hytrain profile`, on all ranks at once, each at its speed; rank 0 plans.
 
         Raises:
             PlanError: there is no plan.
@@ -150,7 +150,7 @@ class Bench:
     # -- training ------------------------------------------------------------------------------
 
     def alone(self, profile: ProfileFile, share: int) -> Json:
-        """This GPU by itself, with all of the model's state."""
+        """Trains on this GPU by itself, with all of the model's state."""
         micro, accumulation = planning.alone_of(profile, self.rank, share)
         config = self._config({"gpu_fraction": 1.0})
         config["train_micro_batch_size_per_gpu"] = micro
@@ -159,7 +159,7 @@ class Bench:
         return {**found, "samples_per_s": micro * accumulation / found["step_seconds"]}
 
     def together(self, run: str, plan: Json) -> Json:
-        """All ranks, as the plan says or evenly.
+        """Trains on all ranks, as the plan says or evenly.
 
         Raises:
             torch.OutOfMemoryError: it does not fit.
@@ -184,16 +184,16 @@ class Bench:
         }
 
     def _train(self, config: Json, sizes: Sequence[int], policy: str = "store") -> Json:
-        """Warm-up steps, then timed ones with nothing in between.
+        """Makes warm-up steps, then timed ones with nothing in between.
 
-        Times are from the end of one step to the end of another, where the host knows the norm of
-        all gradients: what the CPU has left to do then, the next step hides, the first one's of
-        those that are timed as well as the one's behind the last.
+        Times are from the end of one step to the end of another, when the host knows the norm of
+        all gradients. What the CPU has left to do then is hidden by the next step; this holds at
+        the first timed step as well as after the last.
         """
         model: Any = build_model(self.job, torch.bfloat16)
         is_planned = "plan" in config["hytrain"]
         if policy == "recompute" and not is_planned:
-            checkpoint(model)  # else hytrain sees to it, as in every way that is layer-major
+            checkpoint(model)  # else hytrain does it, as with every layer-major policy
         reset_gpu_peak(self.job["device"])
         engine, *_ = hytrain.initialize(
             model=model, model_parameters=list(model.parameters()), config=config
@@ -202,7 +202,7 @@ class Bench:
         losses = [engine.train_batch(batches) for _ in range(self.job["warmup"])]
         rows: list[Any] = []
         gc.collect()
-        gc.disable()  # all ranks would wait for one's pass of some tenths of a second
+        gc.disable()  # all ranks would wait for one rank's collection of some tenths of a second
         start = time.perf_counter()
         for _ in range(self.job["steps"]):
             losses.append(engine.train_batch(batches))
@@ -227,13 +227,13 @@ class Bench:
 
 
 def vars_of(row: Any) -> Json:
-    """What a share of clipped steps is made of; a step that no one waited for clipped nothing."""
+    """The row that `clipped_share` reads; a step that no one waited for clipped nothing."""
     coefficient = row.clip_coefficient
     return {"clip_coefficient": 1.0 if coefficient is None else coefficient}
 
 
 def run(job: Json, recorder: Recorder) -> None:
-    """The job's run; later ones read what the profile's rank 0 has written."""
+    """Makes the job's run; later ones read what the profile's rank 0 has written."""
     bench, kind = Bench(job), job["run"]
     case_folder = Path(job["folder"]).parent / f"{job['case']['label']}_profile"
     with bench.slowed():

@@ -1,8 +1,9 @@
-"""Where a step of several GPUs goes, beside forward and backward alone: kernels, gaps and waits.
+"""Where the time of steps on several GPUs goes, beside forward and backward alone.
 
 Both systems are in one process a rank, with the same model and data, and take turns in windows.
-Then torch.profiler records some steps of each. A kernel of hytrain's compute stream is held against
-the same call of the other system: what it takes longer is counted by what ran beside it.
+Then torch.profiler records some steps of each: kernels, gaps and waits. A kernel of hytrain's
+compute stream is compared with the same call of the other system: the time that it takes longer is
+attributed to what ran beside it.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from experiments.common.timing import Stepper, synchronize
 from experiments.common.worker import Recorder
 
 STEPS = 3
-"""Recorded ones."""
+"""Recorded steps."""
 SHORT_NS = 5_000
-"""A gap between two kernels that follow each other is shorter; longer ones are waits."""
+"""A gap between consecutive kernels is shorter than this; longer ones are waits."""
 BESIDE = 0.2
-"""A kernel that this share of its time overlaps another stream's is counted as beside it."""
+"""A kernel is beside others if it overlaps them for more than this share of its time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel or copy of the device, ns."""
+    """A kernel or copy of the device, with times in ns."""
 
     name: str
     stream: int
@@ -43,7 +44,7 @@ class Kernel:
 
 
 def run(job: Json, recorder: Recorder) -> None:
-    """Puts "window_seconds" of both systems, and on a GPU "account", ms a step."""
+    """Records "window_seconds" of both systems, and on a GPU "account", in ms a step."""
     limit_memory(job)
     made: dict[str, Any] = {}
     for name in ("hytrain", systems.REFERENCE):
@@ -93,11 +94,11 @@ def _recorded(stepper: Stepper) -> list[Kernel]:
 
 
 def account(ours: Sequence[Kernel], alone: Sequence[Kernel], steps: int) -> Json:
-    """What hytrain's steps take more than the other system's, by cause, ms a step.
+    """How much longer hytrain's steps take than the other system's, by cause, in ms a step.
 
     The causes add up to "more": copies within the GPU, kernels that are slower beside collectives,
     beside updates or beside neither, calls that the other system does not make, gaps between
-    kernels, and waits, which hold the updates, the end of backward and the wait for other ranks.
+    kernels, and waits, which include the updates, the end of backward and waits for other ranks.
     """
     compute = Counter(kernel.stream for kernel in alone).most_common(1)[0][0]
     beside = {
@@ -124,7 +125,7 @@ def account(ours: Sequence[Kernel], alone: Sequence[Kernel], steps: int) -> Json
 def _slower(
     ours: Sequence[Kernel], alone: Sequence[Kernel], beside: dict[str, list[Kernel]]
 ) -> Counter[str]:
-    """What the kernels of a compute stream take more, call by call of the same name, ns."""
+    """How much longer the kernels of a compute stream take, by calls of the same name, in ns."""
     causes: Counter[str] = Counter()
     calls: dict[str, deque[int]] = defaultdict(deque)
     for kernel in alone:

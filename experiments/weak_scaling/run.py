@@ -35,8 +35,8 @@ SYSTEMS: dict[str, Json] = {
     "zero2": {"system": "deepspeed_zero2_offload", "seconds": 85.0},
     "zero3": {"system": "deepspeed_zero3_offload", "built": "partitioned", "seconds": 100.0},
 }
-"""Of a job, and about how many seconds it takes with the 3 B model. fsdp2 and zero2_gpu have all
-state on the GPUs."""
+"""Fields of a job, with about how many seconds it takes with the 3 B model. fsdp2 and zero2_gpu
+have all state on the GPUs."""
 DEFAULT = ("hytrain", "zero2", "zero3")
 EFFICIENCY = 0.92
 ACCOUNT = "experiments.weak_scaling.account"
@@ -76,7 +76,7 @@ def is_ours(name: str) -> bool:
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
-    """hytrain at every size, then the others."""
+    """A job for hytrain at every size, then for the others."""
     systems = ["hytrain"] if options.account else options.systems
     ordered = sorted(systems, key=lambda name: not is_ours(name))
     return [
@@ -102,7 +102,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
 
 
 def rows(result: Json) -> list[Json]:
-    """A row a system and number of GPUs; weak scaling is over one GPU of the same system."""
+    """A row for each system and number of GPUs; weak scaling is relative to its single GPU."""
     found: list[Json] = []
     for record in result["jobs"]:
         row: Json = {"system": record["label"].split(" on ")[0], "gpus": record["job"]["ranks"]}
@@ -131,7 +131,7 @@ def rows(result: Json) -> list[Json]:
 
 
 def _account_row(ranks: Sequence[Json]) -> Json:
-    """Of the rank whose windows are longest over forward and backward alone."""
+    """The account of the rank whose windows are longest over forward and backward alone."""
     rank = max(ranks, key=lambda one: one["over"])
     found = rank.get("account", {})
     causes = {f"{cause}_ms": took for cause, took in found.get("causes", {}).items()}

@@ -27,7 +27,7 @@ MODES: dict[str, Json] = {
     "stage3": {"stage": 3},
     "unequal": {"stage": 3},
     "streamed": {"streamed": True},
-    # Less GPU memory than the weights need: one short sequence, activations computed again.
+    # Less GPU memory than the weights need: one short sequence, activations recomputed.
     "capped": {"streamed": True},
     "capped_stage2": {"stage": 2},
 }
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[Json]:
-    """A job a mode; unequal shards with several ranks only."""
+    """A job for each mode; unequal shards only with several ranks."""
     found: list[Json] = []
     for mode, settings in MODES.items():
         job = {
@@ -70,7 +70,7 @@ def jobs(options: argparse.Namespace) -> list[Json]:
 
 
 def rows(result: Json) -> list[Json]:
-    """A row a mode."""
+    """A row for each mode."""
     first: dict[str, Json] = {r["label"]: r["ranks"][0] for r in result["jobs"] if r["ranks"]}
     base = first.get("stage2", {}).get("losses")
     found: list[Json] = []
