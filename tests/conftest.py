@@ -10,8 +10,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-# No limit on how long an example takes: what a busy machine does to it is no defect. The same
-# examples each time, so that a change fails by what it changed; others: CONTRIBUTING.md.
+# No time limit for an example: that a busy machine is slow is no defect. The same examples each
+# time, so that a failure comes from the change; for others see CONTRIBUTING.md.
 _UNHURRIED: dict[str, Any] = {
     "deadline": None,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow],
@@ -26,12 +26,12 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:
     # DeepSpeed looks for an accelerator when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-# Idle threads of OpenMP would spin on the cores of other tests' processes. Read at torch's import.
+# Idle OpenMP threads would spin on the cores of other tests' processes. Read at torch's import.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped where there is none, whatever was asked for."""
+    """Skips tests that need a GPU if there is none, whatever was asked for."""
     for item in items:
         if not HAS_GPU and item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
@@ -47,7 +47,7 @@ def process_group() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Any]:
-    """``ranks(2).run(function, ...)``, on ranks that live as long: see tests/dist/harness.py."""
+    """``ranks(2).run(function, ...)``, on the session's ranks: see tests/dist/harness.py."""
     from harness import RankPools
 
     pools = RankPools()

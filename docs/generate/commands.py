@@ -25,10 +25,10 @@ _PART = re.compile(
 
 
 def fill(markdown: str) -> str:
-    """The page with all options in the closed part of each command.
+    """Returns the page with each command's options in its collapsed part.
 
     Raises:
-        ValueError: a command has no such part, or a part is of no command.
+        ValueError: a command has no such part, or a part belongs to no command.
     """
     known = {parser.prog: parser for parser in _commands(cli._parser())}
     if (found := _PART.findall(markdown)) != list(known):
@@ -42,7 +42,7 @@ def _commands(parser: ArgumentParser) -> list[ArgumentParser]:
 
 
 def _tables(parser: ArgumentParser) -> str:
-    """A table of the command's arguments, then those of its subcommands."""
+    """Returns a table of the command's arguments, then the tables of its subcommands."""
     rows: list[str] = []
     for number, group in enumerate(parser._action_groups):
         of_group = list(_rows(parser, group._group_actions))

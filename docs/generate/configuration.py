@@ -27,9 +27,9 @@ from hytrain.config import HyTrainConfig
 PAGE = Path(__file__).resolve().parents[1] / "configuration.md"
 HEADING = re.compile(r"^### `([a-z_.]+)`$", flags=re.MULTILINE)
 _FACTS = re.compile(r"^### `([a-z_.]+)`\n\n(?:\*[^*\n]+\* `.*`\n\n)?", flags=re.MULTILINE)
-"""A heading, and below it the line that is written anew."""
+"""A heading, and the line below it that is rewritten."""
 _ROW = re.compile(r"^\| \[`([a-z_.]+)`\]\(#\w+\) \| `[^|\n]*` \|", flags=re.MULTILINE)
-"""Of the table of all keys: its link and default are written anew."""
+"""A row of the table of all keys: its link and default are rewritten."""
 _SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
 
 
@@ -40,8 +40,8 @@ class Key:
     Attributes:
         name: as in the JSON, with the section's own name left out: ``offload.cpu_threads``.
         default: as JSON.
-        type: what values it takes, in words.
-        limits: as ``>= 1``; empty where there are none.
+        type: the values it takes, in words.
+        limits: as ``>= 1``; empty if there are none.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Key:
 
 
 def all_keys(model: type[BaseModel] = HyTrainConfig, prefix: str = "") -> Iterator[Key]:
-    """All keys in the order of the models; a nested section's follow one another."""
+    """Yields all keys in the order of the models; a nested section's keys are consecutive."""
     for name, field in model.model_fields.items():
         shown = prefix + (field.alias or name)
         annotation = field.annotation
@@ -62,10 +62,10 @@ def all_keys(model: type[BaseModel] = HyTrainConfig, prefix: str = "") -> Iterat
 
 
 def fill(markdown: str) -> str:
-    """The page with the facts below each heading and in the table; those that it has are replaced.
+    """Returns the page with present facts below each heading and in the table.
 
     Raises:
-        ValueError: a key has no heading or no row in the table, or one of them is no key.
+        ValueError: a key has no heading or no row in the table, or one of them belongs to no key.
     """
     known = {key.name: key for key in all_keys()}
     for place, pattern in (("heading", HEADING), ("row", _ROW)):

@@ -1,7 +1,7 @@
 """Draws the pictures of docs/pictures: python docs/generate/pictures.py
 
-They have a light ground of their own, so that they can be read in light and in dark pages; bar
-charts have one of each.
+They have a light background of their own, so that they can be read on light and on dark pages; bar
+charts come in a light and a dark version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INK, PALE = "#333333", "#666666"
 
 
 class Picture:
-    """Boxes, lines and words, in pixels."""
+    """A picture of boxes, lines and words, in pixels."""
 
     def __init__(self, width: int, height: int, ground: str = "#ffffff") -> None:
         self._size, self._ground = (width, height), ground
@@ -41,7 +41,7 @@ class Picture:
         ink: str = "#ffffff",
         edge: str = "#ffffff",
     ) -> None:
-        """A box with words in its middle; several lines by a line break."""
+        """Adds a box with words in its middle; line breaks separate lines."""
         self._parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" '
             f'fill="{fill}" stroke="{edge}"/>'
@@ -54,7 +54,7 @@ class Picture:
     def words(
         self, x: float, y: float, text: str, *, ink: str = INK, middle: bool = False, size: int = 13
     ) -> None:
-        """One line of words."""
+        """Adds one line of words."""
         anchor = ' text-anchor="middle"' if middle else ""
         self._parts.append(
             f'<text x="{x:g}" y="{y:g}" fill="{ink}" font-size="{size}"{anchor}>'
@@ -62,7 +62,7 @@ class Picture:
         )
 
     def line(self, *points: tuple[float, float], ink: str = "#999999", arrow: bool = False) -> None:
-        """A line through points, with an arrow at its end."""
+        """Adds a line through points; ``arrow``: with an arrow at its end."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         end = ' marker-end="url(#end)"' if arrow else ""
         self._parts.append(
@@ -70,7 +70,7 @@ class Picture:
         )
 
     def write(self, name: str) -> None:
-        """The file."""
+        """Writes the file."""
         width, height = self._size
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -84,7 +84,7 @@ class Picture:
 
 
 def preview_and_commit() -> None:
-    """What is read and written of one layer over two steps."""
+    """Draws what is read and written of one layer over two steps."""
     picture = Picture(860, 312)
     for x, title in ((160, "step t, backward"), (400, "step t, norm known"), (640, "step t+1")):
         picture.words(x + 90, 28, title, middle=True)
@@ -108,7 +108,7 @@ def preview_and_commit() -> None:
 
 
 def share_on_gpu() -> None:
-    """The measured sweep of experiments/solve_k, run 3 of 2026-11-21."""
+    """Draws the measured sweep of experiments/solve_k, run 3 of 2026-11-21."""
     measured = {
         0: 0.588,
         3: 0.552,
@@ -154,7 +154,7 @@ def share_on_gpu() -> None:
 
 
 def layer_major() -> None:
-    """Which piece is computed when, in both modes."""
+    """Draws which piece is computed when, in both modes."""
     picture = Picture(860, 300)
     names = (("one micro-batch after another", 20), ("layer by layer", 160))
     shades = ("#23405f", "#335880", "#4c78a8", "#7fa3c7")
@@ -187,7 +187,7 @@ def layer_major() -> None:
 
 
 def threads() -> None:
-    """Threads, streams and queues of one rank."""
+    """Draws threads, streams and queues of one rank."""
     picture = Picture(860, 390)
     for x, title, width in (
         (20, "host threads", 250),
@@ -220,7 +220,7 @@ def threads() -> None:
 
 
 def life_of_a_gradient() -> None:
-    """A CPU-placed layer's gradient in a step."""
+    """Draws the way of a CPU-placed layer's gradient in a step."""
     picture = Picture(860, 250)
     steps = (
         ("autograd hook", "taken over,\nnot added", BACKWARD),
@@ -264,7 +264,7 @@ def _section(heading: str) -> str:
 
 
 def headline() -> tuple[str, list[tuple[str, float, str, str]]]:
-    """Of docs/benchmarks.md's Headline: what was run; of each row name, seconds, ratio, GPU GiB."""
+    """Reads docs/benchmarks.md's Headline: what was run; rows of name, seconds, ratio, GPU GiB."""
     section = _section("Headline")
     rows = re.findall(
         r"^\| \**([^|]+?)\** \| \**([\d.]+) s\** \| ([\d.]+) \| ([\d.]+ GiB)",
@@ -276,7 +276,7 @@ def headline() -> tuple[str, list[tuple[str, float, str, str]]]:
 
 
 def _bars(name: str, what: str, rows: list[tuple[str, float, str]], *, dark: bool) -> None:
-    """A bar a row, below its name and words, to be read on a phone; hytrain's are green."""
+    """Draws a bar per row, below its name and words, legible on a phone; hytrain's are green."""
     ink, pale, ground = ("#e6edf3", "#9198a1", "#0d1117") if dark else (INK, PALE, "#ffffff")
     longest = max(length for _, length, _ in rows)
     picture = Picture(520, 50 * len(rows) + 40, ground)
@@ -291,7 +291,7 @@ def _bars(name: str, what: str, rows: list[tuple[str, float, str]], *, dark: boo
 
 
 def step_times(*, dark: bool) -> None:
-    """The headline's table; README.md and docs/index.md have the same figures."""
+    """Draws the headline's table; README.md and docs/index.md have the same figures."""
     what, rows = headline()
     found = [
         (name, seconds, f"{seconds:.3f} s, {note}, GPU {memory}")
@@ -302,7 +302,7 @@ def step_times(*, dark: bool) -> None:
 
 
 def in_trl(*, dark: bool) -> None:
-    """The 4 B row of the Trainer table."""
+    """Draws the 4 B row of the Trainer table."""
     row = re.search(r"^\| 4\.0 B,.*$", _section("Inside Trainer"), flags=re.MULTILINE)
     assert row is not None
     zero2, own, alone = (
@@ -325,7 +325,7 @@ def in_trl(*, dark: bool) -> None:
 
 
 def largest_model(*, dark: bool) -> None:
-    """The table of the largest models with fp32 moments."""
+    """Draws the table of the largest models with fp32 moments."""
     found = re.findall(
         r"^\| ([^|]+?) \| (([\d.]+) B[^|]*?) \|",
         _section("Large models on one GPU").split("| trained |")[1],

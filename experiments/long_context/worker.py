@@ -8,7 +8,6 @@ memory), "times" (lengths to be timed with the whole attention, "timed_steps" st
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from pathlib import Path
@@ -62,7 +61,6 @@ class LongContext:
         self.system = systems.build(job, make)
         # Random tokens of a length are the same with every system and number of ranks.
         self._generator = torch.Generator().manual_seed(1)
-        self._numbers = itertools.count()
         recorder.reached(f"{job['system']} is built")
 
     @property

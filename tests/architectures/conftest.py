@@ -10,7 +10,7 @@ from harness import RankPools
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPools]:
-    """As that of tests/conftest.py."""
+    """Like the fixture of tests/conftest.py, for the tests of a file."""
     pools = RankPools()
     yield pools
     pools.close()

@@ -1,4 +1,4 @@
-"""On two ranks a tiny model of an architecture makes the steps of one process with both batches."""
+"""A tiny model on two ranks makes the same steps as one process with the batches of both."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from torch import nn
 
 STEPS = 3
 MOST_DRAWS = 4
-# With an eps like the gradients, roundings of them make no steps of their own.
 IDLE_EXPERTS = ("eager", "grouped_mm")
 _CHANGES: dict[str, dict[str, Any]] = {
     **{way: {"experts_implementation": way} for way in IDLE_EXPERTS},
     "router_losses": {"output_router_logits": True, "router_aux_loss_coef": 1.0},
 }
-"""Of a manner's configuration."""
+"""Changes of the model's configuration, by manner."""
+# With an eps of the gradients' size, their roundings make no steps of their own.
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-2}
 
 
 def same_steps(purpose: str, name: str, stage: int, manner: str) -> str | None:
-    """Trains it in both ways, and compares master weights element by element.
+    """Trains a model in both ways, and compares master weights element by element.
 
     Args:
         purpose: see ``tiny_configs.TABLES``.
@@ -43,7 +43,7 @@ def same_steps(purpose: str, name: str, stage: int, manner: str) -> str | None:
             "router_losses": with the loss that keeps experts balanced.
 
     Returns:
-        Why nothing was compared; None where it was.
+        Why nothing was compared; None if it was.
     """
 
     def make() -> nn.Module:
@@ -88,7 +88,7 @@ def _has_router_loss(model: Any, purpose: str) -> bool:
 
 
 def _loss(model: Any, purpose: str, number: int, manner: str) -> torch.Tensor:
-    # Dropout, masks that are drawn and noise of routers are the same in both trainings.
+    # Dropout, random masks and noise of routers are the same in both trainings.
     random.seed(number)
     numpy.random.seed(number)
     torch.manual_seed(number)
@@ -103,8 +103,8 @@ def _compare(
     if expected.keys() != state.keys():
         pytest.fail(f"not the same parameters: {sorted(expected.keys() ^ state.keys())}")
     assert any(not torch.equal(value, before[name]) for name, value in expected.items())
-    # Some are so steep that torch's own steps come apart where gradients are rounded otherwise. A
-    # single draw of roundings may miss that: it may leave them close to each other by chance.
+    # Some models are so steep that torch's own steps diverge if gradients are rounded differently.
+    # A single draw of roundings may miss that: by chance it may leave them close to each other.
     differs = _largest_difference(expected, {name: state[name]["fp32"] for name in expected})
     apart = 0.0
     for draw in range(MOST_DRAWS):
@@ -124,7 +124,7 @@ def _compare(
 
 
 def _has_idle_experts(trained: Mapping[str, nn.Parameter]) -> bool:
-    """Whether an expert's weights have no gradient: by themselves, or within a tensor of all."""
+    """Whether an expert's weights have no gradient: as a tensor, or within a tensor of all."""
     where = re.compile(r"expert|(up|down)_embed")  # the latter: experts of one vector each
     gradients = {name: p.grad for name, p in trained.items() if where.search(name) or p.dim() == 3}
     assert gradients, "it has no experts"
@@ -155,7 +155,7 @@ def _steps_of_torch(
         if manner in IDLE_EXPERTS:
             assert _has_idle_experts(trained), "all experts have got tokens"
         for p in trained.values():
-            if p.grad is None:  # decay is for all that is trained
+            if p.grad is None:  # decay applies to all that is trained
                 p.grad = torch.zeros_like(p)
             p.grad *= 1 + noise * torch.randn(p.shape, generator=drawn)
         torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)

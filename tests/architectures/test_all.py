@@ -1,6 +1,6 @@
 """Every architecture of transformers trains as with torch (``make test-architectures``).
 
-A file of its own: their names alone take seconds, and everyday runs leave it out.
+A file of its own: collecting the names alone takes seconds, and everyday runs leave it out.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from harness import RankPools
 
-# Heads whose output is a tied module's, layers that are used again and again, experts, parameters
-# of modules around the stack, two stacks, convolutions with running means.
+# Heads whose output is a tied module's, layers that are used repeatedly, experts, parameters of
+# modules around the stack, two stacks, convolutions with running means.
 EVERY_RUN = (
     ("masked", "albert"), ("masked", "bert"), ("causal", "mixtral"), ("audio", "hubert"),
     ("seq2seq", "t5"), ("image", "resnet"),
@@ -19,7 +19,7 @@ MANNERS = ((2, "plain"), (3, "plain"), (3, "frozen"), (3, "recomputed"), (3, "sh
 
 
 def train(ranks: RankPools, purpose: str, name: str, stage: int, manner: str) -> None:
-    from rank_architectures import same_steps  # seconds, which collecting the tests need not take
+    from rank_architectures import same_steps  # takes seconds, which collection need not
 
     why_not = ranks(2).run(same_steps, purpose, name, stage, manner, timeout=90)[0]
     assert why_not is None or manner != "eager", why_not

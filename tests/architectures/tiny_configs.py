@@ -1,6 +1,6 @@
 """Every architecture of transformers, so small that a training step takes a fraction of a second.
 
-A configuration's own defaults say what it has; whatever it has of :data:`SMALL` becomes small, in
+A configuration's defaults show which keys it has; those that are in :data:`SMALL` become small, in
 the configurations inside it as well.
 """
 
@@ -22,7 +22,7 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
 }
-"""What a model is for -> architecture -> class names."""
+"""Purpose of a model -> architecture -> class names."""
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 VOCABULARY = 96
 MOST_PARAMETERS = 8_000_000
@@ -69,12 +69,12 @@ SMALL: dict[str, Any] = {
     "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
-# As many of them as there were.
+# Elements of lists, whose lengths stay.
 SMALL_LISTS: dict[str, int] = {
     **dict.fromkeys(("hidden_sizes", "conv_dim", "embed_dims", "dims"), _WIDTH),
     **dict.fromkeys(("depths", "num_blocks"), 1),
 }
-# What only one architecture has, or needs to be a mixture of experts at all.
+# Values that only one architecture has, or needs to be a mixture of experts at all.
 OF_ONE: dict[str, dict[str, Any]] = {
     "dbrx": {
         "attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": 2},
@@ -104,7 +104,7 @@ OF_ONE: dict[str, dict[str, Any]] = {
     },
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
 }  # fmt: skip
-# Where all of them together make no model: what is left as it is then.
+# Keys that keep their defaults, tried in turn: all small values together may not make a model.
 _LEFT_ALONE: tuple[tuple[str, ...], ...] = (
     (), ("head_dim",), ("num_key_value_heads",), ("n_group", "topk_group"),
     ("head_dim", "num_key_value_heads"), tuple(SMALL_LISTS), ("depths", "num_blocks"),
@@ -116,24 +116,24 @@ _LEFT_ALONE: tuple[tuple[str, ...], ...] = (
 
 
 class NoTinyModelError(Exception):
-    """Plain torch does not train what these sizes and inputs make of the architecture."""
+    """Plain torch does not train the architecture with these sizes and inputs."""
 
 
 def architectures() -> Iterator[tuple[str, str]]:
-    """(what for, architecture) of each that this version of transformers has."""
+    """Yields (purpose, architecture) of each that this version of transformers has."""
     for purpose, table in TABLES.items():
         for name in sorted(table):
             yield purpose, name
 
 
 def mixtures() -> Iterator[tuple[str, str]]:
-    """(what for, architecture) of each that has experts; of its models the one that makes text."""
+    """Yields (purpose, architecture) of each that has experts, for models that generate text."""
     for purpose, name in architectures():
         if purpose not in ("causal", "seq2seq"):
             continue
         config_class = transformers.CONFIG_MAPPING[name]
         classes = [config_class, *(getattr(config_class, "sub_configs", None) or {}).values()]
-        # One that has a text model within it has that model's class, which takes no other config.
+        # One that contains a text model has that model's class, which takes no other config.
         if f"{name}_text" in TABLES[purpose]:
             continue
         if any(hasattr(each, key) for each in classes for key in _EXPERTS):
@@ -141,7 +141,7 @@ def mixtures() -> Iterator[tuple[str, str]]:
 
 
 def make_model(purpose: str, name: str, **changes: Any) -> nn.Module:
-    """The architecture's model, in fp32, the same at every call.
+    """Returns the architecture's model, in fp32, the same at every call.
 
     Args:
         purpose: see :data:`TABLES`.
@@ -149,7 +149,7 @@ def make_model(purpose: str, name: str, **changes: Any) -> nn.Module:
         changes: values of its configuration.
 
     Raises:
-        NoTinyModelError: why there is none.
+        NoTinyModelError: there is none; the message says why.
     """
     found = TABLES[purpose][name]
     model_class = getattr(transformers, found if isinstance(found, str) else found[0], None)
@@ -176,7 +176,7 @@ def make_model(purpose: str, name: str, **changes: Any) -> nn.Module:
 
 
 def _settle(model: nn.Module) -> None:
-    """Keeps roundings from making a difference: where values are zero, or vary by nothing else."""
+    """Keeps roundings from mattering, where values are zero or differ by nothing else."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eps = 0.5  # samples so few and small have next to no variance
@@ -189,7 +189,7 @@ def _settle(model: nn.Module) -> None:
 def make_batch(purpose: str, number: int, *, one_token: bool = False) -> dict[str, torch.Tensor]:
     """Two samples with labels, the same for a number.
 
-    ``one_token``: of one token again and again, which goes to the same experts everywhere.
+    ``one_token``: a single token repeated, which goes to the same experts everywhere.
     """
     drawn = torch.Generator().manual_seed(number)
     classes = torch.randint(0, 2, (2,), generator=drawn)
@@ -204,10 +204,10 @@ def make_batch(purpose: str, number: int, *, one_token: bool = False) -> dict[st
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What the model returns first.
+    """Returns the model's loss, or its first output.
 
     Raises:
-        NoTinyModelError: no finite number that has a gradient.
+        NoTinyModelError: that is no finite number with a gradient.
     """
     output = model(**batch)
     loss = output["loss"] if "loss" in output else output[0]
@@ -246,7 +246,7 @@ def _small_values(config_class: Any, left_alone: tuple[str, ...]) -> dict[str, A
 
 
 def _some_of_each(types: list[str]) -> list[str]:
-    """So many layers as there will be, the last ones of kinds that would be missing."""
+    """Returns the kinds of the small model's layers, the last ones those otherwise missing."""
     first = types[:_LAYERS]
     missing = [kind for kind in dict.fromkeys(types) if kind not in first]
     return first[: len(first) - len(missing)] + missing
@@ -255,5 +255,5 @@ def _some_of_each(types: list[str]) -> list[str]:
 def _has(config: Any, name: str) -> bool:
     try:
         return hasattr(config, name)
-    except Exception:  # some raise for what is different from layer to layer
+    except Exception:  # some raise for values that differ between layers
         return False

@@ -1,6 +1,6 @@
-"""A pytest plugin for DeepSpeed's tests: ranks forked with all imported, outcomes as they come.
+"""A pytest plugin for DeepSpeed's tests: forks ranks with all imports, writes outcomes at once.
 
-A hanging test of DeepSpeed's ends the whole pytest or keeps it from ever ending: each outcome is
+A hanging test of DeepSpeed ends the whole pytest or keeps it from ever ending: each outcome is
 therefore written at once, and a test that has one already is not run again.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 OUTCOMES = "DROPIN_OUTCOMES"
-"""The file of a line for each test that was begun (status null) and that ended."""
+"""Environment variable: the file with a line for each test begun (status null) and ended."""
 SAMPLE = "DROPIN_SAMPLE"
-"""How many variants of each test are run, evenly spread; 0: all."""
+"""Environment variable: how many variants of each test are run, evenly spread; 0: all."""
 _order = {"passed": 0, "skipped": 1, "failed": 2}
 _current: dict[str, str] = {}
 
@@ -27,7 +27,7 @@ def _write(name: str, status: str | None, words: str = "") -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Before any rank is started."""
+    """Makes the server that forks ranks import everything first."""
     del config
     import swapped_engine  # an error in the forkserver's own import would be silent
 
@@ -35,7 +35,7 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Leaves out what is not in the sample, and what an earlier run has an outcome of."""
+    """Leaves out tests that are not in the sample, or have an outcome from an earlier run."""
     path = Path(os.environ[OUTCOMES])
     lines = path.read_text().splitlines() if path.exists() else []
     done = {entry["name"] for entry in map(json.loads, lines) if entry["status"]}
@@ -59,14 +59,14 @@ def _sample(items: list[Any]) -> list[Any]:
 
 
 def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
-    """A test begins."""
+    """Writes that a test begins."""
     del location
     _current.update(status="passed", words="")
     _write(nodeid, None)
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Of setup, the call and teardown the worst counts."""
+    """Keeps the worst outcome of setup, call and teardown."""
     if _order[report.outcome] <= _order[_current["status"]]:
         return
     _current["status"] = report.outcome
@@ -77,6 +77,6 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_runtest_logfinish(nodeid: str, location: Any) -> None:
-    """A test has ended."""
+    """Writes the outcome of a test that has ended."""
     del location
     _write(nodeid, _current["status"], _current["words"])

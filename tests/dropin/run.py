@@ -42,7 +42,7 @@ class Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs both and prints the tables."""
+    """Runs the tests with each engine and prints the tables."""
     options = _parser().parse_args(argv)
     if options.tests is None or not (options.tests / "unit").is_dir():
         print(
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _build_extensions() -> None:
     """Compiles DeepSpeed's Adams, which plain DeepSpeed uses, before any test has a time limit.
 
-    A test that is ended while it compiles leaves a lock behind, for which all others wait.
+    A test that is killed while it compiles leaves a lock behind, for which all others wait.
     """
     code = (
         "from deepspeed.accelerator import get_accelerator as get\n"
@@ -135,7 +135,7 @@ def _environment(copy: Path, engine: str, outcomes: Path) -> dict[str, str]:
 
 
 def _run(copy: Path, chosen: Sequence[str], engine: str, options: argparse.Namespace) -> None:
-    """Runs the tests, and those behind a hanging one again until all have an outcome."""
+    """Runs the tests, after a hanging one those that remain, until all have an outcome."""
     outcomes = (options.out / f"{engine}.jsonl").resolve()
     left_out = " and ".join(f"not {name}" for name in HANGS)
     there = [name for name in chosen if (copy / name.partition("::")[0]).exists()]
@@ -168,7 +168,7 @@ def _run(copy: Path, chosen: Sequence[str], engine: str, options: argparse.Names
 def _follow(
     process: subprocess.Popen[bytes], outcomes: Path, test_seconds: int, end: float
 ) -> str | None:
-    """Waits for a run's end; ends it where a test hangs, and returns that test's name.
+    """Waits for a run's end; kills it if a test hangs, and returns that test's name.
 
     DeepSpeed's harness waits for ranks at a barrier after a test has failed on one of them, without
     a limit.
@@ -181,9 +181,7 @@ def _follow(
             number, since = len(lines), time.monotonic()
         is_over = time.monotonic() > end
         if is_over or (lines and time.monotonic() - since > test_seconds):
-            os.killpg(
-                process.pid, signal.SIGKILL
-            )  # of the session that was made for it: with ranks
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: the ranks too
             process.wait()
             last = json.loads(lines[-1]) if lines else None
             return last["name"] if last and last["status"] is None and not is_over else None

@@ -48,7 +48,7 @@ REST = (
     "unit/runtime/test_ds_config_dict.py",
     "unit/monitor/test_monitor.py",
 )
-"""The second; what is in the first, too, is run once."""
+"""The second tier; tests that are also in the first one are run once."""
 
 HANGS = ("TestCPUAdamGPUError",)
-"""Left out: on a CPU it does not end."""
+"""Tests that are left out: on a CPU they do not end."""

@@ -36,7 +36,7 @@ def _is_adam(optimizer: Any, config: Mapping[str, Any]) -> bool:
 
 
 def initialize(*arguments: Any, **named: Any) -> Any:
-    """``deepspeed.initialize``, of hytrain's engine where it can serve the configuration."""
+    """``deepspeed.initialize``, with hytrain's engine if that can serve the configuration."""
     given = named.get("config") or named.get("config_params")
     if arguments or given is None:
         return hytrain.initialize(*arguments, **named)
@@ -76,12 +76,12 @@ def compare_model_states(
                 assert torch.equal(tensor, theirs[name][state]), f"{state} of {name}"
 
 
-# Of an older release than the tests: their helper compares it.
+# DeepSpeed may be older than the tests, whose helper compares this attribute.
 if not hasattr(DeepSpeedEngine, "sparse_tensor_module_names"):
     DeepSpeedEngine.sparse_tensor_module_names = frozenset()
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 if os.environ.get("DROPIN_FP16") == "1":
-    # torch computes in it on any CPU; DeepSpeed asks for hardware that does, and skips its tests.
+    # torch computes in fp16 on any CPU; DeepSpeed asks for other hardware, and skips its tests.
     type(get_accelerator()).is_fp16_supported = lambda _self: True  # pyright: ignore
 if os.environ["DROPIN_ENGINE"] == "hytrain":
     deepspeed.initialize = initialize

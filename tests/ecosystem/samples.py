@@ -12,7 +12,7 @@ WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(61))]
 
 
 def tokenizer() -> Any:
-    """A word a token."""
+    """A tokenizer with one token per word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -32,7 +32,7 @@ def texts(number: int, length: int, seed: int = 0) -> list[str]:
 
 
 def sentences(folder: Path, number: int = 24) -> list[dict[str, Any]]:
-    """A GLUE-style TSV, written and read: sentences of words whose label is the first one's."""
+    """A GLUE-style TSV, written and read: random sentences, labelled by their first word."""
     path = folder / "train.tsv"
     with path.open("w", newline="") as file:
         rows = csv.writer(file, delimiter="\t")

@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.ecosystem, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent
 ON_GPU = os.environ.get("DS_ACCELERATOR") != "cpu"
 TOLERANCE = 5e-4 if ON_GPU else 2e-5
-"""Of a loss of about 4 after six fp32 steps at a rate of 1e-2: sums over ranks have another order,
-and on a GPU those of a backward pass, too."""
+"""For a loss of about 4 after six fp32 steps at a rate of 1e-2: sums over ranks have another order,
+on a GPU also the sums of a backward pass."""
 BF16_TOLERANCE = 5e-2
 """bf16 has 8 bits: weights that differ in a last bit of fp32 may be rounded to neighbours."""
 
@@ -45,7 +45,7 @@ CASES: list[tuple[str, int, int, tuple[str, ...]]] = [
 
 
 def train(kind: str, engine: str, stage: int, ranks: int, folder: Path, *more: str) -> Any:
-    """What a training found, in processes of its own."""
+    """Runs a training in processes of its own; returns what it found."""
     folder.mkdir(exist_ok=True)
     port = str(free_port())
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -67,7 +67,7 @@ def train(kind: str, engine: str, stage: int, ranks: int, folder: Path, *more: s
 
 
 def both(kind: str, stage: int, ranks: int, folder: Path, *more: str) -> tuple[Any, Any]:
-    """What plain DeepSpeed and hytrain found, side by side."""
+    """Runs a training with plain DeepSpeed and hytrain side by side; returns what they found."""
     with ThreadPoolExecutor() as pool:
         runs = [
             pool.submit(train, kind, engine, stage, ranks, folder / engine, *more)
@@ -83,7 +83,7 @@ def _assert_close(found: Any, expected: Any, tolerance: float = TOLERANCE) -> No
 
 
 def _assert_same(found: Any, expected: Any) -> None:
-    """Digit for digit; but on a GPU a backward pass itself is not the same twice."""
+    """Asserts equality; on a GPU closeness, since a backward pass itself does not repeat."""
     if ON_GPU:
         _assert_close(found, expected)
     else:
@@ -91,7 +91,7 @@ def _assert_same(found: Any, expected: Any) -> None:
 
 
 def _note(line: str) -> None:
-    """Printed, and into the file ECOSYSTEM_NOTES, so that a run that is cut has told."""
+    """Prints a line, and appends it to the file ECOSYSTEM_NOTES in case the run is interrupted."""
     print(line)
     if "ECOSYSTEM_NOTES" in os.environ:
         with Path(os.environ["ECOSYSTEM_NOTES"]).open("a") as file:
@@ -140,7 +140,7 @@ def test_trainer(kind: str, stage: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["trainer_sequences", "accelerate_sequences"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_shared_sequences(kind: str, stage: int, tmp_path: Path) -> None:
-    """Two ranks that share each sequence are one that has the whole of it."""
+    """Two ranks that share each sequence do what one rank does that has the whole of it."""
     _needs(kind, 2)
     found: dict[str, Any] = {}
     for name, engine, ranks in (
@@ -182,7 +182,7 @@ def test_grpo_that_generates_with_a_copy(tmp_path: Path) -> None:
 
 
 def test_the_readme_script(tmp_path: Path) -> None:
-    """As it stands in README.md, but for a small model of random weights and its data."""
+    """Runs README.md's script as it stands, but with a small model of random weights and data."""
     script = HERE.parents[1] / "experiments" / "hf_trainer" / "readme_script.py"
     command = [sys.executable, str(script), "--toy", "--only", "readme", "--out", str(tmp_path)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -194,7 +194,7 @@ def test_the_readme_script(tmp_path: Path) -> None:
 
 
 def test_a_pretrained_model_beside_trainer(tmp_path: Path) -> None:
-    """The experiment's own run, on a small model in a folder as the hub has them."""
+    """Runs the experiment's own command, on a small model in a folder like the hub's."""
     sys.path.insert(0, str(HERE.parents[1]))
     from experiments.hf_trainer import readme_script
 

@@ -1,4 +1,4 @@
-"""LoRA of experts that are packed in one parameter (peft's ``target_parameters``), beside torch."""
+"""LoRA of experts packed in one parameter (peft's ``target_parameters``), compared with torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _adapted(architecture: str) -> Any:
 
 
 def _loss(model: Any, step: int, rank: int) -> torch.Tensor:
-    """Of one token again and again: most experts are idle, and ranks use different ones."""
+    """The loss of one repeated token: most experts are idle, and ranks use different ones."""
     token = torch.randint(3, 96, (1,), generator=torch.Generator().manual_seed(2 * step + rank))
     ids = token.expand(2, 8).clone()
     return model(input_ids=ids, labels=ids).loss

@@ -28,7 +28,7 @@ _ON_GPU = os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
 def _config(options: argparse.Namespace) -> dict[str, Any]:
-    """What ds_configs/ has for the library; layers of so small a model on both sides."""
+    """The library's configuration in ds_configs/, with layers of a small model on CPU and GPU."""
     name = "lightning" if options.kind == "lightning" else "hf"
     config = json.loads((_CONFIGS / f"{name}_zero{max(2, options.stage)}.json").read_text())
     zero = config["zero_optimization"]
@@ -54,7 +54,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(engine: Any, options: argparse.Namespace) -> None:
-    """That it is the engine that was asked for."""
+    """Asserts that it is the engine that was asked for."""
     expected = "HyTrainEngine" if options.engine == "hytrain" else "DeepSpeedEngine"
     assert type(engine).__name__ == expected, type(engine)
 
@@ -74,7 +74,7 @@ def _lora(options: argparse.Namespace) -> Any:
 
 
 def _trainer(options: argparse.Namespace, model: Any, data: list[dict[str, Any]]) -> Result:
-    """Trainer: evaluates, saves every two steps, takes the best; resumed where asked for."""
+    """Runs Trainer: evaluates, saves every two steps, takes the best; resumes if asked for."""
     from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
     arguments = _common(options) | {
@@ -140,7 +140,7 @@ def _dpo(options: argparse.Namespace) -> Result:
 
 
 def _grpo(options: argparse.Namespace) -> Result:
-    """Online: every step trains on what the model itself has generated."""
+    """Trains online: every step trains on what the model itself has generated."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -160,7 +160,7 @@ def _grpo(options: argparse.Namespace) -> Result:
 
 
 def _generate(trainer: Any, options: argparse.Namespace) -> list[list[int]]:
-    """As online trainers do between two steps."""
+    """Generates as online trainers do between two steps."""
     _check(trainer.model_wrapped, options)
     from trl.models.utils import unwrap_model_for_generation
 
@@ -170,11 +170,11 @@ def _generate(trainer: Any, options: argparse.Namespace) -> list[list[int]]:
 
 
 _LONG = 16
-"""Tokens of a sequence; ranks that share it have equal parts."""
+"""Tokens per sequence; ranks that share it have equal parts."""
 
 
 def _sequences() -> list[dict[str, torch.Tensor]]:
-    """Whole ones; the first labels of each do not count, so parts have unequally many that do."""
+    """Whole sequences; the first labels of each are ignored, so parts differ in valid labels."""
     generator = torch.Generator().manual_seed(0)
     found: list[dict[str, torch.Tensor]] = []
     for number in range(24):
@@ -187,7 +187,7 @@ def _sequences() -> list[dict[str, torch.Tensor]]:
 
 
 def _shared() -> Any:
-    """All ranks share each sequence; None for one rank."""
+    """The configuration in which all ranks share each sequence; None for one rank."""
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
@@ -203,7 +203,7 @@ def _shared() -> Any:
 
 
 def _count(model: Any) -> list[int]:
-    """What an engine takes for its batch."""
+    """An engine's global batch, accumulation steps and samples so far."""
     return [model.train_batch_size(), model.gradient_accumulation_steps(), model.global_samples]
 
 
@@ -263,7 +263,7 @@ def _accelerate_sequences(options: argparse.Namespace) -> Result:
 
 
 def _accelerate(options: argparse.Namespace) -> Result:
-    """An own loop: accumulates, clips, saves and loads in the middle."""
+    """Runs a hand-written loop: accumulates, clips, saves and loads in the middle."""
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from torch.utils.data import DataLoader
 
@@ -307,7 +307,7 @@ def _accelerate(options: argparse.Namespace) -> Result:
 
 
 def _let_lightning_use_a_cpu() -> None:
-    """Its DeepSpeedStrategy refuses to; on the GPU it runs as it is."""
+    """Patches Lightning's DeepSpeedStrategy, which refuses a CPU; on a GPU it runs as it is."""
     from lightning.pytorch.accelerators.cpu import CPUAccelerator
     from lightning.pytorch.strategies import deepspeed as strategy
 
@@ -369,7 +369,7 @@ KINDS: dict[str, Callable[[argparse.Namespace], Result]] = {
 
 
 def main() -> None:
-    """Trains, and rank 0 writes what it found."""
+    """Trains; rank 0 writes what it found."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--engine", choices=("plain", "hytrain"), required=True)

@@ -1,4 +1,4 @@
-"""What users do between steps past the engine's calls: a rank's part, and the reference's."""
+"""What users do between steps without the engine's calls: a rank's part, and the reference's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Forward = Callable[..., torch.Tensor]
 Scale = Callable[[torch.Tensor], torch.Tensor]
-"""What multiplies a loss by its scale."""
+"""Multiplies a loss by its scale."""
 
 
 # -- gradients of inputs ---------------------------------------------------------------------------
@@ -29,7 +29,7 @@ Scale = Callable[[torch.Tensor], torch.Tensor]
 def _with_input(
     model: FuzzModel, forward: Forward, batch: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A loss, and the input it depends on; tokens have no gradient, what is made of them has."""
+    """Returns a loss and its input; for tokens, which have no gradient, what is made of them."""
     if not model.spec.takes_tokens:
         inputs = batch["inputs"].requires_grad_()
         return forward(**batch), inputs
@@ -43,7 +43,7 @@ def _with_input(
 def penalized(
     model: FuzzModel, forward: Forward, batch: dict[str, Any], scale: Scale, value: float
 ) -> torch.Tensor:
-    """A loss with a penalty of the gradient of its input; ``value``: of the scale."""
+    """Returns a loss with a penalty on its input's gradient; ``value``: of the scale."""
     loss, inputs = _with_input(model, forward, batch)
     (gradient,) = torch.autograd.grad(scale(loss), inputs, create_graph=True)
     return loss + 0.1 * (gradient.float() / value).pow(2).sum()
@@ -52,7 +52,7 @@ def penalized(
 def _input_gradients(
     case: Case, event: Event, rank: int, model: FuzzModel, forward: Forward, scale: Scale
 ) -> list[torch.Tensor]:
-    """The losses, and the gradients of their inputs, of one forward or of the sum of two."""
+    """Returns losses and the gradients of their inputs, of one forward or of the sum of two."""
     was_trained = [p.requires_grad for p in model.parameters()]
     if event.kind == "frozen_backward":
         model.requires_grad_(False)
@@ -86,7 +86,7 @@ def _play_input_gradients(player: Player, event: Event) -> None:
     found = _input_gradients(
         player.case, event, player.rank, player.model, forward, player.scale_loss
     )
-    # As DeepSpeed's: what comes back through an output of the engine is a micro-batch's share.
+    # As in DeepSpeed: a gradient that comes through the engine's output is a micro-batch's share.
     share = engine.gradient_accumulation_steps() if forward is engine else 1
     player.note("input_gradients", (share, found))
     engine.train()
@@ -116,7 +116,7 @@ def _judge_input_gradients(judge: Judge, event: Event) -> None:
 
 
 def toggle(model: FuzzModel, event: Event) -> None:
-    """Freezes some weights, or thaws all, sometimes those too that the build found frozen."""
+    """Freezes some weights, or thaws all, sometimes also those that were frozen at the build."""
     rng = random.Random(event.number)
     share = rng.choice((0.2, 0.5, 1.0))
     thaws_all = rng.random() < 0.3
@@ -136,10 +136,10 @@ def toggle(model: FuzzModel, event: Event) -> None:
 
 
 def _kept(gradient: torch.Tensor) -> torch.Tensor:
-    """What a mask leaves, the same if it is put on twice: the last row."""
+    """Returns a gradient masked to its last row; masking it twice gives the same."""
     if gradient.dim() == 0:
         return gradient * 0.0
-    if gradient.is_sparse:  # as of the same gradient dense: part of a sum may come sparse
+    if gradient.is_sparse:  # as for the dense gradient: part of a sum may come sparse
         return _kept(gradient.to_dense()).to_sparse(1)
     mask = torch.zeros_like(gradient)
     mask[-1:] = 1.0
@@ -162,12 +162,12 @@ def _halve(parameter: torch.Tensor) -> None:
 
 
 AFTER = {"mask": _mask, "replace": _replace, "halve": _halve}
-"""Hooks after accumulation; a gradient is halved where it comes once a backward."""
+"""Hooks after accumulation; "halve" only for gradients that come once per backward."""
 ON_TENSOR = {"tensor halve": lambda gradient: gradient * 0.5, "tensor mask": _kept}
 
 
 class Hooks:
-    """Of a user, on gradients of parameters; the same on every model of a case."""
+    """A user's hooks on gradients of parameters; the same on every model of a case."""
 
     def __init__(self, model: FuzzModel | None = None) -> None:
         self.live: list[Event] = []
@@ -175,14 +175,14 @@ class Hooks:
         self._model = model
 
     def move_to(self, model: FuzzModel) -> None:
-        """To the model of another engine, before its build."""
+        """Moves the hooks to the model of another engine, before its build."""
         self._model, self._handles = model, {}
         live, self.live = self.live, []
         for event in live:
             self.put_on(event)
 
     def put_on(self, event: Event) -> None:
-        """Where its parameter has gradients now."""
+        """Puts a hook on its parameter, if that has gradients now."""
         model = self._model
         assert model is not None
         parameter = self._parameter(model, event.number)
@@ -199,12 +199,12 @@ class Hooks:
         self.live.append(event)
 
     def take_off(self, event: Event) -> None:
-        """One of them, if there is one."""
+        """Removes one of the hooks, if there is one."""
         if self.live:
             self._handles.pop(self.live.pop(event.number % len(self.live))).remove()
 
     def _parameter(self, model: FuzzModel, number: int) -> nn.Parameter | None:
-        anchor = model.anchor()  # a poisoned gradient comes by a hook of its own
+        anchor = model.anchor()  # its own hook poisons gradients
         found = [
             parameter
             for name, parameter in model.named_parameters()

@@ -14,25 +14,25 @@ class ModelSpec:
     """A small model; see :class:`~fuzz.models.FuzzModel`.
 
     Attributes:
-        inner: inner width of each block, one a block.
+        inner: inner width of each block.
         stack: how blocks are held: "list", "sequential", "dict" or "attributes".
         embed: "none", "linear", "table" (of whole numbers) or "sparse" (with sparse gradients).
         head: "none", "linear" or "tied" (to the embedding).
         norm: in blocks: "none", "layer" or "rms".
-        root: the root owns a vector; ``scalar``: and a 0-dimensional parameter; ``single``: and one
-            of one element.
-        unused: "none", "root", "block" or "module": what no forward uses.
+        root: the root owns a vector; ``scalar``: a block owns a 0-dimensional parameter;
+            ``single``: the root owns one of one element.
+        unused: what no forward uses: "none", a parameter of "root" or "block", or a "module".
         frozen: "none", "some", "blocks", "embed" or "head".
         twice: blocks that are called twice.
         recompute: "none", "reentrant" or "not_reentrant".
         outside: a weight's use outside of its module: "none", "penalty", "linear", "transpose",
             "product".
-        outside_of: whose: "embed", "head" or "block".
+        outside_of: owner of that weight: "embed", "head" or "block".
         shared: the last block is the first one again.
         strided: the root owns a weight that is not contiguous.
         dropout: before the blocks.
         tiled: how blocks checkpoint their own MLP in pieces: "none", "reentrant", "not_reentrant".
-        tower: a module that the steps say whether to use.
+        tower: there is a module that a step may use or not.
     """
 
     seed: int
@@ -60,7 +60,7 @@ class ModelSpec:
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether its inputs are whole numbers."""
+        """Whether its inputs are tokens (whole numbers)."""
         return self.embed in ("table", "sparse")
 
 
@@ -69,7 +69,7 @@ class Build:
     """How one engine is built: what may change when a checkpoint is loaded into another one.
 
     Attributes:
-        gpu: "gpu_fraction" of each rank.
+        gpu: each rank's "gpu_fraction".
         fractions: "shard_fractions"; None: equal shares.
         zero: further keys of "zero_optimization".
         section: further keys of "hytrain"; ``offload``: of its "offload".
@@ -90,15 +90,15 @@ class Build:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """Hyper-parameters.
+    """An optimizer and its hyper-parameters.
 
     Attributes:
         kind: "AdamW" or "Adam"; ``client``: an object of torch's, not the JSON's section.
-        groups: of each parameter group (lr, beta1, beta2, eps, weight decay).
+        groups: each parameter group's (lr, beta1, beta2, eps, weight decay).
         schedule: "constant", "hand" (set before every step), "lambda" (torch's), "warmup"
             (DeepSpeed's).
-        share: of the trainable parameters that the optimizer is given.
-        bias_correction: of the JSON's section; None: left out.
+        share: the share of the trainable parameters that the optimizer is given.
+        bias_correction: that of the JSON's section; None: left out.
         muon: half of the matrices are Muon's, in a group of their own.
     """
 
@@ -135,22 +135,22 @@ class Step:
     """One step.
 
     Attributes:
-        factor: of the loss.
+        factor: factor of the loss.
         skip: the blocks that each rank leaves out in each micro-batch.
         style: of a micro-batch: "plain", "retain" (its graph), "past" (loss.backward()), "module"
             (engine.module(...) and loss.backward()); "two" (two forwards, then two backwards),
             "sum" (two forwards, one backward), "no_sync" (two, the first under it), "no_sync_last"
             (the last), "penalty" (of the input's gradient), "dropped" (two forwards, the backward
             of the last).
-        forwards: of the styles "two" and "sum".
+        forwards: number of forwards in the styles "two" and "sum".
         idle: ranks that make no backward.
-        poison: (rank, micro-batch, value) of an element of a gradient.
+        poison: (rank, micro-batch, value) of a gradient's element that is overwritten.
         fault: ("forward" or "backward", whether step() is called after it) before the step.
         inside: events after the backward of a micro-batch, by its number.
         after: events after the step.
         micros: micro-batches of each rank; 0: all.
-        tower: ranks that use it.
-        pieces: in which blocks that are tiled recompute; 0: without recomputation.
+        tower: ranks that use the model's tower.
+        pieces: number of pieces in which tiled blocks recompute; 0: without recomputation.
         cut: the block before which the forward is detached.
     """
 
@@ -170,7 +170,7 @@ class Step:
 
     @property
     def num_forwards(self) -> int:
-        """Of a micro-batch."""
+        """The number of forwards of a micro-batch."""
         if self.style in ("two", "sum"):
             return self.forwards
         return 2 if self.style in ("no_sync", "no_sync_last", "dropped") else 1
@@ -186,18 +186,18 @@ class Case:
         mode: "hand" (forward, backward, step) or "train_batch".
         delays: HYTRAIN_DELAYS; "": none.
         refusal: (path of a key, value, what the message says): refused by design.
-        then: the training goes on from its end in another job, of other ranks.
+        then: another job, on other ranks, that continues from the end of this one.
         follows: this is such a job.
         moments: "hytrain.moments".
         master: "hytrain.master".
         late: share of layers, the last ones, whose master weights are split on the CPU, too, as
-            where host memory is short.
-        precision: of a case that is not in bf16, see `precision.py`.
+            if host memory were short.
+        precision: that of a case not in bf16, see `precision.py`.
         async_saves: "hytrain.checkpoint.async".
         traced: "hytrain.trace.steps"; None: no trace.
         short: with several ranks, no device holds all gradients to the end of a first backward.
-        gradients: how they are taken over, see `support/gradient_ways.py`.
-        sequences: the ranks share each sequence, by an mpu, where :attr:`has_sequence_group`.
+        gradients: how gradients are taken over, see `support/gradient_ways.py`.
+        sequences: the ranks share each sequence, by an mpu, if :attr:`has_sequence_group`.
         accumulation: the configuration's micro-batches a step; 0: all.
         hooked: hooks that are put on before the build.
         before: events before the first step.
@@ -237,7 +237,7 @@ class Case:
 
     @property
     def has_sequence_group(self) -> bool:
-        """Whether all ranks share each sequence; where they do, none is dealt more than another."""
+        """Whether all ranks share each sequence; not if one may be dealt more than another."""
         is_possible = self.ranks > 1 and self.batch_keys == "deepspeed" and self.refusal is None
         return self.sequences and is_possible
 
@@ -253,11 +253,11 @@ class Case:
 
     @property
     def num_micro_batches(self) -> int:
-        """The most of any rank."""
+        """The largest number of micro-batches of any rank."""
         return max(len(own) for own in self.micro_samples)
 
     def samples_of(self, step: Step, rank: int) -> tuple[int, ...]:
-        """Of its micro-batches in a step."""
+        """The samples of a rank's micro-batches in a step."""
         return self.micro_samples[rank][: step.micros or None]
 
     def __str__(self) -> str:
@@ -268,7 +268,7 @@ _USUAL = (None, (), "", "none", False)
 
 
 def _words(value: Any) -> str:
-    """A value on one line, without what is at its default in most cases."""
+    """A value on one line, without fields that have a usual value."""
     if isinstance(value, (Case, ModelSpec, Build, OptimizerSpec, Event, Step)):
         parts = [
             f"{field.name}={_words(getattr(value, field.name))}"

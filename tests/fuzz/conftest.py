@@ -10,7 +10,7 @@ from harness import RankPools
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[RankPools]:
-    """They live as long as a file's tests."""
+    """Ranks that live as long as a file's tests."""
     found = RankPools()
     yield found
     found.close()

@@ -17,13 +17,13 @@ Micros = tuple[tuple[int, ...], ...]
 
 
 def draw(seed: int, ranks: int | None = None) -> Case:
-    """The case of a seed, the same everywhere; ``ranks``: instead of what it draws."""
+    """The case of a seed, the same everywhere; ``ranks`` replaces the drawn number."""
     case = _draw(seed, ranks)
     return case if case.refusal is not None else _with_muon(with_phases(case))
 
 
 def _with_muon(case: Case) -> Case:
-    """Half of the cases in which it is possible."""
+    """Gives Muon to half of the cases in which it is possible."""
     spec = case.optimizer
     is_possible = spec.client and spec.kind == "AdamW" and case.master == "fp32"
     if not is_possible or "layer_major" in repr(case):
@@ -65,7 +65,7 @@ def _draw(seed: int, ranks: int | None) -> Case:
         delays=f"{rng.randrange(1, 10**6)}:{rng.choice((50, 300, 1000))}"
         if rng.random() < 0.3
         else "",
-        # Of another stream: cases of a seed are otherwise what they were before there was a choice.
+        # From other random streams: a seed's case is otherwise as before these choices existed.
         moments=random.Random(f"moments {seed}").choice(("fp32", "fp32", "bf16", "8bit")),
         master=_master(seed) if bf16 else "fp32",
         late=random.Random(f"late {seed}").choice((0.0, 0.0, 0.4, 1.0)),
@@ -95,7 +95,7 @@ def _precision(rng: random.Random, model: ModelSpec) -> str:
 
 
 def _following(rng: random.Random, case: Case) -> Case:
-    """Another job, which goes on from the checkpoint of a case."""
+    """Another job, which continues from a case's checkpoint."""
     ranks = rng.choice((1, 2, 3))
     keys, micros, sizes = _batches(rng, ranks, case.mode)
     build = _build(rng, ranks, _any_stage(rng, case), case.mode, case.bf16)
@@ -120,14 +120,14 @@ def _zero_init(rng: random.Random, case: Case, build: Build) -> bool:
 
 
 def _any_stage(rng: random.Random, case: Case) -> int:
-    """A stage in which another engine may go on."""
+    """A stage in which another engine may continue."""
     return rng.choice((1, 2) if case.op == "sum" else (1, 2, 3))
 
 
 def _steps(rng: random.Random, case: Case) -> tuple[Step, ...]:
     steps: list[Step] = []
     count = rng.randint(2, 5)
-    now, is_fresh = case.build, True  # the engine of this step, and whether it has made none
+    now, is_fresh = case.build, True  # this step's engine, and whether it has made no step
     for number in range(count):
         steps.append(
             _step(
@@ -209,7 +209,7 @@ def _model(rng: random.Random, stage: int, mode: str) -> ModelSpec:
 
 
 def _batches(rng: random.Random, ranks: int, mode: str) -> tuple[str, Micros, tuple[int, ...]]:
-    """Whose keys say it, the samples of each rank's micro-batches, and the most of them."""
+    """Returns whose keys are used, the samples of ranks' micro-batches, and their most per rank."""
     if mode == "hand" or rng.random() < 0.4:
         count, size = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 3))
         if mode == "hand":
@@ -395,7 +395,7 @@ def _step(
             value = rng.choice((float("inf"), float("-inf"), float("nan")))
             poison = (rank, rng.randrange(count), value)
     inside: list[tuple[int, Event]] = []
-    # A rank that makes no backward has no gradients, and is waited for in those of the others.
+    # A rank that makes no backward has no gradients, and those of the other ranks wait for it.
     may_look = by_hand and not case.is_direct and style == "plain" and not idle
     if may_look:
         for micro in range(case.num_micro_batches):

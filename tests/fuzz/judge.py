@@ -25,14 +25,14 @@ from fuzz.reference import Reference, Sums
 
 
 class Judge:
-    """Compares one case; raises an AssertionError where something differs."""
+    """Compares one case; raises an AssertionError if something differs."""
 
     def __init__(self, case: Case, traces: Sequence[Trace], kept: Any = None) -> None:
         """
         Args:
             case: the script.
-            traces: of each rank.
-            kept: what :attr:`kept` was of the job that this one follows.
+            traces: the ranks' traces.
+            kept: :attr:`kept` of the job that this one follows.
         """
         self.case = case
         self.traces = traces
@@ -54,7 +54,7 @@ class Judge:
         return self.reference.state, self.reference.steps, self.reference.scale.state
 
     def check(self) -> None:
-        """All of it."""
+        """Compares the whole case."""
         refusals = [trace.refused for trace in self.traces]
         if self.case.refusal is not None:
             assert all(refusals), f"{self.case.refusal} was accepted"
@@ -79,7 +79,7 @@ class Judge:
     # -- what was seen ---------------------------------------------------------------------------
 
     def next_seen(self, what: str) -> list[Any]:
-        """The next thing of each rank."""
+        """Returns the next thing that each rank has seen."""
         found = [trace.seen[self._position] for trace in self.traces]
         self._position += 1
         assert all(each[0] == what for each in found), f"{self._where}: {what}, not {found}"
@@ -179,7 +179,7 @@ class Judge:
         assert is_same, f"{self._where}: the loss {what} is {actual!r}, not {value!r}"
 
     def same_values(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Of two computations of the same."""
+        """Asserts that two computations of the same values agree."""
         rounding = max(self.reference.noise, self.reference.rounding)
         bound = 4 * rounding * float(expected.abs().max()) + 1e-30
         same = (actual == expected) | (actual.isnan() & expected.isnan())
@@ -244,23 +244,23 @@ class Judge:
 
     @property
     def _over_ranks(self) -> float:
-        """What makes a mean over ranks of a sum."""
+        """The factor that turns a sum over ranks into the step's gradient, a mean or a sum."""
         is_sum = self.case.mode == "train_batch" or self.case.op == "sum"
         return 1.0 if is_sum else 1.0 / self.case.ranks
 
     @property
     def _is_divided_first(self) -> bool:
-        """In fp16 a mean is one before it is reduced: the sum might be infinite."""
+        """Whether a mean is divided before it is reduced: in fp16 the sum might be infinite."""
         return copy_dtype(self.case) == torch.float16
 
     @property
     def _unscale(self) -> float:
-        """By what reduced gradients are multiplied in the update."""
+        """The factor of reduced gradients in the update."""
         rest = 1.0 if self._is_divided_first else self._over_ranks
         return rest / self.reference.scale.value
 
     def _reduced(self, traces: Sequence[StepTrace]) -> dict[str, torch.Tensor]:
-        """The whole reduced gradients, of the ranks' shards, by name."""
+        """Returns the whole reduced gradients by name, joined from the ranks' shards."""
         layouts: list[Layout] = [
             trace.layouts[step.layout] for trace, step in zip(self.traces, traces, strict=True)
         ]
@@ -293,7 +293,7 @@ class Judge:
         )
 
     def _scale(self, traces: Sequence[StepTrace], norm: float) -> float:
-        """What the gradients were multiplied by; it follows from their norm."""
+        """Returns the factor of the gradients in the update, which follows from their norm."""
         coefficient = self.reference.clip_coefficient(norm)
         expected = coefficient * self._unscale
         outcomes = [trace.outcome for trace in traces]
@@ -369,8 +369,8 @@ class Judge:
         for name in self.reference.state if written is None else (written,):
             values = set_values(self.reference.shapes[name], event).flatten()
             old, new = self.reference.copy_of(name).flatten(), values.to(self.reference.dtype)
-            # What was there already was not written: that keeps its fp32 bits. Of split master
-            # weights nobody can tell where the weights are whole.
+            # A value that was there already was not written: it keeps its fp32 bits. For split
+            # master weights nobody can tell where the weights are whole.
             is_kept = self.case.master == "fp32" or what == "write"
             master = self.reference.state[name][0] if is_kept else new.float()
             self.reference.state[name][0] = torch.where(old == new, master, new.float())

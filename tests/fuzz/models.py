@@ -16,16 +16,16 @@ from fuzz.cases import Case, Event, ModelSpec, Step
 
 VOCABULARY = 11
 INPUTS = 6
-"""Width of what a model without an embedding takes, unless its own is smaller."""
+"""Input width of a linear embedding; a tied one, and a model without any, take the model's."""
 LENGTH = 2
 
 
 class UserError(Exception):
-    """Raised by what stands for the user's code."""
+    """Raised by code that stands for the user's."""
 
 
 class RmsNorm(nn.Module):
-    """Without a mean."""
+    """A norm by the root mean square, without a mean."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class FuzzModel(nn.Module):
         return list(self.blocks.values() if self.spec.stack == "dict" else self.blocks)
 
     def anchor(self) -> nn.Parameter:
-        """A parameter that is trained, and used in every forward whatever is left out."""
+        """A trained parameter that every forward uses, whatever is left out."""
         if self.spec.head != "none" and self.spec.frozen != "head":
             return self.head.weight
         if self.spec.embed != "none" and self.spec.frozen != "embed":
@@ -216,7 +216,7 @@ class FuzzModel(nn.Module):
 
 
 def _fitting(x: torch.Tensor, width: int) -> torch.Tensor:
-    """As wide as a weight needs it."""
+    """Returns ``x`` repeated and cut to ``width``."""
     times = -(-width // x.shape[-1])
     return x.repeat(*[1] * (x.dim() - 1), times)[..., :width]
 
@@ -235,7 +235,7 @@ def make_inputs(spec: ModelSpec, number: int, samples: int) -> torch.Tensor:
 
 
 def dropout_seed(number: int, rank: int, micro: int, part: int) -> int:
-    """Of a forward's random numbers."""
+    """The seed of a forward's random numbers."""
     return ((number * 8 + micro) * 8 + rank) * 2 + part
 
 
@@ -253,7 +253,7 @@ def set_values(shape: torch.Size, event: Event) -> torch.Tensor:
 def batch_of(
     case: Case, number: int, rank: int, micro: int, step: Step | None, part: int = 0
 ) -> dict[str, Any]:
-    """The arguments of a forward; without a step: nothing is left out."""
+    """The arguments of a forward; without a step nothing is left out."""
     own = case.micro_samples[rank]
     samples = own[micro] if own else 1
     index = ((number * 8 + micro) * 8 + rank) * 2 + part

@@ -1,7 +1,7 @@
-"""Where a rank died that a signal ended: the native stack of the thread that crashed.
+"""The native stack of the thread that crashed, for ranks that a signal ended.
 
-faulthandler tells of Python's threads only, and it may be none of them (the update worker, its
-copies, OpenMP's, gloo's).
+faulthandler shows only Python's threads, and another one may have crashed (the update worker's, its
+copies', OpenMP's, gloo's).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _GDB_SECONDS = 120.0
 
 @contextlib.contextmanager
 def keeping_cores() -> Iterator[Callable[[], str]]:
-    """Processes that start within leave a core where a signal ends them.
+    """Makes processes that start in the block leave a core if a signal ends them.
 
-    The current folder is another one meanwhile: cores go there, where the system's pattern for
-    their names is a plain one. Without gdb, or with a limit of 0, nothing is kept.
+    The block runs in another current folder: cores go there if the system's pattern for their names
+    is a plain one. Without gdb, or with a limit of 0, nothing is kept.
 
     Yields:
-        What tells the stacks of the cores so far, and removes them; "" without any.
+        A function that returns the stacks of the cores so far and removes them; "" without any.
     """
     limits, before = resource.getrlimit(resource.RLIMIT_CORE), Path.cwd()
     gdb = shutil.which("gdb")

@@ -1,7 +1,7 @@
 """Draws what a case does beside and between its steps: saves, traces, states off the device.
 
-And what its user does between steps and from step to step, see `between.py`. From streams of random
-numbers of their own: the rest of a seed's case is what it was before.
+Also what its user does between steps and from step to step, see `between.py`. All are drawn from
+random streams of their own: the rest of a seed's case is what it was before.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import replace
 from fuzz.cases import Case, Event, ModelSpec, Step
 
 INPUTS = ("input_gradient", "frozen_backward")
-"""Passes for the gradients of inputs."""
+"""Kinds of events that compute the gradients of inputs."""
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-"""What can leave the device."""
+"""The states that can leave the device."""
 
 
 def with_phases(case: Case) -> Case:
@@ -60,7 +60,7 @@ def _away(rng: random.Random) -> Event:
 
 
 def _with_changes(rng: random.Random, case: Case) -> Case:
-    """Steps that differ, and what a user does between them, in two of three cases."""
+    """Makes steps differ and adds what a user does between them, in two of three cases."""
     if not case.follows:
         case = replace(case, model=_model(rng, case.model))
     if rng.random() < 0.3:
@@ -90,9 +90,9 @@ def _with_changes(rng: random.Random, case: Case) -> Case:
 
 
 def _with_the_same_layers(case: Case) -> Case:
-    """Without weights that are thawed where all steps use the same layers, in backward too.
+    """Removes the freezing of weights if all steps must use the same layers, in backward too.
 
-    Documented: layer by layer under ZeRO-3.
+    Documented: layer-major under ZeRO-3.
     """
     builds = [case.build, *(e.build for step in case.steps for e in step.after if e.build)]
     sections = [dict(build.section) for build in builds if build.stage == 3]
@@ -108,7 +108,7 @@ def _without_toggles(events: tuple[Event, ...]) -> tuple[Event, ...]:
 
 
 def _with_reach(case: Case) -> Case:
-    """With all ranks alike in the first backward that goes further than a cut one.
+    """Makes all ranks alike in the first backward that goes further than a cut one.
 
     Documented: under ZeRO-3 the first backward must reach all that later ones reach, or all ranks
     the same the first time.
@@ -117,7 +117,7 @@ def _with_reach(case: Case) -> Case:
         return case
     steps: list[Step] = []
     build = case.build
-    is_whole, lowest = False, -1  # of the engine's backward passes: none has left anything out
+    is_whole, lowest = False, -1  # of the engine's backwards: whether one was whole, lowest cut
     for step in case.steps:
         cut = -1 if step.cut is None else step.cut
         if build.stage == 3 and cut < lowest:
@@ -132,7 +132,7 @@ def _with_reach(case: Case) -> Case:
 
 
 def _with_grounds(case: Case) -> Case:
-    """Without a fault in a backward that frozen weights may keep from coming."""
+    """Removes faults in backward, which frozen weights may keep from occurring."""
     events = [*case.before, *(event for step in case.steps for event in step.after)]
     if all(event.kind != "toggle" for event in events):
         return case
@@ -180,7 +180,7 @@ def _changed(
     pieces = rng.choice((0, 1, 2, 3, 4)) if model.tiled != "none" else 1
     cut = None
     must_be_most = case.ranks > 1 and (model.tiled == "reentrant" or is_by_layer)
-    # Documented: what is committed as gradients come cannot be taken back.
+    # Documented: updates that are committed as gradients arrive cannot be taken back.
     must_be_most |= case.is_direct and model.tiled == "reentrant"
     if must_be_most and model.tiled != "none":
         # Blocks that are left out may end layer-major steps: what comes then is a first one again.
@@ -250,7 +250,7 @@ def _input_gradient(rng: random.Random, case: Case) -> str:
 def _between(rng: random.Random, case: Case) -> list[Event]:
     kinds = [_input_gradient(rng, case), "toggle", "hook", "unhook", "copy", "load_module"]
     found = [_event(rng, rng.choice(kinds)) for _ in range(rng.choice((1, 1, 2)))]
-    # Of two writes with no look between them the engine sees what the last one has left.
+    # Of two writes between which the engine does not look, it sees what the last one has left.
     is_twice = all(event.kind in ("copy", "load_module") for event in found)
     return found[:1] if is_twice else found
 

@@ -1,4 +1,4 @@
-"""Trains a case on this rank, and notes what is to be compared. Nothing is waited for beside it."""
+"""Trains a case on this rank, and notes what is to be compared. Nothing else is waited for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from hytrain.model.layer_state import LayerState
 
 @dataclass
 class Layout:
-    """Where a rank's shards lie.
+    """The places of a rank's shards.
 
     Attributes:
         shards: (begin, end) of each layer.
@@ -69,10 +69,10 @@ class StepTrace:
     Attributes:
         gradients: reduced, by layer; what the update was made with.
         groups: hyper-parameters before step().
-        outcome: (scale, norm, coefficient) or None: not decided on the host.
+        outcome: (scale, norm, coefficient); None if not decided on the host.
         skipped: step() has updated nothing.
-        losses: of each micro-batch (or the global batch's).
-        loss_scale: before the step.
+        losses: each micro-batch's (or the global batch's).
+        loss_scale: the scale before the step.
     """
 
     layout: int
@@ -84,7 +84,7 @@ class StepTrace:
     loss_scale: float = 1.0
 
     def settle(self) -> None:
-        """What is on the device comes to the host: at the end, since it waits."""
+        """Copies tensors from the device to the host: at the end, since that waits."""
         self.gradients = {index: gradient.cpu() for index, gradient in self.gradients.items()}
         self.losses = [float(loss) for loss in self.losses]
 
@@ -120,11 +120,11 @@ def parameter_groups(model: FuzzModel, spec: OptimizerSpec) -> list[dict[str, An
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
-    """What hytrain asks for its groups; its step is never called."""
+    """An optimizer that hytrain asks for its groups; its step is never called."""
 
 
 def _with_muon(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every second matrix in one more group; no group is left without a parameter."""
+    """Moves every second matrix to one more group; no group is left without a parameter."""
     muons: list[Any] = []
     for group in groups:
         group["use_muon"] = False
@@ -141,7 +141,7 @@ def _with_muon(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rate_factor(step: int) -> float:
-    """What the rate is multiplied by, by hand and by the schedule of torch."""
+    """The factor of the learning rate, set by hand and by torch's schedule."""
     return 1.0 + 0.5 * math.sin(step)
 
 
@@ -237,7 +237,7 @@ class Player:
         self.engine: Any = None
 
     def play(self) -> Trace:
-        """All of it."""
+        """Plays the whole case."""
         delays = environment("HYTRAIN_DELAYS", self.case.delays)
         ways = taking_gradients(self.case.gradients)
         with precision.allowed(), delays, ways, self._stack:
@@ -276,7 +276,7 @@ class Player:
         return self.trace
 
     def note(self, what: str, value: Any) -> None:
-        """Keeps something that the judge knows the value of."""
+        """Records something whose value the judge knows."""
         self.trace.seen.append((what, value))
 
     # -- the engine ------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class Player:
         self.build = build
         config = config_of(self.case, build, self.rank)
         if self.case.traced is not None:
-            # Of an engine after the first one, too: its trace is another file.
+            # Also of engines after the first one: their traces are other files.
             folder = self.folder / f"trace{len(self.trace.layouts)}"
             trace = {"dir": str(folder), "steps": list(self.case.traced)}
             config["hytrain"]["trace"] = trace
@@ -327,7 +327,7 @@ class Player:
     def _construction(self, build: Build, config: dict[str, Any]) -> Any:
         if not build.zero_init:
             return contextlib.nullcontext()
-        # It looks at the batch as well, of which it knows DeepSpeed's keys only.
+        # It also reads the batch's keys, of which it knows only DeepSpeed's.
         known = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
         return deepspeed.zero.Init(config_dict_or_path={**config, **known})
 
@@ -344,13 +344,13 @@ class Player:
         return gradient
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The trained ones."""
+        """The trained parameters, with their names."""
         groups = self.engine.optimizer.param_groups
         trained = {id(p) for group in groups for p in group["params"]}
         return [(n, p) for n, p in self.model.named_parameters() if id(p) in trained]
 
     def _parameter(self, event: Event) -> tuple[str, nn.Parameter]:
-        """The trained one that an event is about."""
+        """The trained parameter that an event is about."""
         parameters = self.parameters()
         return parameters[event.number % len(parameters)]
 
@@ -395,7 +395,7 @@ class Player:
         ]
 
     def batch(self, number: int, micro: int, step: Step, part: int = 0) -> dict[str, Any]:
-        """This rank's micro-batch; ``part``: of the style "two"."""
+        """This rank's micro-batch; ``part``: the forward, in styles with several."""
         return batch_of(self.case, number, self.rank, micro, step, part)
 
     def _by_hand(self, number: int, step: Step, trace: StepTrace) -> None:
@@ -451,7 +451,7 @@ class Player:
         return losses
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Or as it is where nothing is scaled: refused else."""
+        """Returns the scaled loss; the loss itself if nothing is scaled: scale() would refuse."""
         return self.engine.scale(loss) if self.engine.optimizer.scaling.is_used else loss
 
     def _penalized(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -470,7 +470,7 @@ class Player:
                 yield self.batch(number, micro, step)
 
         trace.groups = self._groups()
-        # Which backward is which micro-batch's nobody outside knows: all of them are struck.
+        # Outside, nobody knows which backward is which micro-batch's: all of them are poisoned.
         if step.poison is not None and step.poison[0] == self.rank:
             self._poison = step.poison[2]
         self._disturb(self.engine)
@@ -520,7 +520,7 @@ class Player:
             return {n: p.detach().cpu().clone() for n, p in self.model.named_parameters()}
 
     def _do_eval_one(self, event: Event) -> None:
-        """One rank alone, where it need not wait for others."""
+        """Evaluates on one rank alone, in cases in which it need not wait for others."""
         if self.rank == event.number % self.case.ranks:
             with torch.no_grad():
                 self._disturb(self.engine)
@@ -537,7 +537,7 @@ class Player:
         self.note("set_gradient", name)
 
     def _do_write(self, event: Event) -> None:
-        """With ZeRO-3 as its users do it."""
+        """Writes a parameter, with ZeRO-3 as its users do."""
         if self.build.stage < 3:
             self._do_safe_set(event)
             return
@@ -550,7 +550,7 @@ class Player:
         self.note("write", name)
 
     def _do_copy(self, event: Event) -> None:
-        """Past the engine, where the weights are there."""
+        """Writes a parameter without the engine, if the weights are not sharded."""
         if self.engine.optimizer.weights.is_sharded:
             self._do_write(event)
             return
@@ -578,7 +578,7 @@ class Player:
         between.toggle(self.model, event)
 
     def _do_zero_after(self, event: Event) -> None:
-        """As most loops do, though nothing is left."""
+        """Zeroes gradients as most loops do, though none are left."""
         (self.engine if event.number % 2 else self.engine.optimizer).zero_grad()
 
     def _do_save16(self, _event: Event) -> None:
@@ -595,7 +595,7 @@ class Player:
         self.engine.synchronize()
 
     def _do_away(self, event: Event) -> None:
-        """States leave the device, perhaps one after another, and what needs them is refused."""
+        """Moves states off the device, perhaps in two calls; what needs them is refused."""
         states = None if event.states is None else list(event.states)
         pins, blocks = bool(event.number % 2), bool(event.number % 3)
         self.engine.offload_states(states, pin_memory=pins, non_blocking=not blocks)
@@ -608,7 +608,7 @@ class Player:
         self.engine.reload_states(non_blocking=not blocks)
 
     def _do_collective(self, event: Event) -> None:
-        """The user's own."""
+        """Runs a collective of the user's own."""
         tensor = torch.full((3,), float(self.rank + event.number), device=device())
         dist.all_reduce(tensor)
         expected = sum(rank + event.number for rank in range(self.case.ranks))
@@ -621,7 +621,7 @@ class Player:
         self.note("copies", self._copies())
 
     def _do_peek(self, event: Event) -> None:
-        """As a logger or an average does: with no call to the engine before."""
+        """Reads weights as a logger or an average does: without a call to the engine before."""
         found: dict[str, torch.Tensor] = {}
         parameters = self.parameters()
         for name, parameter in parameters[event.number % len(parameters) :]:

@@ -1,4 +1,4 @@
-"""In what a case's passes compute, and how its losses are scaled."""
+"""The dtypes in which a case's passes compute, and how its losses are scaled."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from support.precision import autocast_forgotten, fp16_on_a_cpu
 from fuzz.cases import Case
 
 PRECISIONS = ("", "fp16 dynamic", "fp16 static", "autocast bfloat16", "autocast float16")
-"""Of cases that are not in bf16; "": fp32."""
+"""Precisions of cases that are not in bf16; "" is fp32."""
 DYNAMIC = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
 STATIC = 128.0
 
 
 def sections(case: Case) -> dict[str, Any]:
-    """Of the configuration."""
+    """The configuration's sections for a case's precision."""
     if case.bf16:
         given = case.check_overflow
         check = {} if given is None else {"check_grad_overflow": given}
@@ -34,38 +34,38 @@ def sections(case: Case) -> dict[str, Any]:
 
 
 def copy_dtype(case: Case) -> torch.dtype:
-    """Of the weights that the passes are given."""
+    """The dtype of the weights with which the passes are made."""
     if case.bf16:
         return torch.bfloat16
     return torch.float16 if case.precision.startswith("fp16") else torch.float32
 
 
 def autocast_dtype(case: Case) -> torch.dtype | None:
-    """Of matrix products under autocast; None without it."""
+    """The dtype of matrix products under autocast; None without autocast."""
     kind, _, which = case.precision.partition(" ")
     return getattr(torch, which) if kind == "autocast" and not case.bf16 else None
 
 
 def compute_dtype(case: Case) -> torch.dtype:
-    """Of the passes."""
+    """The dtype in which the passes compute."""
     return autocast_dtype(case) or copy_dtype(case)
 
 
 def autocasting(case: Case) -> contextlib.AbstractContextManager[Any]:
-    """What a forward through the engine is in."""
+    """The context of a forward through the engine."""
     dtype = autocast_dtype(case)
     return torch.autocast(device().type, dtype) if dtype else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
-    """fp16 where DeepSpeed asks for other hardware; autocast in one case of a process alone."""
+    """Allows fp16 although DeepSpeed asks for other hardware; keeps autocast to a single case."""
     with fp16_on_a_cpu(), autocast_forgotten():
         yield
 
 
 class Scale:
-    """By what losses are multiplied, after steps that were made or skipped."""
+    """The loss scale, after steps that were made or skipped."""
 
     def __init__(self, case: Case) -> None:
         self.value = 1.0
@@ -84,7 +84,7 @@ class Scale:
 
     @property
     def state(self) -> tuple[float, int]:
-        """For a checkpoint."""
+        """The state for a checkpoint."""
         return self.value, self._good_steps
 
     @state.setter
@@ -93,7 +93,7 @@ class Scale:
             self.value, self._good_steps = state
 
     def end_step(self, *, skipped: bool) -> None:
-        """Half after an overflow; twice as much each ``window`` steps behind the first without."""
+        """Halves it on overflow; doubles it every ``window`` steps after the first good one."""
         if not self._is_dynamic:
             return
         if skipped:

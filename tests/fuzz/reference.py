@@ -31,12 +31,12 @@ MUONS_KINDS = ("fp32", "momentum_buffer")
 
 @dataclass
 class Sums:
-    """Gradients of one parameter so far: their sum, and what bounds its rounding.
+    """The sum of one parameter's gradients so far, and what bounds its rounding.
 
     Attributes:
         size: elementwise sum of absolute values.
-        largest: of any element of any summand.
-        summands: how many there are.
+        largest: largest absolute value of any element of any summand.
+        summands: number of summands.
         is_finite: no element of a summand is infinite or NaN.
     """
 
@@ -47,7 +47,7 @@ class Sums:
     is_finite: bool = True
 
     def add(self, gradient: torch.Tensor) -> None:
-        """One micro-batch's, fp32."""
+        """Adds one micro-batch's gradient, in fp32."""
         self.total += gradient
         self.size += gradient.abs()
         largest = float(gradient.abs().max())
@@ -57,7 +57,7 @@ class Sums:
 
 
 class Reference:
-    """State by name, and the plain model."""
+    """A case's state by parameter name, and its plain model."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -82,7 +82,7 @@ class Reference:
         self._saved: Any = None
 
     def tensors(self, name: str) -> list[tuple[str, torch.Tensor]]:
-        """A parameter's state, with names."""
+        """A parameter's state: (kind, tensor)."""
         kinds = MUONS_KINDS if name in self._muons else KINDS
         return list(zip(kinds, self.state[name], strict=False))
 
@@ -94,28 +94,28 @@ class Reference:
         return copy.view(self.shapes[name])
 
     def save(self) -> None:
-        """A checkpoint."""
+        """Saves a checkpoint."""
         self._saved = copy.deepcopy((self.state, self.steps, self.scale.state))
 
     def load(self) -> None:
-        """The last one."""
+        """Loads the last checkpoint."""
         self.state, self.steps, self.scale.state = copy.deepcopy(self._saved)
 
     # -- gradients -------------------------------------------------------------------------------
 
     def take_weights(self) -> None:
-        """The plain model computes with the weights of the last step."""
+        """Gives the plain model the weights of the last step."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if name in self.state:
                     parameter.copy_(self.copy_of(name))
 
     def losses(self, number: int, rank: int, micro: int, step: Step) -> list[torch.Tensor]:
-        """Of the forwards of one micro-batch."""
+        """Returns the losses of one micro-batch's forwards."""
         found: list[torch.Tensor] = []
         for part in range(step.num_forwards):
             torch.manual_seed(dropout_seed(number, rank, micro, part))
-            # Autocast is the engine's; "module" goes past it.
+            # The engine applies autocast; "module" bypasses it.
             is_past = step.style == "module"
             with contextlib.nullcontext() if is_past else precision.autocasting(self.case):
                 batch = batch_of(self.case, number, rank, micro, step, part)
@@ -124,7 +124,7 @@ class Reference:
         return found
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of one loss, scaled, fp32, flat, on the host; zeros where there is none."""
+        """Returns one loss's gradients, scaled, fp32, flat, on the host; zeros for missing ones."""
         self.model.zero_grad(set_to_none=True)
         if loss.requires_grad:
             self.scale_loss(loss).backward()
@@ -140,11 +140,11 @@ class Reference:
         return penalized(self.model, self.model, batch, self.scale_loss, self.scale.value)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiplied by the scale of this step."""
+        """Returns a loss multiplied by this step's scale."""
         return loss * self.scale.value
 
     def sums(self) -> dict[str, Sums]:
-        """Nothing so far."""
+        """Returns sums without any summands."""
         return {
             name: Sums(torch.zeros_like(p), torch.zeros_like(p))
             for name, (p, _m, _v) in self.state.items()
@@ -152,15 +152,15 @@ class Reference:
 
     @property
     def rounding(self) -> float:
-        """Of the dtype in which gradients are summed."""
+        """The epsilon of the dtype in which gradients are summed."""
         return torch.finfo(precision.compute_dtype(self.case)).eps
 
     @property
     def noise(self) -> float:
-        """How far two computations of the same are apart, relatively.
+        """The relative difference between two computations of the same values.
 
-        On a GPU kernels are chosen by how memory is aligned, and the weights that both compute with
-        differ in the last bit where state was on it.
+        On a GPU, kernels are chosen by the alignment of memory, and the weights of the two
+        computations differ in the last bit if their state was on the GPU.
         """
         if device().type == "cpu":
             return 2e-6
@@ -185,19 +185,19 @@ class Reference:
         additions = sums.summands * uses - 1 + is_divided
         noise = self.noise * sums.largest
         spread = sums.size + (sums.largest if uses > 1 else 0.0)
-        # Below its smallest normal number fp16 rounds to multiples of its smallest.
+        # Below its smallest normal number fp16 rounds to multiples of its smallest number.
         least = torch.finfo(precision.compute_dtype(self.case)).smallest_normal * self.rounding
         return additions * (self.rounding * spread + least) + noise + 1e-30
 
     def set_gradient(self, sums: Sums, value: torch.Tensor) -> None:
-        """It has been replaced."""
+        """Notes that a gradient was replaced by ``value``."""
         sums.total, sums.size = value.clone(), value.abs()
         sums.largest, sums.summands, sums.is_finite = float(value.abs().max()), 1, True
 
     # -- the update ------------------------------------------------------------------------------
 
     def update(self, gradients: Mapping[str, torch.Tensor], scale: float, trace: StepTrace) -> None:
-        """One step with these gradients."""
+        """Makes one step with these gradients."""
         self.steps += 1
         hypers = [self._hyper(group) for group in trace.groups]
         for name, (p, m, v) in self.state.items():
@@ -223,7 +223,7 @@ class Reference:
         return momentum if self._kind == torch.float32 else momentum.bfloat16().float()
 
     def set_first_moment(self, name: str, values: torch.Tensor) -> None:
-        """By hand: what is kept of them is the nearest."""
+        """Sets a first moment by hand: its stored form is the nearest."""
         if name in self._muons:
             self.state[name][1] = self._kept(values.clone())
             return
@@ -247,7 +247,7 @@ class Reference:
         )
 
     def clip_coefficient(self, norm: float) -> float:
-        """As DeepSpeed: without the check, a norm that is no number is infinite."""
+        """The coefficient as in DeepSpeed: without the check, a norm that is NaN is infinite."""
         if not self.case.clipping:
             return 1.0
         return min(1.0, self.case.clipping / (norm + 1e-6)) if math.isfinite(norm) else 0.0

@@ -11,10 +11,10 @@ class Refusal:
     """A key that is refused by design, before anything is touched.
 
     Attributes:
-        path: of the key.
-        value: that is refused; "remove": the key is missing.
+        path: the key's path.
+        value: the refused value; "remove": the key is missing.
         says: a part of the message.
-        stages: in which this is so.
+        stages: the ZeRO stages in which it is refused.
     """
 
     path: str

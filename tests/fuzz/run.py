@@ -28,11 +28,11 @@ for folder in (TESTS.parent, TESTS / "dist", TESTS):
         sys.path.insert(0, str(folder))
 
 CASE_SECONDS = 110.0
-"""Most seconds of a case; a hang ends with the stacks of all ranks."""
+"""Time limit of a case; a hang ends with the stacks of all ranks."""
 
 
 def play(case: Any, folder: str, *, on_gpu: bool = False) -> str:
-    """One case on this rank; rank 0 compares. Returns how it ended: "same" or "refused"."""
+    """Plays a case on this rank; rank 0 compares. Returns how it ended: "same" or "refused"."""
     import torch
     import torch.distributed as dist
 
@@ -41,7 +41,7 @@ def play(case: Any, folder: str, *, on_gpu: bool = False) -> str:
     from hytrain.offload import threads
 
     logging.disable(logging.WARNING)
-    # The kernel's speed is measured on next to nothing.
+    # The kernel's speed is measured on very few elements.
     threads.measured_elements = lambda *_, **__: 1 << 12
     _use_linear_of(case)
     disturb = None
@@ -63,10 +63,10 @@ def play(case: Any, folder: str, *, on_gpu: bool = False) -> str:
 
 
 def _use_linear_of(case: Any) -> None:
-    """One F.linear for all of a case: the judge's model must round as the trained one.
+    """Uses one F.linear in all of a case: the judge's model must round as the trained one does.
 
-    deepspeed.zero.Init puts one of its own, which rounds between product and bias, in the place of
-    torch's, for the rest of the process.
+    deepspeed.zero.Init replaces torch's for the rest of the process by its own, which rounds
+    between product and bias.
     """
     import torch
     from deepspeed.runtime.zero import partition_parameters
@@ -87,14 +87,14 @@ def _torch_linear() -> Any:
 
 
 FIXED = 80
-"""Cases of `make test`, of the first seeds."""
+"""Number of cases in `make test`, from the first seeds."""
 REPAIRED = ((286, 2), (7518, 3))
-"""Seeds and ranks of further ones, which ended with errors: ranks that use other layers come to a
+"""Seeds and ranks of further cases, which once failed: ranks that use different layers come to a
 weight that is read outside of its module, or to a layer that their plan gathers anew."""
 
 
 def fixed_cases() -> list[Any]:
-    """Those of `make test`."""
+    """The cases of `make test`."""
     from fuzz.drawing import draw
 
     return [*(draw(seed) for seed in range(FIXED)), *(draw(*each) for each in REPAIRED)]
@@ -102,7 +102,7 @@ def fixed_cases() -> list[Any]:
 
 @dataclass
 class Summary:
-    """What the cases have come to."""
+    """How cases have ended."""
 
     ended: collections.Counter[str] = field(default_factory=collections.Counter)
     failed: dict[int, str] = field(default_factory=dict)
@@ -126,7 +126,7 @@ def run_cases(
 ) -> Summary:
     """Runs cases until there are no more.
 
-    ``native_stacks``: of ranks that a signal has ended since it was called last.
+    ``native_stacks``: returns the stacks of ranks that a signal has ended since its last call.
     """
     from harness import RankError
 
@@ -151,7 +151,7 @@ def run_cases(
 
 
 def command(case: Any, on_gpu: bool = False) -> str:
-    """What runs a case again; ``--case FILE`` does with the case itself, as it was printed."""
+    """The command to run a case again; ``--case FILE`` takes the case itself, as printed."""
     more = " --gpu" if on_gpu else ""
     return f"python tests/fuzz/run.py --seed {case.seed} --ranks {case.ranks}{more}"
 
@@ -167,14 +167,14 @@ def _play_on_gpu(case: Any, folder: str) -> str:
 
 
 def read_case(path: str) -> Any:
-    """A case as a failure prints it: its second line."""
+    """Reads a case as a failure prints it: its second line."""
     from fuzz import cases
 
     return eval(Path(path).read_text(), {**vars(cases), "inf": math.inf, "nan": math.nan})
 
 
 def _shrunk(pools: Any, case: Any, *, on_gpu: bool) -> str:
-    """A smaller case that ends in an error of the same kind."""
+    """Returns the report of a smaller case that ends in an error of the same kind."""
     from fuzz.shrink import shrink
 
     def error_of(case: Any) -> str:
@@ -216,7 +216,7 @@ def _seeds(arguments: argparse.Namespace) -> Iterator[int]:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="the first seed, or the only one")
     parser.add_argument("--cases", type=int, help="as many")

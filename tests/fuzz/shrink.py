@@ -10,7 +10,7 @@ from fuzz.cases import Case, ModelSpec, Step
 
 
 def _usual(kind: type, without: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
-    """What fields have where nothing is drawn: their defaults, and those of fields without one."""
+    """Values of fields that are not drawn: their defaults, and ``more`` for those without one."""
     defaults = {one.name: one.default for one in fields(kind) if one.default is not MISSING}
     return {name: value for name, value in defaults.items() if name not in without} | more
 
@@ -32,7 +32,7 @@ STEP = _usual(Step, ("inside", "after"), factor=1.0)
 
 
 def smaller(case: Case) -> Iterator[Case]:
-    """Cases with one thing less."""
+    """Yields cases with one thing less."""
     for name, value in CASE.items():
         yield replace(case, **{name: value})
     if case.then is not None:
@@ -72,7 +72,7 @@ def _steps(step: Step) -> Iterator[Step]:
 
 
 def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """The smallest case on the way down that ``fails``."""
+    """Returns the smallest case on the way down that still ``fails``."""
     is_smaller = True
     while is_smaller:
         is_smaller = False

@@ -1,7 +1,7 @@
-"""Whatever is in a file from outside, a command ends with a line of words, never with a traceback.
+"""Whatever an external file contains, a command ends with a message, never with a traceback.
 
-Files are changed in their structure and in their bytes; sums that would tell are made right again.
-HYTRAIN_READER_CASES: changes of each file.
+Files are changed in their structure and in their bytes; checksums that would show it are corrected.
+HYTRAIN_READER_CASES: number of changes of each file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _changed(draw: Any, values: Any) -> Any:
-    """Values with one to three of them exchanged, left out or under another key."""
+    """Returns values with one to three of them exchanged, removed, or copied elsewhere."""
     values = copy.deepcopy(values)
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(_places(values)))
@@ -107,7 +107,7 @@ class Subject:
 
 
 def _hold(subject: Subject) -> None:
-    """Changes the file, CASES times, and runs the commands."""
+    """Changes the file CASES times, and has it read by a command and by the calls."""
     original = subject.file.read_bytes()
     values = subject.unpack(original)
     scratch = subject.file.parent / "out"

@@ -1,4 +1,4 @@
-"""What the comparison is worth: each thing that a case has shown is changed a little, and seen."""
+"""The judge sees small changes: each thing that a case has shown is changed a little."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def played(process_group: None, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 def _nudge(tensor: torch.Tensor) -> None:
-    """The last bit of the last element."""
+    """Changes the last bit of the last element."""
     flat = tensor.view(-1)
     flat[-1] = torch.nextafter(flat[-1], torch.tensor(torch.inf))
 
@@ -130,7 +130,7 @@ def test_a_small_change_is_seen(played: tuple[Case, Trace], change: str) -> None
 
 
 def test_where_two_kernels_round_a_wrong_update_is_seen(played: tuple[Case, Trace]) -> None:
-    """As on a GPU that has had the state: a last bit may differ, a missing step may not."""
+    """As if a GPU has had the state: a last bit may differ, a missing step may not."""
     case, trace = played
     changed = copy.deepcopy(trace)
     master = _last(_seen(changed, "fp32"))["fp32"]
@@ -155,7 +155,7 @@ def test_an_unknown_refusal_and_one_that_did_not_come_are_seen(played: tuple[Cas
 
 
 def test_a_failing_case_is_made_smaller() -> None:
-    """What is left is what the failure needs."""
+    """Only what the failure needs is left."""
     found = next(c for c in map(draw, range(500)) if c.bf16 and c.model.scalar and len(c.steps) > 2)
     least = shrink(found, lambda case: case.bf16 and case.model.scalar)
     assert least.bf16

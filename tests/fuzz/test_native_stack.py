@@ -1,4 +1,4 @@
-"""A rank that crashes in a thread that is none of Python's says where."""
+"""A rank that crashes in a thread that is not Python's reports where."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PATTERN = Path("/proc/sys/kernel/core_pattern")
 
 
 def crash() -> None:
-    """In a thread of the C library's."""
+    """Crashes in a thread of the C library."""
     library = ctypes.CDLL(None)
     thread = ctypes.c_ulong()
-    # Its first function reads where the argument points to.
+    # The thread's function reads where its argument points.
     entry = ctypes.cast(library.strlen, ctypes.c_void_p)
     library.pthread_create(ctypes.byref(thread), None, entry, ctypes.c_void_p(16))
     library.pthread_join(thread, None)
@@ -37,7 +37,7 @@ def test_reports_the_thread_that_crashed(monkeypatch: pytest.MonkeyPatch) -> Non
     before: Any = resource.getrlimit(resource.RLIMIT_CORE), Path.cwd()
     with keeping_cores() as stacks:
         assert stacks() == ""
-        # Its own environment: a process of its own, not of a server that started before.
+        # Its own environment makes it a new process, not one of a server that started before.
         pool = RankPool(1, {"HYTRAIN_CRASHES": "1"}, with_deepspeed=False)
         try:
             with pytest.raises(RankError, match="exit code -11"):

@@ -53,7 +53,7 @@ SPLIT = [
     Case("vit", 0.3, "off", 1, "bf16", 3, **STEPS, master="split", moments="bf16"),
     Case("gpt2", 0.3, "off", 4, "bf16", 2, **STEPS, master="split", moments="8bit"),
 ]
-DIRECT = [  # committed as gradients come, on both sides
+DIRECT = [  # committed as gradients arrive, on both sides
     Case("llama", 0.3, "off", 1, "bf16", 2, **STEPS),
     Case("gpt2", 1.0, "off", 1, "bf16", 1, **STEPS),
     Case("vit", 0.3, "off", 4, "fp32", 2, **STEPS),

@@ -1,6 +1,6 @@
 """On a GPU, frozen weights that are streamed from the host do what resident ones do, bit for bit.
 
-And the GPU need not hold them.
+The GPU need not hold them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def repeatable() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def resident(process_group: None) -> dict[str, Trained]:
-    """ZeRO-2 by what is frozen, trained when first asked for."""
+    """ZeRO-2's results by what is frozen, trained on first use."""
     del process_group
     return {}
 

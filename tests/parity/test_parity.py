@@ -1,7 +1,7 @@
 """Training is bitwise a serial loop, and torch's AdamW within rounding.
 
-With moments in bf16 and 8 bits the loop's random bits are made from parameters' names and indices
-(``support/rounded_moments.py``): whatever holds a layer's state, and however it is cut.
+With moments in bf16 and 8 bits, the loop's random bits are made from parameters' names and indices
+(``support/rounded_moments.py``), whatever holds a layer's state and however it is cut.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_parity(case: Case) -> None:
 @pytest.mark.parametrize("case", DELAYED, ids=str)
 @on_ranks(lambda case: case.num_ranks)
 def test_with_delays_at_every_hand_off(case: Case, seed: int) -> None:
-    """Each rank has its own."""
+    """Each rank has delays of its own."""
     with environment("HYTRAIN_DELAYS", f"{seed + 100 * dist.get_rank()}:400"):
         check_parity(case)
 

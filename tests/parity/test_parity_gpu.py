@@ -55,7 +55,7 @@ def test_with_delays_on_every_stream_and_at_every_hand_off(case: Case, seed: int
 
 @pytest.fixture
 def torch_threads() -> Iterator[None]:
-    """More than the one of toy tensors: the reference updates 100 million parameters."""
+    """More threads than the one for toy tensors: the reference updates 100 million parameters."""
     usual = torch.get_num_threads()
     torch.set_num_threads(min(8, os.cpu_count() or 1))
     yield

@@ -2,7 +2,7 @@
 
 A move changes no number: on a CPU, where both sides update with the same kernel, every layer is
 bitwise the serial loop's, whatever moved when. On a GPU the two kernels may differ in the last
-bit, so there the bound of torch.optim.AdamW holds; with moments in fewer bytes they do not.
+bit, so there the bound of torch.optim.AdamW holds; with moments in fewer bytes they do not differ.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DELAYED = [
 
 
 def random_moves(seed: int, share: float, moved: list[int]) -> Callable[[Any], None]:
-    """Re-places layers at a share of the places where that is allowed; ``moved`` says how many."""
+    """Moves layers at a share of the points where that is allowed; ``moved`` gets how many."""
     rng = random.Random(seed)
 
     def disturb(engine: Any) -> None:
@@ -51,7 +51,7 @@ def random_moves(seed: int, share: float, moved: list[int]) -> Callable[[Any], N
         )
         if between and not optimizer.passes.open_step.in_backward and rng.random() < share:
             before = optimizer.pipeline.num_gpu_layers
-            # On the CPU master weights become whole and split by moves of their own.
+            # On the CPU, master weights become whole or split by moves of their own.
             with split_on_cpu(rng.choice((0.0, 0.5, 1.0))):
                 engine.set_gpu_fraction(rng.random())
             moved.append(optimizer.pipeline.num_gpu_layers - before)

@@ -1,7 +1,7 @@
 """Muon: bit for bit a serial loop of the same step, and near one in double precision.
 
-Whatever holds the state, and however it came to the update: so runs that differ in that alone have
-the same bits.
+That is so whatever holds the state and however it came to the update: runs that differ only in that
+have the same bits.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_where_the_state_is_changes_no_bit() -> None:
 
 @pytest.mark.usefixtures("process_group")
 def test_the_comparison_can_fail() -> None:
-    """A clip factor that one step forgets, and another momentum."""
+    """It notices a clip factor that one step forgets, and another momentum."""
     run = train(MuonCase("llama", 0.4, "always", steps=4))
     outcomes = [outcome for outcome in run.outcomes if outcome is not None]
     assert_serial_muon(run, outcomes)

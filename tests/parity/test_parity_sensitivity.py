@@ -1,4 +1,4 @@
-"""The comparisons of support/parity.py fail where they should."""
+"""The comparisons of support/comparisons.py fail when they should."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""On a GPU, ZeRO-3 and weights streamed from the host are ZeRO-2, bit for bit.
+"""On a GPU, ZeRO-3 and weights streamed from the host do what ZeRO-2 does, bit for bit.
 
 Gathers, releases and streamed weights run on other streams than compute here, which no CPU test
-sees. Everything is made deterministic; that it is, the first test shows with ZeRO-2 alone. Two GPUs
+sees. Everything is made deterministic; the first test shows with ZeRO-2 alone that it is. Two GPUs
 are in tests/dist/test_two_gpus.py.
 """
 
@@ -30,7 +30,7 @@ def repeatable() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def stage2(process_group: None) -> dict[float, Any]:
-    """ZeRO-2 by gpu_fraction, trained when first asked for."""
+    """ZeRO-2's results by gpu_fraction, trained on first use."""
     del process_group
     return {}
 

@@ -1,1 +1,1 @@
-"""What several folders of tests share: toy models, engines, references."""
+"""Helpers that several folders of tests share: toy models, engines, references."""

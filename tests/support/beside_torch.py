@@ -1,4 +1,4 @@
-"""A training beside plain torch: each step's loss, and in the end every weight and moment."""
+"""A training compared with plain torch: each step's loss, at the end every weight and moment."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from support.engines import built, make_config
 
 CLIPPING = 0.5
 Loss = Callable[[Any, int], torch.Tensor]
-"""Of a model (an engine, or plain), on the data of a rank."""
+"""Computes the loss of a model (an engine or plain) on a rank's data."""
 
 
 class BesideTorch:
     """The same steps with an engine on this rank, and with torch on all ranks' data at once."""
 
     def __init__(self, model: nn.Module, eps: float = 1e-8) -> None:
-        """Before the engine takes the model over; ``engine`` is set after it."""
+        """Must come before the engine takes the model over; ``engine`` is set afterwards."""
         self.plain = copy.deepcopy(model)
         self.trained = {name: p for name, p in self.plain.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
@@ -31,12 +31,12 @@ class BesideTorch:
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self.engine: Any = None
         self.norm = 0.0
-        """Of torch's last gradients, before they were clipped."""
+        """The norm of torch's last gradients, before they were clipped."""
         for parameter in self.trained.values():
             parameter.grad = torch.zeros_like(parameter)
 
     def step(self, loss: Loss) -> None:
-        """One step; the loss must be torch's."""
+        """Makes one step; the loss must be torch's."""
         mine = loss(self.engine, self.rank)
         self.engine.backward(mine)
         self.engine.step()
@@ -44,22 +44,22 @@ class BesideTorch:
         self.follow(mine, losses[self.rank], sum(losses) / self.ranks)
 
     def train_batch(self, batches: Callable[[int], list[dict[str, torch.Tensor]]]) -> None:
-        """One step of ``engine.train_batch``; ``batches`` gives a rank's, which count alike."""
+        """Makes a step by ``engine.train_batch``; ``batches`` gives a rank's, which count alike."""
         mine = self.engine.train_batch(iter(batches(self.rank)), num_valid=lambda _: 1)
         every = [batch for rank in range(self.ranks) for batch in batches(rank)]
         loss = sum(self.plain(**batch) for batch in every) / len(every)
         self.follow(mine, loss, loss)
 
     def follow(self, mine: torch.Tensor, expected: torch.Tensor, loss: Any) -> None:
-        """Torch's part of a step, of the loss of all ranks; this rank's must be as expected."""
+        """Makes torch's step, with all ranks' ``loss``; this rank's loss must be as expected."""
         torch.testing.assert_close(mine.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
-        self.optimizer.zero_grad(set_to_none=False)  # none counts as zero, as with DeepSpeed
+        self.optimizer.zero_grad(set_to_none=False)  # no gradient counts as zero, as with DeepSpeed
         loss.backward()
         self.norm = float(nn.utils.clip_grad_norm_(self.trained.values(), CLIPPING))
         self.optimizer.step()
 
     def check(self) -> None:
-        """Every element of every weight and moment; a collective."""
+        """Compares every element of every weight and moment; a collective."""
         found = self.engine.fp32_state_dict()
         if self.rank:
             return
@@ -93,15 +93,15 @@ def training_beside_torch(
     """An engine beside torch, compared at the end.
 
     Args:
-        model: both begin with it.
-        stage: of ZeRO.
-        taken: what the engine takes over in its place, on other ranks than 0 with other weights.
+        model: both start from it.
+        stage: ZeRO's.
+        taken: what the engine takes over instead, with other weights on ranks other than 0.
         gathers: see make_config.
-        eps: where it is like the gradients, roundings of tiny ones make no steps of their own.
+        eps: Adam's; if it is of the gradients' size, roundings of tiny ones make no steps.
         zero: keys of "zero_optimization".
         section: keys of "hytrain".
-        top: keys beside them.
-        prepare: called with the model that the engine takes, after torch has its own.
+        top: further arguments of make_config.
+        prepare: called with ``model``, after torch has its own.
         keywords: of hytrain.initialize.
     """
     config = make_config(

@@ -33,7 +33,7 @@ class Page:
         self.call("Page.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command's result."""
+        """Sends a command; returns its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -56,13 +56,13 @@ class Page:
         return json.loads(message)
 
     def value(self, expression: str) -> Any:
-        """What a script's expression gives."""
+        """Returns the value of a script's expression."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
     def open(self, path: Path, timeout: float = 60.0) -> float:
-        """Opens a page of ours; returns the seconds until it says that it is ready."""
+        """Opens one of the project's pages; returns the seconds until it says that it is ready."""
         begin = time.monotonic()
         self.call("Page.navigate", url=path.absolute().as_uri())
         while self.value("document.body && document.body.dataset.ready") is None:
@@ -72,19 +72,19 @@ class Page:
         return time.monotonic() - begin
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """An event of the mouse: "mouseMoved", "mousePressed", "mouseReleased", "mouseWheel"."""
+        """Sends a mouse event: "mouseMoved", "mousePressed", "mouseReleased" or "mouseWheel"."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
 
 @contextlib.contextmanager
 def chromium(folder: Path) -> Generator[Page]:
-    """A browser with an empty page; skips the test where there is none."""
+    """A browser with an empty page; skips the test if no browser is installed."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("needs Chromium: apt-get install chromium")
     theirs_in, into = os.pipe()
     out, theirs_out = os.pipe()
-    # Chromium reads its pipe from descriptor 3 and answers on 4. Other shells know ten only.
+    # Chromium reads its pipe from descriptor 3 and answers on 4. Other shells know only ten.
     script = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
     process = subprocess.Popen(
         ["bash", "-c", script, program, *_FLAGS, f"--user-data-dir={folder / 'chromium'}"],

@@ -25,7 +25,7 @@ from support.rounded_moments import tensors_of
 
 
 def assert_clipping(run: Run, outcomes: list[Outcome]) -> None:
-    """Clipping was active never, sometimes or always, as the case says."""
+    """Asserts that clipping was active never, sometimes or always, as the case says."""
     active = [outcome.coefficient < 1.0 for outcome in outcomes]
     if run.case.clipping == "always":
         assert all(active)
@@ -38,7 +38,7 @@ def assert_clipping(run: Run, outcomes: list[Outcome]) -> None:
 
 
 def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bitwise equality; one NaN is as good as another, but zeros of different sign differ."""
+    """Asserts bitwise equality; all NaNs count as equal, but zeros of different sign differ."""
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} is not {expected.dtype}"
     as_integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.element_size()]
     differs = actual.view(as_integer) != expected.view(as_integer)
@@ -52,11 +52,11 @@ def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) ->
 
 
 States = Mapping[str, Mapping[str, torch.Tensor]]
-"""As of ``fp32_state_dict``."""
+"""State in the form of ``fp32_state_dict``."""
 
 
 def assert_same_states(actual: States, expected: States) -> None:
-    """Master weights and moments of all parameters, bit for bit."""
+    """Asserts that master weights and moments of all parameters are the same, bit for bit."""
     assert actual.keys() == expected.keys()
     for name, tensors in expected.items():
         for kind, tensor in tensors.items():
@@ -64,7 +64,7 @@ def assert_same_states(actual: States, expected: States) -> None:
 
 
 def assert_close_states(actual: States, expected: States, *, rtol: float, atol: float) -> None:
-    """The same within tolerances."""
+    """Asserts the same within tolerances."""
     assert actual.keys() == expected.keys()
     for name, tensors in expected.items():
         for kind, tensor in tensors.items():
@@ -78,13 +78,13 @@ def assert_close_states(actual: States, expected: States, *, rtol: float, atol: 
 
 
 def assert_same_moment(name: str, actual: Moment, expected: Moment) -> None:
-    """A moment is kept as the same bits."""
+    """Asserts that two moments are stored as the same bits."""
     for mine, theirs in zip(tensors_of(actual), tensors_of(expected), strict=True):
         assert_same_bits(name, mine, theirs)
 
 
 def assert_bitwise_serial(run: Run, outcomes: list[Outcome], placements: str = "cpu gpu") -> None:
-    """State and training copies are bitwise those of the serial loop (of this rank's shards)."""
+    """Asserts that this rank's state and training copies are bitwise those of the serial loop."""
     for step, copies in run.copies.items():
         for shard, flat in zip(serial_states(run, outcomes, step), copies, strict=True):
             if shard.placement in placements:
@@ -105,7 +105,7 @@ def ulp(values: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close_to_torch(run: Run, reference: TorchReference) -> None:
-    """|dp| <= steps * (2 ulp(p) + 8 * 2^-23 * lr), and moments within a few roundings."""
+    """Asserts |dp| <= steps * (2 ulp(p) + 8 * 2^-23 * lr), and moments within a few roundings."""
     steps = run.case.steps
     rounding = 2.0**-23
     for actual, expected, g in zip(run.final, reference.states, reference.largest_g, strict=True):
@@ -150,7 +150,7 @@ def check_parity(case: Case) -> None:
 
 
 def assert_same_on_all_ranks(where: str, copies: list[torch.Tensor]) -> None:
-    """Every rank has the same tensors, bit for bit; a collective."""
+    """Asserts that every rank has the same tensors, bit for bit; a collective."""
     for other in from_all_ranks(copies):
         for index, (mine, theirs) in enumerate(zip(copies, other, strict=True)):
             assert_same_bits(f"layer {index} of another rank {where}", mine, theirs)

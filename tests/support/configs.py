@@ -26,12 +26,12 @@ GPT2 = {
 
 
 def write_config(folder: Path, fields: object) -> Path:
-    """``folder/config.json``; returns the folder."""
+    """Writes ``folder/config.json``; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
 
 
 def write_llama(folder: Path) -> Path:
-    """The configuration of a tiny Llama."""
+    """Writes the configuration of a tiny Llama; returns its folder."""
     return write_config(folder / "tiny-llama", LLAMA)

@@ -1,4 +1,4 @@
-"""Small selections of cases: every pair of values occurs in them, or every value."""
+"""Small selections of cases in which every pair of values occurs, or every value."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Row = tuple[Any, ...]
 
 
 def pairs_of(row: Row) -> set[tuple[int, Any, int, Any]]:
-    """Every pair of (position, value) that a row shows together."""
+    """Returns all pairs of (position, value) that occur together in a row."""
     return {(i, row[i], j, row[j]) for i, j in combinations(range(len(row)), 2)}
 
 
 def every(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination."""
+    """Returns all combinations of values."""
     return [dict(zip(values, row, strict=True)) for row in product(*values.values())]
 
 
 def covering(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Few combinations that show every pair of values: the greedy choice, always the same."""
+    """Returns few combinations that contain every pair of values: a deterministic greedy choice."""
     rows = list(product(*values.values()))
     missing = set().union(*(pairs_of(row) for row in rows))
     chosen: list[dict[str, Any]] = []
@@ -34,10 +34,10 @@ def covering(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def everyday(values: Mapping[str, Sequence[Any]], *, pairs: bool = True, **more: Any) -> Any:
-    """Parametrizes a test by every combination, of which everyday runs have a selection.
+    """Parametrizes a test by every combination; everyday runs have a selection of them.
 
     Args:
-        values: of each parameter.
+        values: each parameter's values.
         pairs: the selection has every pair of values; False: every value.
         more: see ``pytest.mark.parametrize``.
     """

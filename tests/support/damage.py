@@ -18,10 +18,10 @@ from support.resume import assert_same, snapshot
 
 @contextmanager
 def damaged(path: Path, change: Callable[[bytearray], bytearray | None]) -> Generator[None]:
-    """A file's contents changed for the length of a block; None is for a file that is gone."""
+    """Changes a file's contents for the length of a block; None removes the file."""
     content = path.read_bytes()
     changed = change(bytearray(content))
-    path.unlink()  # and not written into: what has mapped it keeps what it has
+    path.unlink()  # not overwritten: existing mappings keep the old contents
     if changed is not None:
         path.write_bytes(changed)
     try:
@@ -31,7 +31,7 @@ def damaged(path: Path, change: Callable[[bytearray], bytearray | None]) -> Gene
 
 
 def flip(bit: int) -> Callable[[bytearray], bytearray]:
-    """Turns one bit over."""
+    """Returns a change that flips one bit."""
 
     def change(content: bytearray) -> bytearray:
         content[bit // 8] ^= 1 << bit % 8
@@ -41,7 +41,7 @@ def flip(bit: int) -> Callable[[bytearray], bytearray]:
 
 
 def random_flips(tag: Path, each: int, seed: int) -> list[tuple[Path, int]]:
-    """Files and bits: ``each`` of every kind of file of a checkpoint, and of its manifest."""
+    """Returns (file, bit): ``each`` for every kind of file of a checkpoint, also the manifest."""
     kinds: dict[str, list[Path]] = {}
     for path in sorted(tag.rglob("*")):
         if path.is_file():
@@ -58,7 +58,7 @@ def random_flips(tag: Path, each: int, seed: int) -> list[tuple[Path, int]]:
 def assert_refused(
     engine: Any, folder: Path, *words: str, tag: str | None = "last", **arguments: Any
 ) -> None:
-    """The load fails with a message of these words, in any order, and the engine is as it was.
+    """Asserts that a load fails with these words in its message and leaves the engine as it was.
 
     Without a tag the newest whole checkpoint would be loaded.
     """
@@ -71,7 +71,7 @@ def assert_refused(
 
 
 def sums_of(content: bytes) -> FileSums:
-    """What a manifest says of a file of these contents, by zlib."""
+    """Returns what a manifest says of a file with these contents, computed by zlib."""
     blocks = range(0, len(content), BLOCK_BYTES)
     return FileSums(
         len(content), tuple(zlib.crc32(content[at : at + BLOCK_BYTES]) for at in blocks)

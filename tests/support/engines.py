@@ -17,7 +17,7 @@ from support.ports import free_port
 
 
 def device() -> torch.device:
-    """Where DeepSpeed's accelerator puts the model."""
+    """The device on which DeepSpeed's accelerator puts the model."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -25,7 +25,7 @@ def device() -> torch.device:
 
 
 def join_process_group() -> None:
-    """A group of one rank, in which any number of engines may live."""
+    """Joins a group of one rank, in which any number of engines may live."""
     import torch.distributed as dist
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
@@ -52,7 +52,7 @@ def join_process_group() -> None:
 
 
 def from_all_ranks(value: Any) -> list[Any]:
-    """Each rank's; a collective."""
+    """Returns each rank's value; a collective."""
     import torch.distributed as dist
 
     everywhere: list[Any] = [None] * dist.get_world_size()
@@ -60,8 +60,8 @@ def from_all_ranks(value: Any) -> list[Any]:
     return everywhere
 
 
-# For models of 100 million parameters: 1024 elements at once, which make every toy layer several
-# chunks, would be 100 000 hand-offs a step there.
+# For models of 100 million parameters: chunks of 1024 elements, which split every toy layer into
+# several, would make 100 000 hand-offs a step there.
 OFFLOAD_AT_SCALE = {"chunk_elements": 2**20, "cpu_threads": 8}
 
 
@@ -74,7 +74,7 @@ GATHERS: dict[str, dict[str, int]] = {
     "kept": {"stage3_param_persistence_threshold": 0},
     "defaults": {},
 }
-"""DeepSpeed's keys of ZeRO-3, see :func:`make_config`; those that are not here are its defaults."""
+"""DeepSpeed's keys of ZeRO-3, see :func:`make_config`; keys not listed keep their defaults."""
 
 
 def make_config(
@@ -92,11 +92,11 @@ def make_config(
 ) -> dict[str, Any]:
     """A DeepSpeed configuration; ``sections`` are added at the top level (None removes one).
 
-    ``gathers`` says of ZeRO-3: "each" layer is sharded, one is gathered ahead, none is kept;
-    "kept": each is sharded, the rest is as DeepSpeed has it by default, so that layers stay for the
-    next pass; "defaults": all is, so that toy parameters stay on every rank.
+    ``gathers``, for ZeRO-3: "each": every layer is sharded, one is gathered ahead, none is kept;
+    "kept": every layer is sharded, and all else has DeepSpeed's defaults, so that layers stay for
+    the next pass; "defaults": everything has them, so that toy parameters stay on every rank.
 
-    ``direct``: without clipping and overflow check, updates are committed as gradients come.
+    ``direct``: without clipping and overflow check, updates are committed as gradients arrive.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -139,9 +139,10 @@ def built(model: nn.Module, config: dict[str, Any], **keywords: Any) -> Iterator
 
 @contextmanager
 def split_on_cpu(share: float) -> Iterator[None]:
-    """In the block, decisions have split master weights on the CPU for a share of the layers.
+    """Makes decisions in the block split the master weights of a share of the layers on the CPU.
 
-    The last ones, whatever room the host has; whole ones, whose updates are previewed, for others.
+    These are the last layers, whatever room the host has; on the CPU the others keep whole master
+    weights, and their updates are previewed.
     """
 
     def first_late(layers: Sequence[LayerBytes], *_: object) -> list[int]:
@@ -158,7 +159,7 @@ def split_on_cpu(share: float) -> Iterator[None]:
 
 
 def first_split_on_cpu(num_layers: int, share: float) -> int:
-    """The first of these last layers."""
+    """Returns the index of the first of these last layers."""
     return num_layers - round(share * num_layers)
 
 

@@ -10,7 +10,7 @@ from experiments.common.worker import Recorder
 
 
 def run(job: Json, recorder: Recorder) -> None:
-    """Records, and ends as the rank's word of "ends" says."""
+    """Records, and ends as "ends" of the job says for this rank."""
     rank = int(os.environ["RANK"])
     recorder.put(cores=sorted(os.sched_getaffinity(0)), world=os.environ["WORLD_SIZE"])
     how = job["ends"][int(os.environ["LOCAL_RANK"])]

@@ -1,4 +1,4 @@
-"""Files that may not grow, as on a full disk, for who has no rights to make one."""
+"""Files that cannot grow, as on a full disk, without the rights to set up such a disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond: EFBIG."""
+    """Keeps files of this process from growing beyond ``num_bytes``: writes fail with EFBIG."""
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))

@@ -11,7 +11,7 @@ RANK = 4
 
 
 class Lora(nn.Module):
-    """A projection that is frozen, and a trained one of a low rank beside it."""
+    """A frozen projection, and a trained low-rank one beside it."""
 
     def __init__(self, base: nn.Module, width_in: int, width_out: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Lora(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The frozen one: T5 looks at it."""
+        """The frozen weight, which T5 reads."""
         return self.base.get_parameter("weight")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,21 +49,21 @@ def _add_adapters(block: nn.Module) -> None:
 
 
 def lora(model: nn.Module) -> None:
-    """Adapters in all blocks; nothing else is trained."""
+    """Adds adapters to all blocks; nothing else is trained."""
     model.requires_grad_(False)
     for block in blocks_of(model):
         _add_adapters(block)
 
 
 def some_lora(model: nn.Module) -> None:
-    """Adapters in every other block."""
+    """Adds adapters to every other block; nothing else is trained."""
     model.requires_grad_(False)
     for block in list(blocks_of(model))[1::2]:
         _add_adapters(block)
 
 
 def last(model: nn.Module) -> None:
-    """The last block and what is behind it are trained."""
+    """Trains only the last block and the parameters after it."""
     blocks = blocks_of(model)
     before = {id(p) for block in list(blocks)[:-1] for p in block.parameters()}
     inside = {id(p) for p in blocks.parameters()}
@@ -74,7 +74,7 @@ def last(model: nn.Module) -> None:
 
 
 def embeddings(model: nn.Module) -> None:
-    """What is before the blocks is frozen."""
+    """Freezes the parameters before the blocks."""
     inside = {id(p) for p in blocks_of(model).parameters()}
     for parameter in model.parameters():
         if id(parameter) in inside:
@@ -83,14 +83,14 @@ def embeddings(model: nn.Module) -> None:
 
 
 def alternating(model: nn.Module) -> None:
-    """Every other block is frozen, and of the others what is not a matrix."""
+    """Freezes every other block, and in the others every parameter that is not a matrix."""
     for number, block in enumerate(blocks_of(model)):
         for parameter in block.parameters():
             parameter.requires_grad_(number % 2 == 1 and parameter.dim() > 1)
 
 
 def only_embeddings(model: nn.Module) -> None:
-    """Backward goes through frozen blocks to reach what is trained before them."""
+    """Trains only the parameters before the blocks: backward goes through frozen blocks."""
     inside = {id(p) for p in blocks_of(model).parameters()}
     model.requires_grad_(False)
     for parameter in model.parameters():
@@ -107,4 +107,4 @@ FROZEN: dict[str, Callable[[nn.Module], None]] = {
     "alternating": alternating,
     "only_embeddings": only_embeddings,
 }
-"""What makes parts of a model untrainable, by name."""
+"""Functions that freeze parts of a model, by name."""

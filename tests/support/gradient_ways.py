@@ -1,4 +1,4 @@
-"""How gradients are taken over, which the sizes of parameters decide: toys' are joined."""
+"""How gradients are taken over, which parameter sizes decide: those of toy models are joined."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from hytrain.optimizer import gradients
 
 WAYS = {"one by one": (0, 0), "all at once": (0, 2**40), "joined": (2**40, 2**40)}
-"""Elements of a parameter on average, below which gradients are joined, and taken together."""
+"""Mean elements per parameter below which gradients are joined, and are taken over together."""
 
 
 @contextmanager
 def taking_gradients(how: str) -> Iterator[None]:
-    """Engines that are built within the block take them over in this way."""
+    """Makes engines that are built within the block take gradients over in this way."""
     names = ("_JOINED", "_TOGETHER")
     before = [getattr(gradients, name) for name in names]
     try:

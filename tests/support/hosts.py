@@ -1,6 +1,6 @@
 """Hosts for tests: namespaces of this machine, each with a name, an address and processes.
 
-    with Hosts(2) as hosts:                       # skips the test where that is not possible
+    with Hosts(2) as hosts:                       # skips the test if that is not possible
         hosts[0].run("ip", "addr")
         hosts.cut(1)                              # its cable is out; hosts.mend(1)
         hosts[1].kill()                           # the host, with all of its processes
@@ -36,16 +36,16 @@ _TOOLS = ("ip", "unshare", "nsenter", "mount")
 
 
 def missing_tools(*names: str) -> str | None:
-    """What this machine lacks for hosts; None: nothing."""
+    """Returns what this machine lacks for hosts; None if nothing."""
     if os.geteuid() != 0:
         return "hosts are network namespaces, which only root can make"
-    # Programs of administrators are not on every PATH.
+    # Administration programs are not on every PATH.
     lacking = [name for name in (*_TOOLS, *names) if program(name) is None]
     return f"not installed here: {', '.join(lacking)}" if lacking else None
 
 
 def program(name: str) -> str | None:
-    """Where a program is; None: nowhere."""
+    """Returns a program's path; None if it is not installed."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
@@ -55,19 +55,19 @@ class Host:
     def __init__(self, name: str, address: str, names: Path) -> None:
         """
         Args:
-            name: the host's.
-            address: of its interface eth0.
-            names: what its /etc/hosts is.
+            name: the host's name.
+            address: the address of its interface eth0.
+            names: the file that is its /etc/hosts.
         """
         self.name, self.address = name, address
-        # The kernel's name, by which hytrain knows machines apart.
+        # The kernel's boot id, by which hytrain tells machines apart.
         boot = names.with_name(f"{name}.boot_id")
         boot.write_text(f"{uuid.uuid4()}\n")
         mounts = {names: "/etc/hosts", boot: "/proc/sys/kernel/random/boot_id"}
         binds = " && ".join(f"mount --bind {own} {over}" for own, over in mounts.items())
         command = f"hostname {name} && {binds} && echo up && exec cat"
         apart = ["unshare", "-n", "-u", "-p", "-m", "-i", "-f", "--mount-proc", "sh", "-c", command]
-        # The first process of its namespace: with it all others end.
+        # The first process of its namespace: when it ends, all others do.
         self._first = subprocess.Popen(
             apart, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -78,24 +78,24 @@ class Host:
         self.process = int(children.read_text())
 
     def inside(self, *command: str) -> list[str]:
-        """A command line that runs a command on the host."""
+        """Returns the command line that runs a command on the host."""
         return ["nsenter", "-t", str(self.process), "-n", "-u", "-p", "-m", "-i", *command]
 
     def run(self, *command: str) -> str:
-        """Runs a command to its end and gives what it printed."""
+        """Runs a command to its end and returns what it printed."""
         ended = subprocess.run(self.inside(*command), capture_output=True, text=True, timeout=60)
         if ended.returncode:
             raise OSError(f"{' '.join(command)} on {self.name}: {ended.stderr}")
         return ended.stdout
 
     def bind(self, folder: Path, over: Path) -> None:
-        """From now on a path is the host's own folder."""
+        """Mounts a folder of the host's own over a path."""
         for each in (folder, over):
             each.mkdir(parents=True, exist_ok=True)
         self.run("mount", "--bind", str(folder), str(over))
 
     def close_port(self, port: int) -> None:
-        """Drops what comes to a port from outside, as a firewall does."""
+        """Drops packets to a port from outside, as a firewall does."""
         # Addresses of the host itself are looked up first, unless that rule is moved.
         self.run("sh", "-c", "ip rule add pref 100 lookup local; ip rule del pref 0; true")
         self.run(*f"ip rule add pref 1 iif eth0 ipproto tcp dport {port} blackhole".split())
@@ -106,7 +106,7 @@ class Host:
         self._first.communicate()
 
     def close(self) -> None:
-        """As its end is; may be called twice."""
+        """Kills the host if it still runs; may be called twice."""
         if self._first.poll() is None:
             self.kill()
 
@@ -115,7 +115,7 @@ class Hosts(Sequence[Host]):
     """Hosts host0, host1, ... on one switch."""
 
     def __init__(self, number: int) -> None:
-        """Skips the test where that cannot be."""
+        """Starts ``number`` hosts; skips the test if that is not possible."""
         if (reason := missing_tools()) is not None:
             pytest.skip(reason)
         self._folder = tempfile.TemporaryDirectory(prefix="hosts")
@@ -150,15 +150,15 @@ class Hosts(Sequence[Host]):
         return len(self._hosts)
 
     def cut(self, number: int) -> None:
-        """Pulls a host's cable out: it has no carrier, and nothing is answered."""
+        """Pulls a host's cable out: it has no carrier, and no packet is answered."""
         self._switch.run("ip", "link", "set", f"port{number}", "down")
 
     def mend(self, number: int) -> None:
-        """Puts it in again."""
+        """Plugs the cable in again."""
         self._switch.run("ip", "link", "set", f"port{number}", "up")
 
     def add_wire(self, bits_per_second: float, delay: float = 5e-4) -> str:
-        """Connects the first two by another cable (slow_wire.py); gives the first one's address."""
+        """Connects the first two by another cable (slow_wire.py); returns the first's address."""
         addresses = [f"{_WIRE}{n + 1}" for n in range(2)]
         ends = [str(self[0].process), addresses[0], str(self[1].process), addresses[1]]
         command = [sys.executable, str(TESTS / "support" / "slow_wire.py"), *ends]
@@ -180,7 +180,7 @@ class Hosts(Sequence[Host]):
         self.close()
 
     def close(self) -> None:
-        """Ends them."""
+        """Ends all hosts, the switch and the wire."""
         for host in [*self._hosts, *([self._switch] if hasattr(self, "_switch") else [])]:
             host.close()
         if self._wire is not None:
@@ -200,10 +200,10 @@ class Program:
     def __init__(self, host: Host, command: Sequence[str], log: Path, **variables: str) -> None:
         """
         Args:
-            host: where.
-            command: which.
-            log: takes its output.
-            variables: of its environment.
+            host: where it runs.
+            command: the command line.
+            log: the file for its output.
+            variables: added to its environment.
         """
         path = os.pathsep.join([str(TESTS), str(TESTS / "dist"), os.environ.get("PYTHONPATH", "")])
         shared = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
@@ -220,27 +220,27 @@ class Program:
 
     @property
     def text(self) -> str:
-        """What it has printed."""
+        """What the command has printed so far."""
         return self._log.read_text(errors="replace")
 
     @property
     def code(self) -> int | None:
-        """None: it runs."""
+        """The exit status; None while the command runs."""
         return self._process.poll()
 
     def line(self, begin: str) -> str:
-        """The rest of the first line that begins so; "" where there is none."""
+        """The rest of the first line that begins with ``begin``; "" if there is none."""
         lines = [line for line in self.text.splitlines() if line.startswith(begin)]
         return lines[0].removeprefix(begin).strip() if lines else ""
 
     def close(self) -> None:
-        """Does not wait for what it has started; the host's end ends that."""
+        """Kills the command; processes that it started end with the host."""
         self._process.kill()
         self._process.wait()
 
 
 def wait_until(met: Callable[[], Any], programs: Sequence[Program], seconds: float) -> float:
-    """Waits until something is; how long that took."""
+    """Waits until ``met()`` is true; returns the seconds that took."""
     begin = time.monotonic()
     while not met():
         if time.monotonic() - begin > seconds:
@@ -251,7 +251,7 @@ def wait_until(met: Callable[[], Any], programs: Sequence[Program], seconds: flo
 
 
 def run_all(programs: Sequence[Program], seconds: float) -> list[str]:
-    """Waits for the end of all, which must be a good one."""
+    """Waits for all programs to end, which must be with status 0; returns their output."""
     wait_until(lambda: all(p.code is not None for p in programs), programs, seconds)
     for each in programs:
         assert each.code == 0, each.text[-4000:]
@@ -259,7 +259,7 @@ def run_all(programs: Sequence[Program], seconds: float) -> list[str]:
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> Mapping[str, str]:
-    """As a launcher sets them, with one rank a host and the master on the first."""
+    """A rank's variables, as a launcher sets them: one rank per host, the master on the first."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

@@ -28,7 +28,7 @@ from hytrain.tools.hybrid.problem import (
 
 
 def compositions(total: int, stages: int, least: float) -> Iterator[tuple[int, ...]]:
-    """So many ordered powers of two of at least ``least`` that add up to ``total``."""
+    """Yields sequences of ``stages`` powers of two, each >= ``least``, that add up to ``total``."""
     if stages == 0:
         if total == 0:
             yield ()
@@ -40,7 +40,7 @@ def compositions(total: int, stages: int, least: float) -> Iterator[tuple[int, .
 
 
 def all_plans(problem: Problem) -> Iterator[Plan]:
-    """Every plan of the published space: executable, whether it fits or was profiled or not."""
+    """Yields the published space's executable plans, whether or not they fit and were profiled."""
     layers, gpus = problem.num_layers, problem.num_gpus
     hosts = (False, True) if problem.options.host is not None else (False,)
     for stages in range(1, min(layers, gpus) + 1):
@@ -60,9 +60,9 @@ def all_plans(problem: Problem) -> Iterator[Plan]:
 
 
 def brute_force(problem: Problem) -> tuple[float, Plan | None, int]:
-    """The least cost of the plans that fit, such a plan, and how many plans were profiled.
+    """Returns the least cost of the plans that fit, such a plan, and how many were profiled.
 
-    Its sum is its own; the stages are the cost model's, each computed once.
+    Costs are added up here; the stages are the cost model's, each computed once.
     """
     ranks = {order: problem.ranks(order) for order in itertools.permutations(problem.device)}
 
@@ -126,7 +126,7 @@ def brute_force(problem: Problem) -> tuple[float, Plan | None, int]:
 
 
 def random_problem(seed: int) -> Problem:
-    """6 to 8 GPUs of 2 or 3 types, with times, memory, bandwidths and options at random."""
+    """A problem with 6 to 8 GPUs of 2 or 3 types, and random times, memory, bandwidths, options."""
     draw = random.Random(seed)
     names = ["a", "b", "c"][: draw.choice((2, 2, 3))]
     counts = _deal(draw, draw.randint(6, 8), len(names))
@@ -138,7 +138,7 @@ def random_problem(seed: int) -> Problem:
             count -= gpus
     draw.shuffle(nodes)
     layers = draw.randint(2, 5)
-    # Large enough that sends and gradients matter beside times of milliseconds.
+    # Large enough that sends and gradients matter compared with times of milliseconds.
     hidden = draw.choice((10**3, 10**5, 10**6))
     devices = tuple(
         DeviceType(
@@ -187,7 +187,7 @@ def _random_host(draw: random.Random) -> Host:
 def _random_samples(
     draw: random.Random, names: list[str], layers: int
 ) -> dict[tuple[str, int, int], Samples]:
-    """Of sizes that fall with tp and rise with samples, roughly; some are missing."""
+    """Random samples: times fall with tp, times and memory rise with the size; some are missing."""
     found: dict[tuple[str, int, int], Samples] = {}
     for name, tp, size in itertools.product(names, (1, 2, 4, 8), (1, 2, 3, 4, 6, 8, 12)):
         if draw.random() < 0.08 and size > 1:

@@ -1,4 +1,4 @@
-"""Machines whose steps are not what the solver predicts, and a training on one of them."""
+"""Simulated machines whose steps differ from the solver's prediction, and trainings on them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hytrain.placement.step_timer import StepSample
 
 PARAMETERS = 50_000_000
 PASSES = 5
-"""Of the worker, that a median is over."""
+"""The worker's passes over which a median is taken."""
 
 
 class Steps(Protocol):
-    """What a training needs to know of a machine."""
+    """What a training needs to know about a machine."""
 
     @property
     def layers(self) -> int: ...
@@ -43,39 +43,39 @@ class Steps(Protocol):
     def outliers(self) -> float: ...
 
     def costs(self, gpu_layers: int) -> StepCosts:
-        """What is measured at a placement."""
+        """Returns the costs that are measured at a placement."""
         ...
 
     def step_seconds(self, gpu_layers: int) -> float:
-        """The truth."""
+        """Returns the true length of a step."""
         ...
 
     def best(self) -> float:
-        """The shortest step."""
+        """Returns the length of the shortest step."""
         ...
 
     def is_launch_bound(self, gpu_layers: int) -> bool:
-        """Whether a step shows that it is."""
+        """Whether a step shows that it is launch-bound."""
         ...
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A step's times, in seconds of the whole model; what the solver is not told is below the line.
+    """A step's times, in seconds of the whole model; the solver is told none after ``gpu``.
 
     Attributes:
         compute: forward, backward and tail with no update on the CPU.
         cpu: an update of all layers on the CPU.
         gpu: the same on the GPU.
-        interference: seconds by which compute grows with each second of the worker's work.
-        launches: of an update on the GPU, for all layers, that no measurement of the GPU shows.
-        saved: of a step whose layers are all updated on the GPU, for no other reason known.
-        late: seconds by which a step ends later for each of the worker's work, which no cost shows.
-        waits_hide: that steps are launch-bound does not show in those that wait for the CPU, with
-            less than half of the layers on the GPU.
-        noise: standard deviation of a step, as a share of it.
-        drift: the same of what changes slowly, over some thirty steps.
-        outliers: share of steps that something else holds up, for up to twice their time.
+        interference: seconds by which compute grows per second of the worker's work.
+        launches: launch time of the GPU updates of all layers, which no GPU measurement shows.
+        saved: seconds that a step saves if all layers are updated on the GPU, for no known reason.
+        late: seconds by which a step ends later per second of the worker's work; no cost shows it.
+        waits_hide: steps that wait for the CPU, with less than half of the layers on the GPU, do
+            not show that they are launch-bound.
+        noise: standard deviation of a step's length, as a share of it.
+        drift: the same for slow changes, over some thirty steps.
+        outliers: share of steps that something else delays, by up to twice their length.
     """
 
     layers: int
@@ -92,7 +92,7 @@ class Machine:
     outliers: float = 0.0
 
     def costs(self, gpu_layers: int) -> StepCosts:
-        """What is measured at a placement."""
+        """Returns the costs that are measured at a placement."""
         n = self.layers
         work = self.cpu * (n - gpu_layers) / n
         stretch = 1.0 + self.interference * work / self.compute
@@ -111,15 +111,15 @@ class Machine:
         return StepCosts((layer,) * n, tail=stretch * self.compute / 15, chunk_elements=PARAMETERS)
 
     def step_seconds(self, gpu_layers: int) -> float:
-        """The truth."""
+        """Returns the true length of a step."""
         return _step_seconds(replace(self, noise=0.0, drift=0.0, outliers=0.0), gpu_layers)
 
     def best(self) -> float:
-        """The shortest step."""
+        """Returns the length of the shortest step."""
         return min(self.step_seconds(k) for k in range(self.layers + 1))
 
     def is_launch_bound(self, gpu_layers: int) -> bool:
-        """Whether a step shows that it is."""
+        """Whether a step shows that it is launch-bound."""
         is_hidden = self.waits_hide and gpu_layers < self.layers / 2
         if is_hidden and _waits(replace(self, noise=0.0, drift=0.0, outliers=0.0), gpu_layers):
             return False
@@ -141,9 +141,9 @@ def _waits(machine: Machine, gpu_layers: int) -> bool:
 
 
 class Training:
-    """Steps on a machine, each part of which scatters.
+    """Steps on a machine, with noise on each part of a step.
 
-    The real schedule says which of them are measured, the real estimator what they tell.
+    The real schedule selects the steps to measure, and the real estimator evaluates them.
     """
 
     def __init__(self, machine: Steps, seed: int = 0, gpu_layers: int = 0) -> None:
@@ -187,7 +187,7 @@ class Training:
         self._measures = True
         self._passes: deque[float] = deque(maxlen=PASSES)
         self._last: StepSample | None = None
-        """It is read one step later."""
+        """The last sample, which is read one step later."""
 
     def to_gpu(self, layer: Any) -> None:
         layer.placement = "gpu"
@@ -196,10 +196,10 @@ class Training:
         layer.placement = "cpu"
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Releases nothing: no memory is held."""
 
     def run(self, steps: int) -> int:
-        """Trains; returns the decisions that moved layers."""
+        """Trains; returns the number of decisions that moved layers."""
         controller, before = self.controller, len(self.controller.decisions)
         for _ in range(steps):
             self.drift = 0.97 * self.drift + self.random.gauss(0.0, 0.243 * self.machine.drift)
@@ -215,7 +215,7 @@ class Training:
         if samples:
             schedule.add_samples(samples)
         self._last = self._sample() if self._measures else None
-        # The worker tells of every step, with the machine as it is now: medians follow sooner.
+        # The worker reports every step, on the machine as it is now: its medians adapt sooner.
         self._passes.append(1 + self.random.gauss(0.0, self.machine.noise))
         schedule.consider()
         schedule.steps = self.step + 1
@@ -225,7 +225,7 @@ class Training:
         self._measures = schedule.measures_next()
 
     def _costs(self) -> StepCosts | None:
-        """As estimated from samples, with the passes that the worker would have told of."""
+        """Returns the costs estimated from samples, with update and copy times from the worker."""
         costs = self._estimate()
         if costs is None:
             return None
@@ -250,7 +250,7 @@ class Training:
         costs, gauss = self.machine.costs(here), self.random.gauss
         common = 1 + self.drift + gauss(0.0, noise)
         seconds = common * self.machine.step_seconds(here)
-        # What delays a part of a step need not delay another.
+        # A delay of one part of a step need not affect the others.
         forward, backward, tail = (common * (1 + gauss(0.0, noise)) for _ in range(3))
         held_up = 0.0
         if self.random.random() < self.machine.outliers:
@@ -269,18 +269,18 @@ class Training:
 
     @property
     def launch_bound(self) -> bool:
-        """Of the present placement's steps."""
+        """Whether steps at the present placement show that they are launch-bound."""
         return self.machine.is_launch_bound(self.controller.num_gpu_layers)
 
     @property
     def regret(self) -> float:
-        """By how much a step is longer than the best, as a share."""
+        """By how much a step is longer than the best one, as a share of that."""
         here = self.machine.step_seconds(self.controller.num_gpu_layers)
         return here / self.best - 1
 
     @property
     def best(self) -> float:
-        """The shortest step of those that fit."""
+        """The length of the shortest step among the placements that fit."""
         return min(self.machine.step_seconds(k) for k in self._fitting)
 
     @property

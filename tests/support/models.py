@@ -155,11 +155,11 @@ class Mlp(nn.Module):
         self.head = nn.Linear(width, width)
 
     def body(self, inputs: torch.Tensor) -> torch.Tensor:
-        """All but the head."""
+        """Runs all but the head."""
         return self.through(self.embed(inputs.to(self.embed.weight.dtype)))
 
     def through(self, x: torch.Tensor) -> torch.Tensor:
-        """The blocks."""
+        """Runs the blocks."""
         for block in self.blocks:
             x = block(x)
         return x
@@ -169,7 +169,7 @@ class Mlp(nn.Module):
 
 
 class PartlyUsed(Mlp):
-    """Block 1 has a parameter that no forward uses: its layer never has all gradients."""
+    """An MLP with an unused parameter in block 1: that layer never has all gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,14 +177,14 @@ class PartlyUsed(Mlp):
 
 
 class Borrowing(Mlp):
-    """Its end multiplies with the first module's weight, outside of that module."""
+    """An MLP whose end multiplies by the first module's weight, outside of that module."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return (self.head(self.body(inputs)) @ self.embed.weight.T).pow(2).mean()
 
 
 class Recomputed(Mlp):
-    """Block 1 lies in ``times`` reentrant segments: its hooks fire once for each."""
+    """An MLP whose block 1 is in ``times`` reentrant segments: its hooks fire once for each."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

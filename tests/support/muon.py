@@ -1,6 +1,6 @@
-"""Runs with Muon, and what repeats them: the step as it is, and an independent loop in plain torch.
+"""Runs with Muon, and their references: the same step, and an independent loop in plain torch.
 
-As elsewhere the references are fed the reduced gradients that a run recorded (support/parity.py).
+As elsewhere, the references are fed the reduced gradients that a run recorded (support/parity.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MuonCase(Case):
         return super().config() | {"optimizer": {"type": "Muon", "params": parameters}}
 
     def hyper(self, step: int, made: int, *, by_muon: bool, matrix: bool) -> MuonValues | AdamHyper:
-        """Of a parameter in a step, as the run's groups have it."""
+        """Returns a parameter's hyper-parameters in a step, as the run's groups have them."""
         if by_muon:
             return MuonValues(learning_rate(step, 0), DECAYS[0], MOMENTUM, self.method)  # type: ignore[arg-type]
         # GPT-2 has no matrix for Adam, by DeepSpeed's rule: the second group is the vectors'.
@@ -64,7 +64,7 @@ Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
 
 
 def plain_newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """In double precision, step by step: what the iteration is in exact numbers."""
+    """Runs the iteration in double precision, step by step: nearly exact."""
     x = matrix.double()
     x = x.T if matrix.size(0) > matrix.size(1) else x
     x = x / (x.norm() + 1e-7)
@@ -77,7 +77,7 @@ def plain_newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
 def plain_muon(
     weight: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, values: MuonValues
 ) -> None:
-    """One step of one matrix, in place, as its author's text has it."""
+    """Makes one step of one matrix, in place, as Muon's author describes it."""
     momentum.mul_(values.momentum).add_(gradient, alpha=1 - values.momentum)
     update = (1 - values.momentum) * gradient + values.momentum * momentum
     rows, columns = update.shape
@@ -87,14 +87,14 @@ def plain_muon(
 
 
 def is_muons(name: str, parameter: nn.Parameter) -> bool:
-    """DeepSpeed's rule."""
+    """Whether a parameter is Muon's, by DeepSpeed's rule."""
     return parameter.dim() >= 2 and not any(word in name for word in ("embed", "lm_head"))
 
 
 def serial_muon(
     run: Run, outcomes: list[Outcome], until: int | None = None, *, plainly: bool = False
 ) -> list[Shard]:
-    """This rank's state after some steps of a loop over the recorded gradients.
+    """Returns this rank's state after ``until`` steps of a loop over the recorded gradients.
 
     ``plainly``: Muon's steps are :func:`plain_muon`; else the kernel's, on the run's device.
     """
@@ -146,7 +146,7 @@ def serial_muon(
 
 
 def assert_serial_muon(run: Run, outcomes: list[Outcome]) -> None:
-    """Muon's layers bit for bit, and Adam's where the same kernel runs; else within rounding."""
+    """Compares Muon's layers bitwise, Adam's too if the same kernel runs, else within rounding."""
     for step, copies in run.copies.items():
         for shard, flat in zip(serial_muon(run, outcomes, step), copies, strict=True):
             if _is_bitwise(shard):
@@ -168,7 +168,7 @@ def _is_bitwise(shard: Shard) -> bool:
 
 
 def assert_near_plain_muon(run: Run, outcomes: list[Outcome], bound: float) -> None:
-    """Beside the loop in double precision: no element differs by more than ``bound`` of a step.
+    """Asserts that no element is off the loop in double precision by more than ``bound`` of a step.
 
     A step changes no element by more than lr * sqrt(rows / columns), as rows of an orthogonal
     matrix are no longer than 1.
@@ -176,7 +176,7 @@ def assert_near_plain_muon(run: Run, outcomes: list[Outcome], bound: float) -> N
     steps = run.case.steps
     most = steps * max(learning_rate(step, 0) for step in range(1, steps + 1))
     for actual, expected in zip(run.final, serial_muon(run, outcomes, plainly=True), strict=True):
-        # A rank may own padding alone.
+        # A rank may own only padding.
         if actual.v.numel() == 0 and bool(actual.p.any()):  # type: ignore[union-attr]
             error = (actual.p - expected.p).abs().max().item()
             moved = (actual.p - run.initial[run.final.index(actual)].p).abs().max().item()

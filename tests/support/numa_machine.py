@@ -1,8 +1,8 @@
-"""A host with NUMA nodes that is not at hand: its files, and what updates take on it.
+"""A simulated host with NUMA nodes: its files, and how long updates take on it.
 
-The model is that of bandwidths: a core moves so many bytes a second, fewer from another node's
-memory; a node's memory and the link between two nodes carry so many, for all ranks together. Ranks
-that share a resource get equal parts of it.
+The model consists of bandwidths: of a core, which is lower for another node's memory, of a node's
+memory and of the link between two nodes. The last two are shared by all ranks: ranks that share a
+resource get equal parts of it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hytrain.hardware.numa import node_cores
 
 BYTES_A_PARAMETER = 30
 COPIED_A_PARAMETER = 4
-"""Of these the gradient comes from the GPU and the new weight goes there, over PCIe."""
+"""Those of them that cross PCIe: the gradient from the GPU, and the new weight to it."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bandwidths in GB/s.
+    """A machine's bandwidths in GB/s.
 
     Attributes:
         nodes: cores of each node.
-        core: that a core moves from its own node's memory.
-        memory: of a node.
+        core: of a core, from its own node's memory.
+        memory: of a node's memory.
         link: between two nodes, each way.
-        far: of ``core``, from another node's memory.
+        far: the share of ``core`` that is left from another node's memory.
         pcie: between a GPU and its node.
     """
 
@@ -46,11 +46,11 @@ class Machine:
     pcie: float = 50.0
 
     def write_files(self, root: Path, gpus: Mapping[str, int]) -> HostTree:
-        """What the kernel says of it.
+        """Writes the files in which the kernel describes the machine.
 
         Args:
             root: an empty folder.
-            gpus: the PCI address of each -> its node.
+            gpus: PCI address of each GPU -> its node.
         """
         files = {"sys/devices/system/cpu/online": f"0-{sum(map(len, self.nodes)) - 1}\n"}
         for number, cores in enumerate(self.nodes):
@@ -78,7 +78,7 @@ class Setting:
 
 
 def seconds(machine: Machine, settings: Sequence[Setting]) -> list[float]:
-    """What a billion parameters take each rank, all of them at the same time."""
+    """Returns how long a billion parameters take each rank, all ranks at the same time."""
     users = Counter(core for setting in settings for core in setting.cores)
     rates: list[float] = []
     loads: list[dict[Any, float]] = []
@@ -86,8 +86,8 @@ def seconds(machine: Machine, settings: Sequence[Setting]) -> list[float]:
         share = _by_node(machine, setting.cores)
         own = sum(1 / users[core] for core in setting.cores)
         working = min(setting.threads, own)
-        # The launching thread needs a core. Where it has none the team waits for the thread that
-        # shares its own: on 16 cores 16 threads took 1.2 times as long as 15, beside a training.
+        # The launching thread needs a core. If it has none, the team waits for the thread with
+        # which it shares one: on 16 cores 16 threads took 1.2 times as long as 15, in a training.
         crowded = own > 2 and setting.threads > own - 1
         local = sum(part**2 for part in share.values())
         each = machine.core / (local + (1 - local) / machine.far)
@@ -147,10 +147,10 @@ _COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 31, 32, 40, 48, 56)
 
 
 def best_by_hand(machine: Machine, usable: frozenset[int], gpu_nodes: Sequence[int]) -> float:
-    """The slowest rank's seconds at the best of what one would try.
+    """Returns the slowest rank's seconds at the best of the settings that one would try by hand.
 
-    All cores for all ranks; each rank on its GPU's node; ranks dealt out to nodes in any way, on
-    all of a node's cores or on a part that nobody else has; with many numbers of threads.
+    These are all cores for all ranks, equal parts of the cores, and every assignment of ranks to
+    nodes, on all cores of the node; each with many numbers of threads.
     """
     ranks = len(gpu_nodes)
     by_node = [usable & frozenset(cores) for cores in machine.nodes]
@@ -181,14 +181,14 @@ def best_by_hand(machine: Machine, usable: frozenset[int], gpu_nodes: Sequence[i
 
 
 class Ranks:
-    """As many threads that stand for ranks, with collectives among them."""
+    """Threads that stand for ranks, with collectives among them."""
 
     def __init__(self, number: int) -> None:
         self._barrier = threading.Barrier(number)
         self._posted: list[Any] = [None] * number
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
-        """All ranks' values."""
+        """Returns all ranks' values."""
         self._posted[rank] = value
         self._barrier.wait(100)
         found = list(self._posted)
@@ -196,7 +196,7 @@ class Ranks:
         return found
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Calls it for each rank, all at the same time."""
+        """Calls ``function`` for each rank, all at the same time; returns the results."""
         results: list[Any] = [None] * len(self._posted)
 
         def call(rank: int) -> None:
@@ -220,7 +220,7 @@ class Ranks:
 def hosts_of(
     tree: HostTree, addresses: Sequence[str | None], cores: Sequence[frozenset[int]]
 ) -> list[RankHost]:
-    """Where each rank runs: on one machine."""
+    """Returns where each rank runs: all on one machine."""
     return [
         RankHost("here", own, frozenset({"machine"}), {}, node_cores(address, own, tree))
         for address, own in zip(addresses, cores, strict=True)

@@ -1,6 +1,6 @@
 """Runs a training case and keeps what a serial optimizer needs to repeat it.
 
-Whole trajectories are chaotic: one rounding that differs grows over the steps. The references are
+Whole trajectories are chaotic: one different rounding grows over the steps. The references are
 therefore fed the reduced gradients that the run recorded, and compared elementwise.
 """
 
@@ -45,11 +45,11 @@ class Case:
     """One training run.
 
     Attributes:
-        fractions: shard fractions, one a rank; () for one rank.
+        fractions: shard fractions, one per rank; () for one rank.
         observe: steps after which the training copy is read.
-        moments: how they are kept.
-        master: how master weights are.
-        late: the share of layers, the last ones, for whose whole ones the host has no memory.
+        moments: how moments are stored.
+        master: how master weights are stored.
+        late: share of layers, the last ones, for whose whole master weights the host has no memory.
         offload_param: the training copy is kept in host memory (ZeRO-3).
     """
 
@@ -102,12 +102,12 @@ class Case:
 
 
 def learning_rate(step: int, group: int) -> float:
-    """Changes at every step, as under a scheduler."""
+    """Returns a rate that changes at every step, as under a scheduler."""
     return (1e-3, 2e-3)[group] * (1.0 + 0.5 * math.sin(step))
 
 
 def hyper_of(step: int, group: int) -> AdamHyper:
-    """What group ``group`` must be updated with in step ``step`` (from 1)."""
+    """Returns the hyper-parameters with which ``group`` must be updated in ``step`` (from 1)."""
     return AdamHyper(
         lr=learning_rate(step, group),
         beta1=BETAS[group][0],
@@ -119,7 +119,7 @@ def hyper_of(step: int, group: int) -> AdamHyper:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices with weight decay; norms and biases without, faster, and with other betas."""
+    """Matrices with weight decay; norms and biases without it, with a higher rate, other betas."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
         {
@@ -136,7 +136,7 @@ HyperOf = Callable[[int], AdamHyper]
 
 @dataclass
 class Shard:
-    """A layer's shard on this rank: copies, on the CPU."""
+    """Copies of a layer's shard on this rank, on the CPU."""
 
     name: str
     begin: int
@@ -153,19 +153,19 @@ class Shard:
     rounds_away: bool = False
 
     def training_copy(self) -> torch.Tensor:
-        """Its master weights, rounded."""
+        """Returns its master weights, rounded."""
         return copy_away_from_zero(self.p) if self.rounds_away else self.p.to(self.copy_dtype)
 
     def clone(self) -> Shard:
         return replace(self, p=self.p.clone(), m=copy_of(self.m), v=copy_of(self.v))
 
     def commit(self, gradient: torch.Tensor, scale: float, hyper_of: HyperOf) -> None:
-        """One step of a serial loop.
+        """Makes one step of a serial loop.
 
         Args:
-            gradient: of the shard.
-            scale: of it.
-            hyper_of: a parameter group's hyper-parameters.
+            gradient: the shard's gradient.
+            scale: the gradient's factor.
+            hyper_of: gives a parameter group's hyper-parameters.
         """
         for group, begin, end in self.segments:
             hyper = hyper_of(group)
@@ -203,7 +203,7 @@ class Run:
 
 
 def shard_of(state: LayerState) -> Shard:
-    """A copy of a layer's shard as it is now."""
+    """Returns a copy of a layer's present shard."""
     segments = [
         (s.group, max(s.begin, state.begin) - state.begin, min(s.end, state.end) - state.begin)
         for s in state.layout.segments
@@ -231,7 +231,7 @@ def _slots(state: LayerState) -> list[tuple[str, int, int]]:
 
 
 def copies_of(states: list[LayerState]) -> list[torch.Tensor]:
-    """The whole training copy of each layer (of one dtype); under ZeRO-3 from the ranks' shards."""
+    """Returns each layer's whole training copy (of one dtype); under ZeRO-3 from ranks' shards."""
     copies: list[torch.Tensor] = []
     for state in states:
         ((_begin, whole),) = state.storage.parts
@@ -309,7 +309,7 @@ def _micro_batch(
 
 
 def expected_outcomes(run: Run) -> list[Outcome]:
-    """Norm, clip coefficient and scale of each step, from the recorded gradients."""
+    """Returns norm, clip coefficient and scale of each step, from the recorded gradients."""
     unscale = 1.0 / run.world_size
     outcomes: list[Outcome] = []
     for gradients in run.gradients:
@@ -327,7 +327,7 @@ def expected_outcomes(run: Run) -> list[Outcome]:
 
 
 def serial_states(run: Run, outcomes: list[Outcome], until: int | None = None) -> list[Shard]:
-    """State after ``until`` steps of a loop that commits the recorded gradients one by one."""
+    """Returns the state after ``until`` steps of a loop that commits the recorded gradients."""
     shards = [shard.clone() for shard in run.initial]
     steps_made = 0
     for step, (gradients, outcome) in enumerate(zip(run.gradients, outcomes, strict=True), 1):
@@ -399,10 +399,10 @@ def torch_states(run: Run, *, forget_clipping_in: int | None = None) -> TorchRef
 
 
 def clip_exactly(weights: list[nn.Parameter], max_norm: float) -> None:
-    """clip_grad_norm_ with the norm summed in float64.
+    """Clips like clip_grad_norm_, with the norm summed in float64.
 
-    In fp32 the norm of 1e8 elements is off by some 1e-5, which reaches the weights undamped where
-    eps dominates the denominator: an error of the reference, far above the bound.
+    In fp32 the norm of 1e8 elements is off by some 1e-5, which reaches the weights undamped if eps
+    dominates the denominator: an error of the reference, far above the bound.
     """
     norms = [torch.linalg.vector_norm(w.grad, dtype=torch.float64) for w in weights]
     total = torch.linalg.vector_norm(torch.stack(norms))
@@ -410,7 +410,7 @@ def clip_exactly(weights: list[nn.Parameter], max_norm: float) -> None:
 
 
 def gathered(run: Run) -> Run:
-    """The same run with whole layers, on every rank."""
+    """Returns the same run with whole layers, on every rank."""
     if run.world_size == 1:
         return run
     everywhere = from_all_ranks((run.initial, run.final, run.gradients))

@@ -1,4 +1,4 @@
-"""Engines of plain DeepSpeed's ZeRO, their state, and how their checkpoints are made universal."""
+"""Engines of plain DeepSpeed's ZeRO, their state, and arguments to convert their checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def plain_engine(model: nn.Module, stage: int, lr: float = 1e-2, **config: Any) -> Any:
-    """An engine with torch's AdamW on what is trained; ``config``: its further keys."""
+    """An engine with torch's AdamW on the trained parameters; ``config``: further keys."""
     base = {
         "train_micro_batch_size_per_gpu": 2,
         "steps_per_print": 10**9,
@@ -27,7 +27,7 @@ def plain_engine(model: nn.Module, stage: int, lr: float = 1e-2, **config: Any) 
 
 
 def plain_state(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """As hytrain's ``fp32_state_dict``: name -> kind -> a copy on the host."""
+    """The state, as in hytrain's ``fp32_state_dict``: name -> kind -> a copy on the host."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
@@ -39,7 +39,7 @@ def plain_state(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def conversion(source: Path, target: Path, *, inject: bool = True) -> argparse.Namespace:
-    """Arguments of DeepSpeed's ``ds_to_universal``."""
+    """The arguments of DeepSpeed's ``ds_to_universal``."""
     return argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target),

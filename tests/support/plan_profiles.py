@@ -108,7 +108,7 @@ def collectives(*hosts: str, age: int = 1) -> CollectiveProfile:
 
 
 def a_profile(host: str = "one", *devices: DeviceProfile, age: int = 1) -> ProfileFile:
-    """One host; by default with a fast device and one of half its speed."""
+    """A profile of one host, by default with a fast device and one of half its speed."""
     found = devices or (
         a_device(host, "GPU", age=age),
         a_device(host, "GPU", speed=0.5, age=age),

@@ -24,7 +24,7 @@ def a_plan(
     num_layers: int = 4,
     **changes: Any,
 ) -> PlanFile:
-    """A plan for as many ranks on this machine; ``changes`` are of the file's own fields."""
+    """A plan with a rank per batch, all on this machine; ``changes`` replace fields of the file."""
     number = len(batches)
     facts = device_facts(torch.device("cpu"), ranks_on_host=number)
     ranks = [
@@ -69,7 +69,7 @@ def a_plan(
 
 
 def write_a_plan(folder: Path, plan: PlanFile, name: str = "plan.json") -> str:
-    """The path of the written plan."""
+    """Writes a plan; returns its path."""
     path = folder / name
     write_plan(path, plan)
     return str(path)

@@ -1,18 +1,18 @@
-"""Ports for jobs that are told one before anything listens there."""
+"""Ports for jobs that are given one before anything listens on it."""
 
 from __future__ import annotations
 
 import random
 import socket
 
-_RANDOM = random.SystemRandom()  # whatever a test seeds
+_RANDOM = random.SystemRandom()  # independent of what a test seeds
 _PORTS = range(20_000, 32_000)
-"""None that the kernel gives to who asks for any (Linux: from 32768): what other tests connect or
-listen to could otherwise take it before the job does."""
+"""None of those that the kernel assigns itself (Linux: from 32768): a connection or listener of
+another test could otherwise take the port before the job does."""
 
 
 def free_port() -> int:
-    """A port at which nothing listens."""
+    """Returns a port on which nothing listens."""
     while True:
         port = _RANDOM.choice(_PORTS)
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""fp16 and autocast: trainings whose gradients overflow, and plain DeepSpeed's beside them."""
+"""fp16 and autocast: trainings whose gradients overflow, with hytrain and plain DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.models import loss_of, make_batch, make_model
 
 @contextmanager
 def fp16_on_a_cpu() -> Iterator[None]:
-    """torch computes in it; DeepSpeed asks for hardware that does."""
+    """Lets DeepSpeed use fp16 on a CPU: torch computes in it, DeepSpeed asks for other hardware."""
     from deepspeed.accelerator import get_accelerator
 
     with pytest.MonkeyPatch.context() as patch:
@@ -25,7 +25,7 @@ def fp16_on_a_cpu() -> Iterator[None]:
 
 @contextmanager
 def autocast_forgotten() -> Iterator[None]:
-    """DeepSpeed keeps for the whole process that an engine has asked for autocast."""
+    """Undoes at the end of the block that DeepSpeed remembers autocast for the whole process."""
     from deepspeed.runtime import torch_autocast
 
     with pytest.MonkeyPatch.context() as patch:
@@ -36,9 +36,9 @@ def autocast_forgotten() -> Iterator[None]:
 
 @contextmanager
 def scale_moves_after_the_step() -> Iterator[None]:
-    """In DeepSpeed's ZeRO-1 and 2 it moves in the midst of it.
+    """Makes DeepSpeed's ZeRO-1 and 2 change the loss scale after a step instead of within it.
 
-    Gradients of a step after which the scale doubles are divided by the doubled scale there
+    Without this, gradients of a step after which the scale doubles are divided by the doubled scale
     (0.19.8, ``stage_1_and_2.py``): they count half.
     """
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -59,12 +59,12 @@ def scale_moves_after_the_step() -> Iterator[None]:
 
 
 def section_of(**keys: Any) -> dict[str, Any]:
-    """Of a configuration: fp16 with these keys of its section."""
+    """The sections of a configuration for fp16, with these keys."""
     return {"bf16": False, "fp16": {"enabled": True, **keys}}
 
 
 def scaled_loss(engine: Any, number: int, factor: float = 1.0) -> torch.Tensor:
-    """fp32, as libraries compute it; ``factor`` makes gradients overflow."""
+    """Returns a loss in fp32, as libraries compute it; ``factor`` makes gradients overflow."""
     return loss_of(engine(**make_batch("llama", number, device()))).float() * factor
 
 
@@ -80,7 +80,7 @@ LR = 1e-3
 
 @contextmanager
 def plain_zero2(config: dict[str, Any]) -> Iterator[Any]:
-    """DeepSpeed's ZeRO-2 of its own, with torch's AdamW on the device."""
+    """An engine of plain DeepSpeed's ZeRO-2, with torch's AdamW on the device."""
     import deepspeed
 
     config = {key: value for key, value in config.items() if key not in ("hytrain", "optimizer")}
@@ -95,7 +95,7 @@ def plain_zero2(config: dict[str, Any]) -> Iterator[Any]:
 
 
 def train(engine: Any, steps: int, accumulation: int = 1) -> list[tuple[float, int, float]]:
-    """Scale, skipped steps and loss after each step; every seventh one's gradient overflows."""
+    """Returns scale, skipped steps and loss after each step; every seventh gradient overflows."""
     found: list[tuple[float, int, float]] = []
     for step in range(steps):
         for micro in range(accumulation):

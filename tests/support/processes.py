@@ -1,4 +1,4 @@
-"""The environment of a process that a test starts, and the threads of its own."""
+"""The environment of processes that tests start, and the number of this process's threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_A_RANK = (
 
 
 def fresh_environment(**variables: str) -> dict[str, str]:
-    """This process's environment without what makes it a rank, on the CPU, with ``variables``."""
+    """Returns this process's environment without a rank's, for the CPU, with ``variables``."""
     kept = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     return {**kept, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **variables}
 
@@ -30,11 +30,11 @@ _FLAGS = 6  # field 9 of /proc/*/stat (proc_pid_stat(5)), counted from behind th
 
 
 def num_threads() -> int:
-    """Threads of this process that have not ended, those that no Python code knows included.
+    """Counts threads of this process that have not ended, including those unknown to Python.
 
-    A thread that was joined may still be listed: the kernel wakes who joins it (at exit_mm) before
-    it takes the thread out of the list. Then it is marked as exiting, which is what tells it from
-    one that somebody forgot to end.
+    A joined thread may still be listed: the kernel wakes the joining thread (at exit_mm) before it
+    takes the ended one out of the list. The latter is then marked as exiting, which tells it from a
+    thread that somebody forgot to end.
     """
     number = 0
     for task in Path("/proc/self/task").iterdir():

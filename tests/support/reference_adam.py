@@ -10,7 +10,7 @@ torch.optim.AdamW does. With g the scaled gradient and t the step:
     correction: m^ = m' / (1 - beta1^t)                        v^ = v' / (1 - beta2^t)
     step:       p' = p - lr * m^ / (sqrt(v^) + eps)
 
-And the rounding of moments that are kept in bf16 or in 8-bit codes, on integers in NumPy
+Also the rounding of moments that are stored in bf16 or in 8-bit codes, with integers in NumPy
 (docs/internals.md, "Moments in fewer bytes").
 """
 
@@ -49,7 +49,7 @@ class AdamState(NamedTuple):
 
 
 def adam_step_float64(state: AdamState, gradient: Gradient) -> AdamState:
-    """One step in float64: the truth, to within what fp32 can tell.
+    """Makes one step in float64: exact, as far as fp32 can tell.
 
     Args:
         state: Any floating dtype; not modified.
@@ -63,7 +63,7 @@ def adam_step_float64(state: AdamState, gradient: Gradient) -> AdamState:
 
 
 def adam_step_float32(state: AdamState, gradient: Gradient) -> AdamState:
-    """One step in fp32 with separate roundings: close to the kernel, which fuses some of them.
+    """Makes one step in fp32 with separate roundings: close to the kernel, which fuses some.
 
     Args and result as for ``adam_step_float64``, in fp32.
     """
@@ -88,14 +88,14 @@ def _adam_step(state: AdamState, gradient: Gradient, dtype: torch.dtype) -> Adam
 
 
 def copy_away_from_zero(p: torch.Tensor) -> torch.Tensor:
-    """fp32 rounded to bf16, to the nearest, ties away from zero: by distances, in float64."""
+    """Rounds fp32 to the nearest bf16, ties away from zero: by distances, in float64."""
     bits = p.numpy().view(np.uint32)
     sign, magnitude = bits & np.uint32(0x80000000), bits & np.uint32(0x7FFFFFFF)
     lower = magnitude & np.uint32(0xFFFF0000)
     upper = lower + np.uint32(0x10000)  # beyond the largest finite value: infinity
-    with np.errstate(invalid="ignore"):  # of NaNs and infinities, which are told apart below
+    with np.errstate(invalid="ignore"):  # from NaNs and infinities, which are handled below
         value, below = (x.view(np.float32).astype(np.float64) for x in (magnitude, lower))
-        # What infinity stands for in rounding is the next power of two.
+        # In rounding, infinity stands for the next power of two.
         above = np.where(upper >= 0x7F800000, 2.0**128, upper.view(np.float32).astype(np.float64))
         rounded = np.where(value - below < above - value, lower, upper)
     rounded = np.where(magnitude >= 0x7F800000, lower, rounded)
@@ -107,7 +107,7 @@ def copy_away_from_zero(p: torch.Tensor) -> torch.Tensor:
 
 
 class _Code(NamedTuple):
-    """Codes of a magnitude: bits of its mantissa and exponent (``moments_kernel.inl``)."""
+    """The code of a magnitude: numbers of mantissa and exponent bits (``moments_kernel.inl``)."""
 
     mantissa: int
     exponent: int
@@ -147,13 +147,13 @@ def _lowbias32(h: _Words) -> _Words:
 def stored_moments(
     m: torch.Tensor, v: torch.Tensor, kind: torch.dtype, rounding: Rounding, step: int
 ) -> tuple[Moment, Moment]:
-    """Both moments after step ``step`` as that step stores them.
+    """Returns both moments as step ``step`` stores them.
 
     Args:
         m: fp32, n elements, before rounding; likewise ``v``.
         v: not negative.
         kind: torch.bfloat16, or torch.uint8 for codes.
-        rounding: what the random bits depend on, beside the step.
+        rounding: what the random bits depend on, besides the step.
         step: number of the step.
     """
     random = random_bits(rounding, step, m.numel())
@@ -169,7 +169,7 @@ def stored_moments(
 
 
 def read_moments(m: Moment, v: Moment) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both moments in fp32, as the next step reads them; of codes, whole blocks."""
+    """Returns both moments in fp32, as the next step reads them; for codes, whole blocks."""
     if isinstance(m, torch.Tensor) and isinstance(v, torch.Tensor):
         return m.float(), v.float()
     if not (isinstance(m, EightBit) and isinstance(v, EightBit)):
@@ -187,7 +187,7 @@ def _interleaved(codes: NDArray[np.uint8], shape: tuple[int, int]) -> NDArray[np
 
 
 def _to_bf16(value: torch.Tensor, random: _Words) -> torch.Tensor:
-    """Away from zero with the probability that the lower half says; below infinity if finite."""
+    """Rounds away from zero with the lower half's probability; finite values stay finite."""
     bits = value.numpy().view(np.uint32).astype(np.int64)
     magnitude = bits & 0x7FFFFFFF
     up = np.minimum(magnitude + random, 0x7F7FFFFF)

@@ -1,4 +1,4 @@
-"""Runs that are saved and resumed: a model with everything in it, and what a run consists of."""
+"""Runs that are saved and resumed: a model with everything in it, a run's settings and state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Everything(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """How an engine is built. ``seed`` and ``disturb`` make one that must be overwritten."""
+    """How an engine is built; ``seed`` and ``disturb`` give it a state that must be overwritten."""
 
     bf16: bool = True
     clipping: float = 0.5
@@ -99,7 +99,7 @@ class Run:
 
 @contextmanager
 def engine_of(run: Run) -> Iterator[Any]:
-    """An engine for the length of a block; its state differs from every saved one where asked."""
+    """An engine for the length of a block; ``disturb``: its state differs from every saved one."""
     torch.manual_seed(run.seed)
     model = Everything(run.num_blocks, run.width)
     hytrain: dict[str, Any] = {
@@ -167,14 +167,14 @@ def _grouped_optimizer(model: Everything, disturb: bool) -> torch.optim.Optimize
 
 
 def micro_batch(number: int) -> torch.Tensor:
-    """This rank's share of global micro-batch ``number``; the whole is the same for any ranks."""
+    """This rank's share of global micro-batch ``number``, which is the same on any ranks."""
     generator = torch.Generator().manual_seed(500 + number)
     tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, LENGTH), generator=generator)
     return tokens.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def train(engine: Any, begin: int, end: int) -> list[float]:
-    """Micro-batches ``begin`` to ``end``; returns the losses on this rank, digit for digit."""
+    """Trains on micro-batches ``begin`` to ``end``; returns this rank's losses, not rounded."""
     losses: list[float] = []
     for number in range(begin, end):
         loss = engine(micro_batch(number).to(engine.device))
@@ -186,7 +186,7 @@ def train(engine: Any, begin: int, end: int) -> list[float]:
 
 @dataclass
 class Snapshot:
-    """All that decides how a run goes on. ``state`` is empty on ranks other than 0."""
+    """Everything that decides how a run continues; ``state`` is empty on ranks other than 0."""
 
     state: dict[str, dict[str, torch.Tensor]]
     weights: dict[str, torch.Tensor]
@@ -197,7 +197,7 @@ class Snapshot:
 
 
 def snapshot(engine: Any) -> Snapshot:
-    """The engine's present state; a collective."""
+    """Returns the engine's present state; a collective."""
     state = engine.fp32_state_dict()
     with engine.gathered_parameters():
         module = engine.module.state_dict()
@@ -220,7 +220,7 @@ def _plain(schedule: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same_state(actual: Snapshot, expected: Snapshot) -> None:
-    """Master weights, moments and training copies, bit for bit."""
+    """Asserts that master weights, moments and training copies are the same, bit for bit."""
     assert_same_states(actual.state, expected.state)
     for name, tensors in expected.state.items():
         assert tensors.keys() == {"fp32", "exp_avg", "exp_avg_sq"}
@@ -231,7 +231,7 @@ def assert_same_state(actual: Snapshot, expected: Snapshot) -> None:
 
 
 def assert_same(actual: Snapshot, expected: Snapshot) -> None:
-    """As :func:`assert_same_state`, and everything else that is saved."""
+    """Asserts the same as :func:`assert_same_state`, and everything else that is saved."""
     assert_same_state(actual, expected)
     assert actual.groups == expected.groups
     assert actual.steps == expected.steps
@@ -240,11 +240,11 @@ def assert_same(actual: Snapshot, expected: Snapshot) -> None:
 
 
 def save_and_go_on(run: Run, folder: Path, micro_batches: Sequence[int]) -> dict[str, Any]:
-    """Trains to ``micro_batches[0]``, saves, trains on to ``micro_batches[1]``; and without saving.
+    """Trains to ``micro_batches[0]``, saves and trains on to ``micro_batches[1]``.
 
     Returns:
         "saved": the snapshot at the save, "losses" after it, "end": the snapshot at the end.
-        The run without a save has been compared with this one.
+        A run without a save has been compared with this one.
     """
     middle, end = micro_batches
     with engine_of(run) as engine:

@@ -1,7 +1,7 @@
 """Moments in bf16 and 8 bits by their definition: an fp32 step, then NumPy's rounding.
 
-What the random bits depend on is worked out here from names and indices alone, so that a run which
-takes them from its own layout is compared with something else.
+What the random bits depend on is computed here from names and indices alone, so that a run, which
+takes it from its layout, is compared with something independent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.reference_adam import read_moments, stored_moments
 
 
 def rounding_of(name: str, first_index: int, seed: int = 0) -> Rounding:
-    """Of a parameter's elements from ``first_index`` on."""
+    """Returns the rounding of a parameter's elements from ``first_index`` on."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return Rounding(seed, int.from_bytes(digest, "little"), first_index)
 
@@ -25,7 +25,7 @@ def rounding_of(name: str, first_index: int, seed: int = 0) -> Rounding:
 def commit_by_definition(
     p: torch.Tensor, m: Moment, v: Moment, gradient: Gradient, rounding: Rounding
 ) -> None:
-    """One step of elements of one parameter, in place; m and v are as they are kept."""
+    """Makes one step of elements of one parameter, in place; m and v are as they are stored."""
     n = p.numel()
     wide_m, wide_v = (values[:n].clone() for values in read_moments(m, v))
     commit(p, wide_m, wide_v, gradient)
@@ -37,19 +37,19 @@ def commit_by_definition(
 
 
 def tensors_of(moment: Moment) -> tuple[torch.Tensor, ...]:
-    """What a moment is kept in."""
+    """Returns the tensors in which a moment is stored."""
     return tuple(moment) if isinstance(moment, EightBit) else (moment,)
 
 
 def copy_of(moment: Moment) -> Moment:
-    """On the CPU, its own memory."""
+    """Returns a copy of a moment on the CPU, in memory of its own."""
     if isinstance(moment, EightBit):
         return EightBit(*(t.detach().cpu().clone() for t in moment))
     return moment.detach().cpu().clone()
 
 
 def joined(moments: list[Moment]) -> Moment:
-    """Shards, one behind another; each is whole blocks."""
+    """Joins shards of a moment in order; each consists of whole blocks."""
     columns = zip(*(tensors_of(moment) for moment in moments), strict=True)
     tensors = [torch.cat(column) for column in columns]
     return EightBit(*tensors) if len(tensors) == 2 else tensors[0]

@@ -1,8 +1,8 @@
-"""Scripts that run in a process of their own, without importing everything again.
+"""Runs scripts in a process of their own, without importing everything again.
 
-Of a short run of the training script six seconds of seven are imports. The process is forked from
-the one that tests/dist/harness.py keeps. A test of the process's start or of what it imports starts
-a fresh one.
+Six of the seven seconds of a short run of the training script are imports. The process is forked
+from the one that tests/dist/harness.py keeps. A test of the process's start or of its imports
+starts a fresh one.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def run_script(
     is_finalized: bool = False,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """As ``python SCRIPT ARGV...``, on the CPU with one thread, and with ``variables``.
+    """Runs a script like ``python SCRIPT ARGV...``, on the CPU with one thread.
 
     Args:
-        script: the file, or as a string its text.
+        script: the file, or its text as a string.
         argv: its arguments.
         timeout: seconds.
         is_finalized: it ends as an interpreter does: exit functions, threads, objects. That takes
-            two seconds, and a forked process leaves without otherwise.
-        variables: of its environment.
+            two seconds; otherwise a forked process skips it.
+        variables: added to its environment.
 
     Raises:
         subprocess.TimeoutExpired: it had not ended after ``timeout`` seconds, and was killed.
@@ -73,7 +73,7 @@ def _become(
     os.environ.update(environment)
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).parent))
-    # Not by runpy, which drops what the script has made when it ends.
+    # Not by runpy, which drops the script's objects when it ends.
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__file__ = script
     exec(compile(Path(script).read_text(), script, "exec"), vars(module))

@@ -1,4 +1,4 @@
-"""Ranks that share sequences (DeepSpeed's Ulysses), beside one process with the whole of each."""
+"""Ranks that share sequences (DeepSpeed's Ulysses), compared with one that has whole sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTH = 12
 VOCABULARY = 64
 HEADS = 6
 EPS = 1e-3
-"""Large beside what gradients of elements differ by between one process and several."""
+"""Large compared with the differences of elements' gradients between one process and several."""
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
     "num_attention_heads": HEADS, "head_dim": 4, "max_position_embeddings": 64,
@@ -38,7 +38,7 @@ KINDS = ("llama", "qwen3", "mixture", "lora")
 
 
 def make_model(kind: str, key_heads: int) -> Any:
-    """One of KINDS; ``key_heads`` divides by the ranks of a sequence, or they by it."""
+    """One of KINDS; ``key_heads`` is a multiple of the ranks of a sequence, or a divisor."""
     import transformers as hf
 
     shape = {**_SHAPE, "num_key_value_heads": key_heads}
@@ -55,7 +55,7 @@ def make_model(kind: str, key_heads: int) -> Any:
 
 
 def make_sample(number: int, *, packed: bool = False) -> Sample:
-    """A whole sequence, whose first labels do not count; ``packed``: of two documents."""
+    """A whole sequence, whose first labels are ignored; ``packed``: of two documents."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, VOCABULARY, (1, LENGTH), generator=generator)
     labels, places = tokens.clone(), torch.arange(LENGTH)
@@ -67,7 +67,7 @@ def make_sample(number: int, *, packed: bool = False) -> Sample:
 
 
 def part_of(sample: Sample, rank: int, degree: int) -> Sample:
-    """A rank's part of a sequence, with labels that are shifted already."""
+    """A rank's part of a sequence, with labels that are already shifted."""
     labels = nn.functional.pad(sample["labels"], (0, 1), value=-100)[..., 1:]
     whole = {**sample, "labels": labels, "shift_labels": labels}
     own = slice(LENGTH // degree * rank, LENGTH // degree * (rank + 1))
@@ -75,9 +75,9 @@ def part_of(sample: Sample, rank: int, degree: int) -> Sample:
 
 
 def shared_loss(model: Any, part: Sample, group: Any) -> torch.Tensor:
-    """The mean over a sequence's valid tokens, of which this rank computes a part; all with None.
+    """The mean over a sequence's valid tokens; this rank computes a part, without a group all.
 
-    As Trainer and accelerate do it: every rank has the whole loss, and each runs it back.
+    As in Trainer and accelerate, every rank has the whole loss and runs backward from it.
     """
     if group is None:
         return model(**part).loss
@@ -85,37 +85,37 @@ def shared_loss(model: Any, part: Sample, group: Any) -> torch.Tensor:
     total = valid.clone()
     dist.all_reduce(total, group=group)
     mean = model(**part).loss
-    # Not all_gather: its backward by gloo takes a group's ranks for those of the job.
+    # Not all_gather: with gloo its backward mistakes a group's ranks for the job's.
     own = torch.where(valid > 0, mean, 0.0) * valid / total
     return torch.distributed.nn.functional.all_reduce(own, group=group)
 
 
 class SequenceRanks:
-    """What ranks share sequences by, and attention among them, until the block's end."""
+    """The ranks that share a sequence, and attention among them until the block's end."""
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
         self.group: Any = None
-        """Of this rank's sequence, once it is known."""
+        """The group of this rank's sequence, once it is known."""
 
     @property
     def rank(self) -> int:
-        """Of this rank in its sequence."""
+        """This rank's number in its sequence."""
         return dist.get_rank() % self.degree
 
     @property
     def data_rank(self) -> int:
-        """Which sequence of the step's this rank has a part of."""
+        """The number of the sequence of which this rank has a part."""
         return dist.get_rank() // self.degree
 
     def attend(self, config: Any, group: Any) -> None:
-        """Attention is among the group's ranks from now on."""
+        """Makes attention run among the group's ranks from now on."""
         self.group = group
         ulysses = UlyssesSPAttentionHF(
             _attention()["sdpa"], 1, HEADS, config.head_dim, config.num_key_value_heads,
             config.num_hidden_layers, group, seq_length_is_variable=True,
         )  # fmt: skip
-        # As register_with_transformers has it: a mask would be of a part.
+        # As in register_with_transformers: a mask would be that of a part.
         _attention()["sdpa"] = lambda module, q, k, v, _mask, *rest, **more: ulysses(
             module, q, k, v, None, *rest, **more
         )
@@ -123,7 +123,7 @@ class SequenceRanks:
 
 @contextmanager
 def sequence_ranks_of(degree: int) -> Iterator[SequenceRanks]:
-    """Nothing of it is left behind the block."""
+    """Ranks that share sequences in the block; all of it is undone at the end."""
     plain = _attention()["sdpa"]
     try:
         yield SequenceRanks(degree)
@@ -135,7 +135,7 @@ def sequence_ranks_of(degree: int) -> Iterator[SequenceRanks]:
 
 @contextmanager
 def whole_attention(plain: Callable[..., Any]) -> Iterator[None]:
-    """One process's own attention, for the length of the block; without a mask it is causal."""
+    """Uses one process's own attention in the block; without a mask it is causal."""
     ours = _attention()["sdpa"]
     _attention()["sdpa"] = lambda module, q, k, v, _mask, *rest, **more: plain(
         module, q, k, v, None, *rest, **more
@@ -153,7 +153,7 @@ def _attention() -> Any:
 
 
 class SharedTraining:
-    """An engine whose ranks share sequences, beside torch with the whole of each."""
+    """An engine whose ranks share sequences, compared with torch, which has them whole."""
 
     def __init__(self, beside: BesideTorch, ranks: SequenceRanks, plain: Any) -> None:
         self.beside, self.ranks, self._plain = beside, ranks, plain
@@ -161,7 +161,7 @@ class SharedTraining:
         self.loss = shared_loss
 
     def samples(self, number: int) -> list[list[Sample]]:
-        """Of a step: by micro-batch, and then by data rank."""
+        """A step's samples: by micro-batch, then by data rank."""
         steps = int(self.beside.engine.gradient_accumulation_steps())
         data = int(self.beside.engine.dp_world_size)
         first = 100 * number
@@ -171,7 +171,7 @@ class SharedTraining:
         ]
 
     def own_parts(self, number: int) -> list[Sample]:
-        """This rank's of a step's micro-batches."""
+        """This rank's parts of a step's micro-batches."""
         ranks = self.ranks
         return [
             part_of(micro[ranks.data_rank], ranks.rank, ranks.degree)
@@ -179,7 +179,7 @@ class SharedTraining:
         ]
 
     def step(self, number: int) -> None:
-        """As a script does it; a micro-batch counts as another, whatever tokens it has."""
+        """Makes a step as a script does; all micro-batches count alike, whatever their tokens."""
         engine, losses = self.beside.engine, []
         for part in self.own_parts(number):
             loss = self.loss(engine, part, self.ranks.group)
@@ -188,7 +188,7 @@ class SharedTraining:
             losses.append(loss.detach())
         own, every = self._whole(number)
         mine = torch.stack(losses).mean()
-        if self.loss is not shared_loss:  # each has its part of the step's, ready to be run back
+        if self.loss is not shared_loss:  # each is its part of the step's loss, ready for backward
             mine = torch.stack(losses).sum()
             if self.ranks.degree > 1:
                 dist.all_reduce(mine, group=self.ranks.group)
@@ -196,7 +196,7 @@ class SharedTraining:
         self._follow(mine, own, every)
 
     def skip(self, number: int) -> None:
-        """Torch's part alone of a step."""
+        """Makes only torch's part of a step."""
         own, every = self._whole(number)
         self.beside.follow(own, own, every)
 
@@ -211,7 +211,7 @@ class SharedTraining:
         return torch.stack(mine).mean(), torch.stack([loss for m in losses for loss in m]).mean()
 
     def train_batch(self, number: int) -> None:
-        """By ``engine.train_batch``: every valid token counts as another."""
+        """Makes a step by ``engine.train_batch``: all valid tokens count alike."""
         parts = [{**part} for part in self.own_parts(number)]
         for part in parts:
             part.pop("labels", None)  # as UlyssesSPDataLoaderAdapter gives it
@@ -226,7 +226,7 @@ class SharedTraining:
 
     def _follow(self, mine: torch.Tensor, expected: torch.Tensor, loss: torch.Tensor) -> None:
         self.beside.follow(mine, expected, loss)
-        # Clipping hides a factor of all gradients.
+        # Clipping hides a common factor of all gradients.
         found = float(self.beside.engine.get_global_grad_norm())
         assert abs(found - self.beside.norm) < 1e-5 * self.beside.norm, (found, self.beside.norm)
 
@@ -242,16 +242,16 @@ def training_shared(
     prepare: Callable[[Any], None] | None = None,
     **keywords: Any,
 ) -> Iterator[SharedTraining]:
-    """Compared at the end, each element.
+    """A training with shared sequences; every element is compared at the end.
 
     Args:
-        model: of :func:`make_model`.
-        stage: of ZeRO.
+        model: from :func:`make_model`.
+        stage: ZeRO's.
         way: "mpu", or "key" or "keys" of the JSON, or both "mpu and key".
         degree: ranks of a sequence; default: all.
         top: further keys of the configuration.
         prepare: called with the engine's model, not with torch's.
-        keywords: of training_beside_torch.
+        keywords: further arguments of training_beside_torch.
     """
     degree = degree or dist.get_world_size()
     top = dict(top or {})
@@ -276,13 +276,13 @@ def training_shared(
 
 
 TILES = (3, 4, 2, 6, 1)
-"""Of a step's forward, step after step: what is recomputed is so in changing number."""
+"""Tiles in the forward of each step: the number of recomputed parts changes."""
 
 
 class FusedLinearLoss(torch.autograd.Function):
-    """The sum over tokens, as Liger's fused loss has it, whose kernels want a GPU.
+    """The sum over tokens like Liger's fused loss, whose kernels need a GPU.
 
-    It is given the head's weight, not called as a module, and has all gradients in forward, a
+    It takes the head's weight without calling the module, and computes all gradients in forward, a
     chunk of tokens at a time; backward multiplies them.
     """
 
@@ -314,14 +314,14 @@ class Tiles:
         """``kind``: "mlp", "compute", "loss", "fused" or "liger"."""
         self.kind = kind
         self.count = 1
-        """Pieces of a sequence."""
+        """Tiles of a sequence."""
         self.group: Any = None
-        """Of "fused": whose ranks share a sequence, None where each has its own."""
+        """For "fused": the group that shares a sequence; None if each rank has its own."""
         self.steps = 1
-        """Likewise: micro-batches of a step."""
+        """For "fused": micro-batches of a step."""
 
     def prepare(self, model: Any) -> None:
-        """Of a Llama."""
+        """Replaces them in a Llama."""
         if self.kind in ("mlp", "compute"):
             for layer in model.model.layers:
                 self._tile_mlp(layer.mlp)
@@ -341,11 +341,11 @@ class Tiles:
         mlp.forward = tiled
 
     def part_loss(self, model: Any, part: Sample, _group: Any) -> torch.Tensor:
-        """Of "fused", whose weights' gradients are made in forward: nothing may come behind it."""
+        """The loss of "fused", which makes gradients in forward: nothing may come after it."""
         return model(**part).loss
 
     def loss_of(self, model: Any, **part: torch.Tensor) -> torch.Tensor:
-        """Of a model that has not been prepared: its own forward is not called."""
+        """The loss of a model that was not prepared: its own forward is not called."""
         return self._loss(model, **part).loss
 
     def _loss(

@@ -1,7 +1,7 @@
-"""A serial optimizer that follows an engine step by step, and a plain model that gives gradients.
+"""A serial optimizer that follows an engine step by step, and a plain model for gradients.
 
-The shadow commits each step's recorded reduced gradients as a serial loop would, with the clip
-coefficient that it works out itself; `check` compares everything bit by bit.
+The shadow commits each step's recorded reduced gradients as a serial loop would, with a clip
+coefficient that it computes itself; `check` compares everything bit by bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Shadow:
         self.gradients[state.index] = gradient.detach().cpu().clone()
 
     def step(self) -> bool:
-        """engine.step(), and the same serially; whether the step had to be skipped."""
+        """Calls engine.step() and makes the same step serially; returns whether it was skipped."""
         groups = [dict(group) for group in self.engine.optimizer.param_groups]
         self._loss_unscale = 1.0 / self.engine.optimizer.loss_scale
         self.engine.step()  # a scheduler may change param_groups at its end
@@ -64,7 +64,7 @@ class Shadow:
         clipping = self.engine.gradient_clipping()
         self.coefficient = 1.0
         if clipping:
-            # As DeepSpeed, where the check is off: a norm that is no number is infinite.
+            # As in DeepSpeed without the check: a norm that is NaN counts as infinite.
             self.coefficient = min(1.0, clipping / (norm + 1e-6)) if math.isfinite(norm) else 0.0
         hypers = [
             AdamHyper(
@@ -86,12 +86,12 @@ class Shadow:
         return self.coefficient * self._loss_unscale
 
     def check_weights(self) -> None:
-        """The training copy, as anybody may read it now, is that of the last step."""
+        """Asserts that the training copy, as anybody may read it now, is that of the last step."""
         self.engine.synchronize()
         self.assert_copy_is_current()
 
     def assert_copy_is_current(self) -> None:
-        """As :meth:`check_weights` without synchronizing first."""
+        """Asserts the same as :meth:`check_weights`, without synchronizing first."""
         for state, shard in zip(self.states, self.shards, strict=True):
             for start, weights in state.storage.shard_slices(state.begin, state.end):
                 at = start - state.begin
@@ -100,7 +100,7 @@ class Shadow:
                 assert_same_bits(f"copy of {state.name}", weights.detach().cpu(), expected)
 
     def check(self) -> None:
-        """Master weights, moments, training copy and step count are those of the last step."""
+        """Asserts that weights, moments, training copy and step count are the last step's."""
         self.check_weights()
         self.engine.optimizer.flush()
         self.assert_copy_is_current()
@@ -117,7 +117,7 @@ class Twin:
     """A copy of the model without an engine, which shows what a gradient must be."""
 
     def __init__(self, model: nn.Module, *, copied: bool = True) -> None:
-        """Made before the engine takes the model over; not ``copied``: ``model`` is the twin."""
+        """Must precede the engine's build; not ``copied``: ``model`` itself is the twin."""
         self.plain = copy.deepcopy(model) if copied else model
 
     def gradients(
@@ -144,7 +144,7 @@ class Twin:
 
     @staticmethod
     def assert_were_reduced(shadow: Shadow, expected: dict[str, torch.Tensor]) -> None:
-        """The last step's gradients are those (within the rounding of another order of sums)."""
+        """Asserts that these were the last step's gradients, but for the order of their sums."""
         for state in shadow.states:
             for slot in state.layout.slots:
                 name = slot.name

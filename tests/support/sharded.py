@@ -1,7 +1,7 @@
-"""One model trained with ZeRO-2, ZeRO-3 and streamed weights, on GPUs: all must be the same bits.
+"""One model trained with ZeRO-2, ZeRO-3 and streamed weights, on GPUs: all must give the same bits.
 
-Not for toy tensors: the model is large enough that copies take longer than a layer's launch, and
-its kernels are deterministic.
+It is no toy: it is so large that copies take longer than a layer's launch, and its kernels are
+deterministic.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Trained = tuple[list[float], dict[str, dict[str, torch.Tensor]]]
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """torch chooses kernels that repeat their bits."""
+    """Makes torch choose kernels that repeat their bits."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -36,7 +36,7 @@ def deterministic() -> Iterator[None]:
 def llama(
     hidden: int = 1536, layers: int = 8, where: torch.device | None = None
 ) -> torch.nn.Module:
-    """0.2 B parameters, the same on every rank, where it is trained if nothing else is said."""
+    """A model of 0.2 B parameters, the same on every rank, by default where it is trained."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -50,7 +50,7 @@ def llama(
     )
     torch.manual_seed(0)
     with where or device():
-        # Attention written out: the fused kernels add up in any order.
+        # Eager attention: the fused kernels add up in any order.
         return AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", dtype=torch.bfloat16
         ).train()
@@ -67,7 +67,7 @@ def train(
     frozen: str | None = None,
     wait_in_stream: bool = True,
 ) -> Trained:
-    """Eight steps; each rank has batches of its own. ``frozen``: what of it is not trained."""
+    """Trains eight steps; each rank has batches of its own. ``frozen``: a key of FROZEN."""
     section: dict[str, Any] = {"wait_in_stream": wait_in_stream}
     if shard_fractions:
         section["shard_fractions"] = list(shard_fractions)
@@ -110,10 +110,10 @@ def train(
 def train_adapters(
     *, streamed: bool, hidden: int = 1536, layers: int = 24
 ) -> tuple[list[float], int]:
-    """Adapters on a model of 0.7 B parameters that is built on the host; batches are small.
+    """Trains adapters of a model of 0.7 B parameters, built on the host, with small batches.
 
     Returns:
-        Losses, and the bytes of its frozen weights.
+        Losses, and the bytes of the frozen weights.
     """
     model = llama(hidden, layers, torch.device("cpu"))
     FROZEN["lora"](model)
@@ -138,7 +138,7 @@ def train_adapters(
 
 
 def assert_same(ours: Trained, theirs: Trained) -> None:
-    """Losses and every element of the state, bit for bit."""
+    """Asserts that losses and every element of the state are the same, bit for bit."""
     differing = [
         f"{name}.{part}: {int((tensor != theirs[1][name][part]).sum())} of {tensor.numel()}"
         for name, parts in ours[1].items()

@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def shared_folder(*parts: str) -> Path:
-    """A folder of the data that lies beside the repository; skips the test where it does not."""
+    """Returns a folder of the test data beside the repository; skips the test if it is missing."""
     given = os.environ.get("HYTRAIN_SHARED")
     root = Path(given) if given else REPOSITORY.parent / "shared"
     folder = root.joinpath(*parts)

@@ -1,4 +1,4 @@
-"""A device that does not hold all gradients to the end of a first backward."""
+"""A device without room for all gradients until the end of a first backward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hytrain.optimizer.reduction import GradientReducer
 
 @contextmanager
 def short_of_memory() -> Generator[list[int]]:
-    """First backwards begin the updates of layers that they take for complete.
+    """Makes first backwards begin the updates of layers that seem complete.
 
     Yields:
-        Layers in the order in which updates have begun while autograd ran.
+        Indices of layers, in the order in which their updates began while autograd ran.
     """
     early: list[int] = []
     send = UpdatePipeline.send

@@ -1,9 +1,9 @@
-"""A cable between two hosts with a bandwidth and a delay, where the kernel has no traffic control.
+"""A cable between two hosts with a bandwidth and a delay, for kernels without traffic control.
 
     python slow_wire.py PROCESS ADDRESS PROCESS ADDRESS BITS_PER_SECOND DELAY_SECONDS
 
 Both ends are TUN interfaces, wire0, in the network namespaces of the two processes. This program
-carries their packets: one after another at the bandwidth, each so much later, and drops none.
+carries their packets: one after another at the bandwidth, each with the delay, and drops none.
 Packets are large, so that a few thousand a second make a gigabit.
 """
 
@@ -24,11 +24,11 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # Linux, include/
 _MOST_BYTES = 60_000
 _SMALL_BYTES = 200
 _CATCH_UP_SECONDS = 0.005
-"""A wire that was not scheduled in time brings so much of what waited all at once."""
+"""A wire that was scheduled late sends at once what it would have sent in at most this time."""
 
 
 def _interface(process: str, address: str) -> int:
-    """An end in the namespace of a process; gives what its packets are read from."""
+    """Creates an end in a process's namespace; returns the descriptor of its packets."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR)
     name = f"wire{process}"
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))
@@ -40,7 +40,7 @@ def _interface(process: str, address: str) -> int:
 
 
 def _carry(source: int, target: int, bits_per_second: float, delay: float) -> None:
-    """One direction: packets with data one after another, others beside them."""
+    """Carries one direction: packets with data one after another, small ones past them."""
     waiting: queue.Queue[bytes] = queue.Queue()
 
     def pace() -> None:
@@ -58,12 +58,12 @@ def _carry(source: int, target: int, bits_per_second: float, delay: float) -> No
     with suppress(OSError):  # its host has ended
         while True:
             packet = os.read(source, 1 << 17)
-            # Acknowledgements behind all that this side sends would halve what the other can.
+            # Acknowledgements queued behind this side's data would halve the other side's rate.
             (waiting.put if len(packet) > _SMALL_BYTES else arrive)(packet)
 
 
 def _after(target: int, delay: float) -> Callable[[bytes], None]:
-    """Writes packets so much later."""
+    """Returns a function that writes packets after a delay."""
     on_the_way: queue.Queue[tuple[float, bytes]] = queue.Queue()
 
     def arrive() -> None:
@@ -78,7 +78,7 @@ def _after(target: int, delay: float) -> Callable[[bytes], None]:
 
 
 def main(one: str, address: str, other: str, other_address: str, rate: str, delay: str) -> None:
-    """See the module."""
+    """Carries packets until stdin ends; see the module for the arguments."""
     # It must not be late, whatever else the machine does; it waits nearly all of the time.
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     ends = _interface(one, address), _interface(other, other_address)

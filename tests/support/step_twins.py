@@ -11,13 +11,13 @@ from hytrain.cost.step import StepCosts
 
 
 def predict_one(costs: StepCosts, gpu_layers: int) -> float:
-    """Seconds of a step with the first ``gpu_layers`` layers on the GPU, event by event.
+    """Returns a step's seconds with the first ``gpu_layers`` layers on the GPU, event by event.
 
-    The same machine as :func:`~hytrain.cost.prediction.predict`'s, with a list of events.
+    Models the same machine as :func:`~hytrain.cost.prediction.predict`, by a list of events.
 
     Args:
-        costs: what each layer takes.
-        gpu_layers: of 0..L.
+        costs: each layer's times.
+        gpu_layers: from 0 to L.
     """
     num_layers = len(costs.layers)
     places = [Place.GPU] * gpu_layers + [Place.CPU] * (num_layers - gpu_layers)
@@ -32,11 +32,11 @@ def predict_one(costs: StepCosts, gpu_layers: int) -> float:
 
 @dataclass(frozen=True)
 class TwinStep:
-    """From one decision to the next.
+    """A step, from one decision to the next.
 
     Attributes:
         seconds: its length.
-        weights: of each rank, when each layer's were updated, counted from the step's begin.
+        weights: for each rank, when each layer's weights were updated, since the step's start.
     """
 
     seconds: float
@@ -49,14 +49,14 @@ def train(
     collectives: Collectives,
     clipped: Sequence[bool],
 ) -> list[TwinStep]:
-    """Steps one after another; before the first one all weights are there.
+    """Simulates steps one after another; before the first one all weights are on the GPU.
 
-    Of the ranks only their costs and launches are asked; nothing may slow launching down.
+    Of the ranks only costs, launches and ``has_samples`` are read; nothing may slow launching down.
 
     Args:
-        ranks: that train together.
-        places: of each rank's layers.
-        collectives: of each layer.
+        ranks: the ranks that train together.
+        places: the places of each rank's layers.
+        collectives: the times of each layer's collectives.
         clipped: for each step, whether the decision that it begins with was to clip.
     """
     num_layers = len(places[0])
@@ -89,9 +89,9 @@ def _events(
     decision: float,
     clipped: bool,
 ) -> dict[int, float]:
-    """When each CPU-placed layer's weights are back on the GPU; times are of the job.
+    """Returns when each CPU-placed layer's weights are back on the GPU, on the job's clock.
 
-    For the worker, a layer that is updated late has its gradient no sooner than the decision.
+    For the worker, a late layer's gradient arrives no sooner than the decision.
     """
     layers = [index for index, place in enumerate(places) if place is Place.CPU]
     first_late = costs.first_late(len(places) - len(layers))
@@ -142,7 +142,7 @@ def _gradients(
     begin: float,
     weights: Sequence[Sequence[float]],
 ) -> tuple[list[float], float]:
-    """When each layer's gradient is reduced in a step with these weights to come, and its end."""
+    """Returns when each layer's gradient is reduced, given when weights arrive, and the end."""
     num_layers = len(places[0])
     gathered: list[float] = []
     network = begin
@@ -164,7 +164,7 @@ def _gradients(
 def _through(
     rank: Rank, places: Sequence[Place], begin: float, gathered: Sequence[float]
 ) -> list[float]:
-    """When its GPU has been through each layer's backward."""
+    """Returns when the rank's GPU has finished each layer's backward."""
     costs, launches = rank.costs, rank.launches
     on_gpu = [place is Place.GPU for place in places]
     work = [

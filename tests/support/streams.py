@@ -1,4 +1,4 @@
-"""Delays on the streams of an engine, which expose a hand-off that is not waited for."""
+"""Delays on an engine's streams, which expose hand-offs without a wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_CYCLES = 400_000  # about 0.2 ms
 
 
 def stream_delays(seed: int) -> Callable[[Any], None]:
-    """Puts a sleep of random length on a random choice of the engine's streams."""
+    """Returns a function that puts sleeps of random length on some of an engine's streams."""
     rng = random.Random(seed)
 
     def disturb(engine: Any) -> None:

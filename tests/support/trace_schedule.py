@@ -1,5 +1,4 @@
-"""Training steps as an event simulation of a host, a GPU, copies, CPU Adam and ranks: traces whose
-every span is known.
+"""Traces whose every span is known: an event simulation of host, GPU, copies, CPU Adam and ranks.
 
 A rank's host loads data, launches forward and backward layer by layer, blocks before a layer until
 its new weights have been issued, makes the step and runs the user's code. Each resource does one
@@ -17,7 +16,7 @@ from typing import Any
 from hytrain.formats import trace_file as names
 
 START = 5_000_000_000
-"""Microseconds of the clock at which the first step begins."""
+"""The time on the clock at which the first step begins, in microseconds."""
 FORWARD, BACKWARD, UPDATE, D2H, H2D, CPU, GATHER, REDUCE = (
     *("forward", "backward", "gpu_update", "d2h", "h2d", "cpu"),
     *("all_gather", "reduce_scatter"),
@@ -29,7 +28,7 @@ LATE_D2H, LATE_H2D, STARVED, DATA, LAUNCH, SYNC, USER, NORM = (
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a run's work takes, in microseconds; ``faults`` add to it."""
+    """How long a run's work takes, in microseconds; ``faults`` add to it."""
 
     layers: int = 4
     steps: int = 4
@@ -52,25 +51,25 @@ class Schedule:
     user_function: str = "log (train.py:12)"
     with_launches: bool = True
     slots: int = 0
-    """Pinned memory for so many gradients, each kept until the layer's next update; 0: enough."""
+    """Pinned memory in gradients, each of which stays until its layer's next update; 0: enough."""
     room: int = 0
     """Gradients that the GPU has memory for, each until its layer is updated; 0: enough."""
     peaks: Mapping[str, Any] = field(default_factory=dict[str, Any])
     gpu_joules: float | None = None
-    """Of each step."""
+    """The GPU's energy in each step."""
 
     def fault(
         self, what: str, more: int, rank: int = -1, step: int = -1, layer: int = -1
     ) -> Schedule:
-        """The run with something that takes longer."""
+        """Returns the run with something that takes ``more`` microseconds longer."""
         return replace(self, faults={**self.faults, (what, rank, step, layer): more})
 
     def taking(self, **times: int) -> Schedule:
-        """The run with other times."""
+        """Returns the run with other times."""
         return replace(self, times={**self.times, **times})
 
     def time(self, what: str, rank: int, step: int, layer: int) -> int:
-        """What something takes."""
+        """Returns how long something takes."""
         keys = {(what, r, s, k) for r in (rank, -1) for s in (step, -1) for k in (layer, -1)}
         return self.times.get(what, 0) + sum(self.faults.get(key, 0) for key in keys)
 
@@ -265,7 +264,7 @@ def _finish(rank: Rank, step: int) -> None:
 
 
 def write(folder: Path, schedule: Schedule, first: int = 1, **header: Any) -> list[Path]:
-    """The run's traces, a file a rank, recorded from the begin of a step on."""
+    """Writes the run's traces, one file per rank, recorded from the start of step ``first`` on."""
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for rank in simulate(schedule):
@@ -287,7 +286,7 @@ def write(folder: Path, schedule: Schedule, first: int = 1, **header: Any) -> li
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> Path:
-    """The trace with what each of its events becomes, in a file beside it."""
+    """Writes the trace, with each event replaced by ``change``'s, to a file beside it."""
     values = json.loads(path.read_text())
     values["traceEvents"] = [new for event in values["traceEvents"] for new in change(event)]
     found = path.with_name(f"rewritten_{path.name}")

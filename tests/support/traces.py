@@ -1,4 +1,4 @@
-"""Recorded trainings of toy models, and what is in their files."""
+"""Recorded trainings of toy models, and the contents of their trace files."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def train(
 
 
 def traced_config(folder: Path, steps: tuple[int, int], **keywords: Any) -> dict[str, Any]:
-    """A configuration that records; ``keywords`` as of ``make_config``."""
+    """A configuration that records a trace; ``keywords`` as for ``make_config``."""
     section = {"trace": {"dir": str(folder), "steps": list(steps), **keywords.pop("trace", {})}}
     return make_config(hytrain=section | keywords.pop("hytrain", {}), **keywords)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A file, and its events by lane."""
+    """A trace file, and its events by lane."""
 
     file: TraceFile
 
     @classmethod
     def read(cls, path: Path) -> Trace:
-        """With the format's checks."""
+        """Reads a file, with the format's checks."""
         return cls(read_trace(path))
 
     @property
     def header(self) -> TraceHeader:
-        """Of the rank that has recorded it."""
+        """The header, of the rank that recorded the file."""
         assert self.file.header is not None
         return self.file.header
 
@@ -74,7 +74,7 @@ class Trace:
         }
 
     def spans(self, lane: str, pid: int = 0, **args: Any) -> list[Event]:
-        """Of a lane, with these arguments, in order."""
+        """A lane's spans with these arguments, in order of time."""
         lanes = self.lane_of
         found = [
             e
@@ -87,17 +87,17 @@ class Trace:
         return sorted(found, key=lambda e: e["ts"])
 
     def steps(self, pid: int = 0) -> dict[int, tuple[float, float]]:
-        """Begin and end of each."""
+        """Step -> its begin and end."""
         return {
             e["args"]["step"]: (e["ts"], e["ts"] + e["dur"]) for e in self.spans(names.STEPS, pid)
         }
 
     def of_phase(self, phase: str) -> Iterator[Event]:
-        """Events of a kind ("C", "s", ...)."""
+        """Events of a phase ("C", "s", ...)."""
         return (e for e in self.file.events if e["ph"] == phase)
 
     def span_at(self, flow: Event) -> Event:
-        """The span that a flow binds to."""
+        """The span that a flow event binds to."""
         on_lane = [
             e
             for e in self.file.events

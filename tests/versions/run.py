@@ -31,11 +31,11 @@ SUITE = [
     "tests/dist/test_surface.py",
     "tests/dist/test_foreign_checkpoints.py",
 ]
-"""What leans on DeepSpeed: construction, refusals, checkpoints, two ranks in stages 1 to 3."""
+"""Tests that depend on DeepSpeed: construction, refusals, checkpoints, two ranks, stages 1 to 3."""
 
 
 def environment(folder: Path, release: str) -> Path:
-    """An interpreter that finds a release first, and all else where this one does.
+    """Returns a new interpreter that finds a release first, and all else where this one does.
 
     Raises:
         subprocess.CalledProcessError: there is no such release.
@@ -47,8 +47,8 @@ def environment(folder: Path, release: str) -> Path:
     own = subprocess.run([python, "-c", find], check=True, capture_output=True, text=True)
     base = site.getsitepackages()[0]
     (Path(own.stdout.strip()) / "base.pth").write_text(f"import site; site.addsitedir({base!r})\n")
-    # DeepSpeed's setup imports torch, which an isolated build would download. A torch has libraries
-    # of its own release, and is not to take those of the environment below.
+    # DeepSpeed's setup imports torch, which an isolated build would download. torch needs libraries
+    # of its own release, and must not take those of the environment below.
     flags = ["--quiet", "--no-build-isolation", "--ignore-installed"]
     flags += ["--no-deps"] if release.startswith("deepspeed") else []
     subprocess.run(
@@ -60,13 +60,13 @@ def environment(folder: Path, release: str) -> Path:
 
 
 def outcome(python: Path, release: str, arguments: list[str]) -> tuple[str, ...]:
-    """A row of the table.
+    """Runs the suite; returns a row of the table.
 
     Raises:
         RuntimeError: the release is not what is imported, or pytest ended before its summary.
     """
     clean = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    # What one release has compiled is nothing for another one.
+    # Extensions that one release has compiled do not fit another one.
     clean["TORCH_EXTENSIONS_DIR"] = str(python.parents[1] / "extensions")
     clean["PATH"] = f"{python.parent}:{Path(sys.executable).parent}:{clean['PATH']}"
     code = "import deepspeed as d, torch as t; print(d.__version__, t.__version__.split('+')[0])"
@@ -89,7 +89,7 @@ def outcome(python: Path, release: str, arguments: list[str]) -> tuple[str, ...]
 
 
 def counts(summary: str, status: int) -> tuple[int, int]:
-    """Passed and failed tests, by pytest's last line and exit status.
+    """Returns the numbers of passed and failed tests, by pytest's last line and exit status.
 
     Raises:
         RuntimeError: they do not fit together.
@@ -102,7 +102,7 @@ def counts(summary: str, status: int) -> tuple[int, int]:
 
 
 def with_row(text: str, row: tuple[str, ...]) -> str:
-    """The document with a row in its table, in the place of the older one of those releases.
+    """Returns the document with a row in its table, in place of the older one of those releases.
 
     Raises:
         ValueError: the document has no such table.
@@ -119,7 +119,7 @@ def with_row(text: str, row: tuple[str, ...]) -> str:
 
 
 def main() -> int:
-    """The exit status: 1 where any test failed."""
+    """Runs the command; returns its exit status: 1 if any test failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("releases", nargs="*", metavar="RELEASE")
     parser.add_argument("--dry-run", action="store_true", help="leave the table as it is")
