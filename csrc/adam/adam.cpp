@@ -213,8 +213,8 @@ void for_keys(const Moments& moments, std::int64_t step, std::size_t begin, std:
     }
 }
 
-// Calls body(moments of the part, begin, count) for each block of [0, n). `stores`: the moments are
-// rounded, so blocks are cut into parts that share a key.
+// Calls body(moments of the part, begin, count) for each block of [0, n). `stores`: the pass stores
+// moments; unless they are fp32, blocks are cut into parts whose moments are rounded by one key.
 template <class Body>
 void for_moments(const Moments& moments, bool stores, std::int64_t step, std::size_t n,
                  int num_threads, const Body& body) {

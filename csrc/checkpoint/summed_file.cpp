@@ -18,8 +18,7 @@ namespace hytrain {
 namespace {
 
 constexpr std::size_t kAlignment = 4096;  // at least a disk's sector and the file system's block
-constexpr std::size_t kPiece = std::size_t{64}
-                               << 10;  // stays in the core's cache until it is copied
+constexpr std::size_t kPiece = std::size_t{64} << 10;  // in the core's cache until it is copied
 constexpr std::size_t kLeastDirect = std::size_t{256} << 10;
 constexpr std::uint64_t kWriteback = std::uint64_t{64} << 20;
 

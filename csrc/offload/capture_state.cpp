@@ -38,8 +38,9 @@ void UpdateWorker::forget_capture(int layer) {
     changed_.notify_all();  // whoever waits for the copy
 }
 
-// Under mutex_. Whether the copy can be made now: no job of the layer is left, so that its state
-// with the pending gradient is the state to be copied, and that gradient is of a final step.
+// Under mutex_. Whether the copy can be made now: no job of the layer is left, so that its state is
+// the one to be copied, with the pending gradient if that was sent before the copy was asked for;
+// its step must then be final.
 bool UpdateWorker::can_capture(const Layer& layer) {
     if (!layer.capture.wanted) return false;
     if (layer.outstanding != 0 || layer.moving != 0 || layer.settling != 0) return false;

@@ -55,7 +55,7 @@ class SpanRing {
         Cell& cell = cells_[ticket & mask_];
         // Another writer at this cell is a whole ring behind or ahead. Waiting for it could mean
         // waiting for a thread that has lost its core, so this span is dropped instead. And a late
-        // writer must not put an old span over a newer one: the reader would take it for the newer.
+        // writer must not put an old span over a newer one, which would be lost as well.
         std::uint64_t seen = cell.turn.load(std::memory_order_relaxed);
         if (seen % 2 != 0 || seen > 2 * ticket ||
             !cell.turn.compare_exchange_strong(seen, 2 * ticket + 1, std::memory_order_acquire,
