@@ -312,6 +312,8 @@ def _end_untrained(model: Any) -> None:
 def _check_forced(config: Mapping[str, Any], optimizer: Any) -> None:
     """Refuses torch's optimizer, as DeepSpeed would, if the configuration forces DeepSpeed's.
 
+    Only if the key is written: DeepSpeed's default, true, does not count here.
+
     Raises:
         ForcedOptimizerError: ``zero_force_ds_cpu_optimizer`` is true and the optimizer is torch's.
     """
@@ -330,7 +332,7 @@ def _check_fit(section: HyTrainConfig, model: Any, optimizer: Any, mpu: Any) -> 
 
     Raises:
         ConfigError: the section does not fit them.
-        UnsupportedError: the optimizer is not an Adam.
+        UnsupportedError: the optimizer, or one of its options, is not supported.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer(optimizer)

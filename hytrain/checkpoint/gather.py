@@ -194,8 +194,8 @@ def whole_on_host(
     ``hold`` is called with the bytes of a copy, before that is made.
 
     Returns:
-        An fp32 tensor of the parameter's shape, on the host, read-only, with a storage of its own;
-        and the bytes that were held for it.
+        An fp32 tensor of the parameter's shape, on the host, with a storage of its own. It must not
+        be written to: it may be the state itself. And the bytes that were held for it.
     """
     piece, num_bytes = Piece(0, 0, place.numel), 4 * place.numel
     if kind != STATES[0] and place.layer.form.is_rounded:

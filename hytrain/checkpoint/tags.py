@@ -88,7 +88,7 @@ def _latest(load_dir: Path) -> tuple[str, Path] | None:
     if len(tags) < len(files):
         return tags[0] if tags else None
     newest, universal = (load_dir / tag for tag, _ in tags)
-    # DeepSpeed's converter leaves "latest" to the checkpoint that it has read.
+    # DeepSpeed's converter leaves the checkpoint that it has read named by "latest".
     has_state = (CheckpointPaths(newest).zero.is_dir(), CheckpointPaths(universal).zero.is_dir())
     if newest.is_dir() and has_state == (False, True):
         logger.warning(

@@ -117,7 +117,8 @@ class StatusStore:
             ask: whether to ask all ranks to publish, and to read what the neighbours have.
             want_standings: whether to read all ranks' standings, unless many ranks have wanted them
                 at this collective.
-            hears: whether to read the others' words; False: this rank ends, whatever they say.
+            hears: whether to read the others' words (rank 0 always does); False: this rank ends,
+                whatever they say.
         """
         began = time.monotonic()
         try:

@@ -355,7 +355,7 @@ def simulate(
 def _steady(
     ranks: Sequence[Rank], collectives: Collectives, updating: Sequence[Rank], *, clipped: bool
 ) -> float:
-    """Seconds of the steady state's step if only some ranks' updates are waited for.
+    """Seconds of the steady state's step if the updates of the ranks ``updating`` are waited for.
 
     Ranks may take turns: one that waited long for weights begins backward late, and its gradients
     come when the worker has more time. Then the result is the mean of two steps.

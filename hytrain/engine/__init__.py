@@ -1,7 +1,7 @@
 """What DeepSpeed sees of hytrain: the engine, the optimizer, all use of DeepSpeed's internals.
 
 Raises:
-    UnsupportedError: on import, before internals are looked up: this release has different ones.
+    UnsupportedError: on import, before internals are looked up: the installed DeepSpeed has others.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def require_one_job(
     """Compares this rank's build with that of the others, before anything is touched.
 
     Raises:
-        ConfigError: they differ; has keys, values, ranks and hosts, and is equal on all ranks.
+        ConfigError: they differ; the message names keys, values, ranks and hosts, the same on all.
         RankFailedError: a rank did not take part.
     """
     if dist.get_world_size() == 1:

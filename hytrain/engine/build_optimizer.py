@@ -226,7 +226,8 @@ def _allocate_state(
     """Allocates a layer's state: master weights from the training copy, and zero moments.
 
     On the host it is pinned if it is streamed, and pageable if the worker updates it. Pageable
-    memory is touched by the threads that will use it, so that the first steps take no longer.
+    memory is touched by the threads that will use it, so that the first steps take no longer than
+    later ones.
     """
     size = state.bytes_at(placement)
     purpose = f"the optimizer state of layer '{state.name}'"

@@ -373,7 +373,7 @@ class HyTrainEngine(DeepSpeedEngine):
             RankFailedError: another rank has failed; the message has its error.
             OutOfStepError: the ranks have made different numbers of backward passes.
             CheckpointError: an asynchronous save has failed. The step was made.
-            SystemExit: SIGTERM has come, and a checkpoint was saved.
+            SystemExit: SIGTERM has come, and a checkpoint was saved, if it could be.
             NestedReductionError: called in a block of :meth:`coalesce_grad_reduction`.
             LossScaleError: gradients overflow at the smallest loss scale; the step was skipped.
         """
@@ -532,8 +532,8 @@ class HyTrainEngine(DeepSpeedEngine):
         Raises:
             UnsupportedError: the loss, or what it is a mean over, cannot be determined.
             StopIteration: the iterator ends before the step's last micro-batch.
-            Exception: raised by the model or by step(). The step has left nothing behind: weights
-                and state are those of the last one, and the next call begins a new step.
+            Exception: raised by the model, or by step() instead of a step. Nothing is left behind:
+                weights and state are those of the last step, and the next call begins a new one.
         """
         data = self._tracing.loading(data_iter)
         return self.batch_training.train(data, num_valid or valid_labels)
@@ -719,8 +719,9 @@ class HyTrainEngine(DeepSpeedEngine):
         only its start is: every rank must take all tensors, even if it needs none. It also works
         while states are off the device (:meth:`offload_states`).
 
-        A tensor is read-only, and valid until the next one is asked for; on a GPU, also for work
-        queued on the current stream by then. Below ZeRO-3 it may be the training weight itself.
+        A tensor must not be written: below ZeRO-3 it may be the training weight itself. It is valid
+        until the next one is asked for; on a GPU, also for work queued on the current stream by
+        then.
 
         Args:
             dtype: dtype of floating-point tensors, buffers included; None: their own.

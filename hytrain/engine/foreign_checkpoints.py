@@ -1,8 +1,8 @@
 """Loads DeepSpeed's own checkpoints, and makes DeepSpeed's functions take hytrain's.
 
-A load converts ZeRO checkpoints to universal ones with DeepSpeed's converter. It makes no
-``mp_rank_00_model_states.pt`` from a ZeRO-3 checkpoint, in which each rank has a file without
-weights: that file is made here, from the master weights.
+A load converts ZeRO checkpoints to universal ones with DeepSpeed's converter. From a ZeRO-3
+checkpoint, in which each rank has a file without weights, the converter makes no
+``mp_rank_00_model_states.pt``: it is made here, from the master weights.
 
 Scripts, accelerate and Lightning call ``ds_to_universal`` and ``zero_to_fp32``, which look for
 shards of DeepSpeed's own format. Once an engine of hytrain was asked for, or ``register()`` called,

@@ -76,7 +76,7 @@ class GatheringParameters:
             self._weights.gather_layer(layer)
             self._weights.gatherer.pinned.add(layer.index)
             if not self._claims[layer.index] and layer.resident:
-                # Without this, earlier writes would be taken for values of the master weights.
+                # Without this, earlier writes would be taken for what master weights have already.
                 self._kept.written.adopt()
                 for state in layer.resident:
                     _remember_copy(state)  # writes go into it; of a shard they go elsewhere

@@ -209,9 +209,10 @@ class StateAccess:
     def _write_state(
         self, place: ParameterPlace, key: str | None, flat: torch.Tensor, weights: Piece | None
     ) -> None:
-        """Writes this rank's piece of ``flat``, and ``weights``, a piece of the training copy.
+        """Writes this rank's piece of ``flat``; if to master weights, the training copy follows.
 
-        An update that is taken back restores the training copy from the master weights.
+        ``weights``: the piece of the copy that follows; None: none does before the next step. An
+        update that is taken back restores the training copy from the master weights.
         """
         kind, piece = _kind(place, key), self._piece(place)
         self._kept.settle("writing master weights or moments")
@@ -237,8 +238,7 @@ class StateAccess:
         """Returns the whole gradient, fp32, on the device.
 
         Raises:
-            ConfigError: there is none, without a backward since the last step, or a backward is
-                running.
+            ConfigError: there is none (no backward since the last step), or a backward is running.
         """
         place = self._places.get(id(param))
         return None if place is None else self._whole(place, self._read_gradient(place))

@@ -66,7 +66,7 @@ class TrainerReuse:
         self._evaluates(trainer.model)
         if held.is_zero3():
             return self._original(trainer, num_training_steps, inference, **more)
-        # transformers refuses an evaluation without ZeRO-3; weights are whole here: none needed.
+        # transformers refuses an evaluation without ZeRO-3, which whole weights do not need.
         held.trainer_config_finalize(trainer.args, trainer.model, num_training_steps)
         for key in _TAKEN:
             held.config.pop(key, None)

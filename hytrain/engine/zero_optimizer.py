@@ -111,7 +111,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
     @property
     def is_backward_marked(self) -> bool:
         """Whether DeepSpeed considers a backward to be running."""
-        # Read at every use of weights: DeepSpeed's own name for it is a property, too.
+        # Read at every use of weights: not by DeepSpeed's own name for it, a second property.
         return self._backward_hook_state.backward_active_depth > 0
 
     def clear_backward_marks(self) -> None:

@@ -109,8 +109,9 @@ class GradientCopier:
         """:meth:`copy_all` by Triton; its interpreter (TRITON_INTERPRET) takes CPU tensors.
 
         Returns:
-            False if it did nothing: not all lengths, places and addresses are even, so that Triton
-            sums some parameters in another order than others; or it has no such dtype.
+            False if it did nothing: not all lengths, places and addresses are multiples of VECTOR,
+            so that Triton sums some parameters in another order than others; or Triton has no such
+            dtype.
         """
         if not self._is_even or gradients[0].dtype not in TRITON_DTYPES:
             return False

@@ -1,4 +1,4 @@
-"""GPU kernels for moments in fewer bytes: csrc/adam/moments_kernel.inl, each operation.
+"""Triton kernels for moments in fewer bytes: each operation of csrc/adam/moments_kernel.inl.
 
 A program updates elements of one run of ``RoundedRuns``. Programs that lie wholly within it take a
 path without masks, in which loads and stores are of 8 and 16 bytes.

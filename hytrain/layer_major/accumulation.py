@@ -173,7 +173,10 @@ class LayerMajor:
         )
 
     def _try(self, run: Callable[[], None], validation: Validation | None) -> str | None:
-        """Runs the step; if it cannot be run layer by layer, gives it up and returns the reason."""
+        """Runs the step; if it cannot be run layer by layer, drops all of it, returns the reason.
+
+        The caller then restores buffers and random numbers.
+        """
         self._engine.set_gradient_accumulation_boundary(True)
         try:
             self._passes.begin_forward()

@@ -162,7 +162,10 @@ def cut(data: torch.Tensor, add: Add, output: BlockOutput | None = None) -> torc
 
 
 def _cut_at(node: Node | None) -> tuple[Add | None, BlockOutput | None]:
-    """What takes the gradient that comes to a cut, and the block's output there; None: neither."""
+    """What takes the gradient that comes to a cut, and the block's output that was cut there.
+
+    The second is None if no block's output was; both are None if the node is no cut.
+    """
     found = vars(node) if isinstance(node, BackwardCFunction) else {}  # perhaps the user's own
     output = found.get("output")
     return found.get("add"), output if isinstance(output, BlockOutput) else None

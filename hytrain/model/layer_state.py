@@ -219,8 +219,8 @@ class LayerState:
         """Sets master weights to what was written into some parameters' training copy.
 
         An element that equals its rounded master weight was not written: that keeps its fp32 bits.
-        If master weights are split, or are with another placement, only :attr:`before_write` can
-        tell; without it the master weights of all these parameters' elements become the copy's.
+        If master weights are split, or would be with another placement, only :attr:`before_write`
+        can tell; without it the master weights of all these parameters' elements become the copy's.
         """
         before = self.before_write
         for slot in slots:

@@ -37,7 +37,8 @@ class LayerUpdate:
     """Whether the sum of the gradient's squares is queued; else it is taken together with other
     layers', when all gradients are there."""
     updated_by: Side = "cpu"
-    """Side that made the newest weights; after a move not ``placement``, until the next step."""
+    """Side that made the newest weights; after a move it differs from ``placement`` until the next
+    step."""
     gather_due: bool = False
     """Whether other ranks' shards of the newest weights are still to be gathered."""
     reads: WatchedParameters | None = None

@@ -29,7 +29,8 @@ class GradientRoom:
         self._next_layer = 2 * max(whole, default=0)
         self.kept = self._next_layer + 2 * max(sizes, default=0)
         """Bytes that every placement leaves to gradients in flight: beside those of the layer whose
-        backward runs, one that the worker updates and one that waits, so that neither idles."""
+        backward runs, one that the worker updates and one that waits, so that neither backward nor
+        the worker idles."""
         self._most = self._most_in_forward = 0
         self.is_watching = False
         """Whether memory may become short before the next step's last backward."""

@@ -4,8 +4,9 @@ A parameter's hook may fire more than once in a backward (weights shared by chec
 tiled losses). The first backward counts firings; later a gradient is final at its recorded count.
 DeepSpeed's tiles say which firing is the last of a use, and count as one, however many they are.
 Layers with a parameter that got no gradient then are never sent early: "not yet" and "not this
-time" cannot be told apart. With one rank, if a parameter fires more often than was counted, its
-layer is taken back, and the larger count holds from then on.
+time" cannot be told apart. If a parameter fires more often than was counted, its layer is taken
+back, and the larger count holds from then on; if the layer has been reduced already, this is an
+error with several ranks, or if updates are committed as gradients come.
 
 The first backward has no counts yet. With one rank it takes each parameter's first firing for its
 last, so that gradients leave the GPU as they will later, and takes a layer back if that proves

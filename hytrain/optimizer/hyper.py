@@ -113,7 +113,7 @@ class HyperParameters:
         self.optimizer.param_groups = groups
 
     def check(self) -> None:
-        """Checks that every group still has its parameters; copies of groups that have will do.
+        """Checks that every group still has its parameters; a copied group that has them will do.
 
         Once a step: identities are compared, which takes microseconds for a thousand parameters.
 

@@ -3,7 +3,7 @@
 A block's forward waits for its layer; other modules wait for the parameters that they own. The
 weights of a module whose forward was not seen in the last pass (they are used from elsewhere) are
 waited for at the start of the model's forward (under ZeRO-3 the gather schedule does that). A
-weight that torch's code reads outside of such a forward is waited for when it is read
+weight that a torch function reads outside of such a forward is waited for when it is read
 (:mod:`hytrain.model.weight_reads`).
 """
 
@@ -221,7 +221,7 @@ class LayerGuards:
             yield reads
 
     def _layer_held(self) -> None:
-        """Reports saved weights no more: a user's function may save weights for its backward."""
+        """Ends reports of saved weights: a user's function reads some, maybe for its backward."""
         if self._saved is not None:
             self._saved.stop()
 

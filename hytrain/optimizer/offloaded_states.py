@@ -124,7 +124,7 @@ class OffloadedStates:
     # -- to the host -----------------------------------------------------------------------------
 
     def offload(self, kinds: Collection[StateKind], *, pin: bool, non_blocking: bool) -> None:
-        """Moves kinds that are still on the device to the host, freeing its memory; a collective.
+        """Moves kinds still on the device to the host, freeing the device's memory; a collective.
 
         Raises:
             ConfigError: a backward is running, gathered weights are in use, or updates are

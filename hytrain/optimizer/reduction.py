@@ -57,7 +57,10 @@ class GradientReducer:
     # -- from the collector ----------------------------------------------------------------------
 
     def consume(self, gradient: LayerGradient) -> None:
-        """Reduces a complete gradient and, if updates may begin, sends it (all ranks alike)."""
+        """Reduces a layer's complete gradient and, if updates may begin, sends it.
+
+        Called in one order on all ranks.
+        """
         state, begun = self._pipeline.layers[gradient.layout.index], self._step.begun
         if self.trace is not None and begun:
             self.trace.gradient(state.index)

@@ -18,7 +18,7 @@ from hytrain.placement.memory import Bounds
 VISIT_STEPS = 8
 """Steps of a visit to one way of running: a bad one costs little, and the median is reliable."""
 LEAST_GAIN = 0.04
-"""Share of the step that the other way must gain in both comparisons: twice more than noise."""
+"""Share of the step that the other way must gain: more than noise, in each of two comparisons."""
 
 
 class PairedTrial:

@@ -195,7 +195,9 @@ class PlacementManager:
         controller.apply_moves(self._schedule.steps, at_once=True)
 
     def free_gpu_memory(self, *, may_move: bool, where: str, again: str) -> str:
-        """Frees device memory after a failed allocation of the user's, which is not repeated here.
+        """Frees device memory, if it can, after an allocation of the user's has failed.
+
+        The allocation cannot be repeated here.
 
         Args:
             may_move: whether no step is under way.

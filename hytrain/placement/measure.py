@@ -26,7 +26,8 @@ MANY_STEPS = 8
 """Samples whose median scatters half as much as one does: after a move or a change, so many steps
 in a row are measured before a move that gains little is decided."""
 _RATES = 5
-"""Rates of the worker and of copies, one a step, that medians are over: they follow in three."""
+"""How many rates, one a step, medians are over for the worker and the copies: they follow a change
+within three steps."""
 _PCIE_RATE, _C2C_RATE = 20e9, 400e9
 """Bytes/s each way of copies until they are measured; NVLink-C2C carries 450e9 (GH200, GB200)."""
 _LARGE_SHARE = 0.25

@@ -113,7 +113,7 @@ def placed_bytes(layers: Sequence[LayerBytes], k: int) -> int:
 
 
 def buffer_bytes(layers: Sequence[LayerBytes], k: int) -> int:
-    """The part of these to which pieces of streamed state are copied."""
+    """The part of :func:`placed_bytes` to which pieces of streamed state are copied."""
     largest = max((layer.piece_bytes for layer in layers), default=0)
     return IN_FLIGHT * largest * any(layer.is_streamed for layer in layers[k:])
 

@@ -131,8 +131,8 @@ class MemoryProbe:
             gpu_base: bytes known to be needed on the GPU before anything has been measured.
             host_held: host bytes that this rank's layers hold already.
             share: this rank's part of what the host has left.
-            first_host: host bytes before the first step; None: it has not begun. What is missing
-                of them since then counts as activations that have been offloaded.
+            first_host: the limits' ``host`` before the first step; None: it has not begun. What is
+                missing of it since then counts as activations that have been offloaded.
         """
         gpu = usable_gpu_bytes(self._device)
         host = share.memory(host_memory_pools()) + host_held

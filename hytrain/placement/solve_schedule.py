@@ -50,7 +50,7 @@ class SolveSchedule:
         self.measured_since = 0
 
     def see_firings(self, num_firings: int) -> None:
-        """Notes how many gradients autograd has handed over; none in a step: the rank is idle."""
+        """Notes autograd's count of gradients so far: if a step adds none, the rank is idle."""
         self._idle_steps = self._idle_steps + 1 if num_firings == self._firings else 0
         self._firings = num_firings
 

@@ -126,7 +126,11 @@ class TunedThreads:
         self.is_trying, self.is_over = False, True
 
     def _ask(self, *, ready: bool) -> None:
-        """Begins to try counts, if all ranks are ready and have equally many."""
+        """Begins to try counts, if all ranks are ready.
+
+        If ranks differ in how many counts they have, or in the place of the calibrated one, none
+        is ever tried.
+        """
         here = [len(self.trials.counts), self.trials.position]
         unready, *found = self._agree([int(not ready), *here, *(-value for value in here)])
         same = found[:2] == [-value for value in found[2:]]

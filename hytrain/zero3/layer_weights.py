@@ -55,10 +55,10 @@ class ShardedWeights:
         return sizes_within(self.sizes, low, high)
 
     def buckets(self, limit: int) -> Iterator[tuple[list[ParameterSlot], int, int]]:
-        """Yields parameters of one dtype, of ``limit`` bytes or one alone, and ``[low, high)``.
+        """Yields parameters of one dtype, with their range ``[low, high)``.
 
-        If all of a run is one bucket, that is the run's range, whose shards may be equal: gathers
-        are faster then.
+        Together they have ``limit`` bytes at most; a larger parameter is alone. If all of a run is
+        one bucket, the range is the run's, whose shards may be equal: gathers are faster then.
         """
         for low, high, flat in self.storage.runs:
             slots = [slot for slot in self.layout.slots if low <= slot.offset < high]

@@ -81,7 +81,7 @@ class GatherSchedule:
         collectives: ShardCollectives,
         held: Sequence[int],
     ) -> None:
-        """``held``: layers that no module of their own uses; they stay gathered all through."""
+        """``held``: layers that no module of their own uses: they are there through every pass."""
         self._context = GatherContext(layers, gatherer, collectives, held)
         # By layer number; the numbers of a large block's further gradients have no layer.
         self._sizes = [0] * (1 + max(layer.index for layer in layers))

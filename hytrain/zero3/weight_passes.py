@@ -191,7 +191,10 @@ class WeightPasses:
         self._pipeline.streams.synchronize()
 
     def suspend(self) -> None:
-        """Makes modules' hooks gather nothing until :meth:`resume`."""
+        """Makes modules' hooks gather nothing until :meth:`resume`.
+
+        Only what is there already can be used meanwhile.
+        """
         if self.active is not None:
             self.settle()
             self.active = None

@@ -80,7 +80,8 @@ class _Remedies:
     def found(self) -> list[str]:
         """The smallest change with which a plan fits into the present memory.
 
-        With data sheets, if none keeps the state as it is, also the least additional host memory.
+        With data sheets also the least additional host memory with which a plan fits, if there is
+        no such change, or if it changes the state: then the least that keeps the state as it is.
         """
         own, forms = self._states[0], {"": {}} | dict(self._heavier())
         here = [_Change(*form, *own) for form in self._lighter()]

@@ -223,7 +223,7 @@ def _short(value: float) -> str:
 
 
 def candidates_text(rows: Sequence[CandidateRow]) -> str:
-    """The table of all numbers of GPU layers; with times if there are any."""
+    """The table of numbers of GPU layers: of all, with times, or of some if there are no times."""
     is_predicted = any(row.predicted_seconds is not None for row in rows)
     is_measured = any(row.measured is not None for row in rows)
     predicted = ("predicted s", "worker s", "exposed s", "bound") if is_predicted else ()
@@ -268,7 +268,7 @@ def _ends(rows: Sequence[CandidateRow]) -> list[CandidateRow]:
 
 
 def _seconds(value: float | None, longest: float | None = None) -> str:
-    """Text of a time, with a digit more if the longest beside it, or it itself, is below 0.1 s."""
+    """Text of a time, with a digit more if ``longest`` (without one: it itself) is below 0.1 s."""
     if value is None:
         return "-"
     return f"{value:.{3 if (longest or value) >= 0.1 else 4}f}"

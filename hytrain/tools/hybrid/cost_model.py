@@ -103,7 +103,8 @@ def _slices(problem: Problem, device: str, tp: int, samples: int) -> list[Sample
 def bandwidth(problem: Problem, ranks: Ranks) -> float:
     """Returns the GB/s between some GPUs.
 
-    As published, it is the least intra-node bandwidth of the nodes, wherever the GPUs are.
+    As published, it is the least intra-node bandwidth of the nodes, wherever the GPUs are, unless
+    ``inter_node`` is set and they are on several machines.
     """
     devices = [problem.device[name] for name in {name for name, _ in ranks}]
     if problem.options.inter_node and len({node for _, node in ranks}) > 1:

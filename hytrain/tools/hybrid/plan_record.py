@@ -226,7 +226,7 @@ def ds_config(record: HybridPlanFile) -> dict[str, Any]:
 
 
 def pipeline_values(record: HybridPlanFile) -> dict[str, Any]:
-    """Returns values for ``PipelineModule``: :func:`hytrain.tools.pipeline_stages.stage_layers`."""
+    """Returns PipelineModule's values: see :func:`hytrain.tools.pipeline_stages.stage_layers`."""
     stage = record.stages[0]
     return {
         "boundaries": list(record.boundaries),

@@ -157,7 +157,8 @@ class Options:
     """Whether GPUs of several nodes communicate at the least *inter*-node bandwidth of these."""
 
     per_gpu_memory: bool = False
-    """Whether each GPU must hold its replica's demand, not the group's total memory the stage's."""
+    """Whether each GPU must hold its replica's demand; if not, the group's total memory must hold
+    the stage's."""
 
     host: Host | None = None
     """If given, a stage may keep its optimizer state in host memory."""

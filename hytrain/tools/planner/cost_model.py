@@ -24,9 +24,9 @@ longest of these bounds, the job's step that of its slowest rank:
 
     GPU       compute + GPU-placed parameters / GPU rate
     CPU       startup + CPU-placed parameters / CPU rate, or 2 B each way over the copy rate. The
-              startup is time that the worker cannot use: it begins with the first final gradient,
-              and the forward of its last layer follows its end; micro-batches between the first and
-              the last have no work for it, unless the step is layer-major
+              startup is time that the worker cannot use: its work begins with the first final
+              gradient, and ends before the forward of its last layer; micro-batches between the
+              first and the last have no work for it, unless the step is layer-major
     copies    (2 B of each CPU-placed parameter + offloaded boundary bytes) / copy rate, each way
     host      traffic of all ranks of the host / bandwidth of its memory
 

@@ -210,7 +210,7 @@ def estimated_host(
     bandwidth: float,
     moments: MomentsName,
 ) -> HostProfile:
-    """Returns the profile of a host with so many cores and bytes of memory, of so many bytes/s."""
+    """Returns an estimated profile of a host; ``bandwidth``: bytes/s of its memory."""
     speed = _CPU_SPEED[moments]
     together = speed * _UPDATE_SHARE * bandwidth / _UPDATE_BYTES / len(ranks)
     threads = sorted({1, max(1, cores // 2), cores})

@@ -23,7 +23,8 @@ from hytrain.tools.planner.result import Found, OtherMode, Plan, even_split, to_
 from hytrain.tools.planner.search import CLOSE, Search, longer, search
 
 # A plan that is not within CLOSE of the bound is compared with plans whose step by the roofline
-# bounds is up to _NEARBY times as long; this many of them, at most, are simulated and refined.
+# bounds is up to _NEARBY times as long. At most _MOST_SIMULATED of them are simulated, and at most
+# _MOST_REFINED refined, those with even shards also with unequal ones.
 _NEARBY = 1.25
 _MOST_SIMULATED = 24
 _MOST_REFINED = 6
@@ -73,7 +74,7 @@ def beside_micro_batch_major(problem: PlanProblem, plan: Plan) -> Plan:
 
 
 def _of_any_mode(problem: PlanProblem, rival: float = math.inf) -> Plan | Infeasible:
-    """Returns the plan if each rank may have its own accumulation mode, or if that is decided.
+    """Plans for ranks that may each have their own accumulation mode, or whose mode is decided.
 
     A plan that cannot be as fast as ``rival`` seconds is not refined.
     """

@@ -40,7 +40,8 @@ _MOST_CANDIDATES = 24
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """Seconds of a layer's first forward, of all layers in between, of a layer's last backward."""
+    """Seconds of a layer's first forward, of all that is between (all layers together, and outside
+    of them), of a layer's last backward."""
 
     first: float = 0.0
     middle: float = 0.0

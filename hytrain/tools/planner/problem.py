@@ -175,8 +175,8 @@ class PlanProblem:
 
         In stage 3 these are the training copy, unless that is on the host, and the gradient that
         micro-batches add to, or that the first backward keeps (:attr:`keeps_gradients`). It is not
-        counted with ``offload_param`` for one rank with one micro-batch, which sends each gradient
-        at once.
+        counted with ``offload_param`` for one rank with one backward (a single micro-batch, or
+        layer by layer), which sends each gradient at once.
         """
         if self.stage != 3:
             return 0

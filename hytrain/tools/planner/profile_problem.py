@@ -155,7 +155,7 @@ def problem_from(profile: ProfileFile, options: PlanOptions) -> PlanProblem:
 
 
 def _exchange_ms(profile: ProfileFile, options: PlanOptions) -> Table:
-    """Returns the time of a layer's four all-to-alls one way, each taken to be an all-gather."""
+    """Returns ms of a layer's four all-to-alls one way; each moves as much as an all-gather."""
     names = [host.host for host in profile.hosts for _ in host.ranks]
     degree = options.sequence_ranks
     groups = (names[first : first + degree] for first in range(0, len(names), degree))
@@ -380,7 +380,7 @@ def _peak_table(
 
 
 def _stored_table(device: DeviceProfile, model: ProfiledModel, idle: int) -> Table:
-    """Returns C with all activations stored: its peak is at the loss or in the last backward."""
+    """Returns C with all activations stored: at the loss, or in the last layer's backward."""
     outside = _outside_bytes(device)
 
     def stored(row: LayerSample) -> float:

@@ -47,8 +47,8 @@ except ImportError:  # training needs no scipy, and must not stop for it
     optimize = None
 
 _ROUNDING = 1e-9
-# The most branches looked at: a time limit would make plans depend on the machine. It ends with a
-# solution that holds nearly as much as possible (_ROOMY).
+# The most branches looked at: a time limit would make plans depend on the machine. The search ends
+# at a solution that holds nearly as much as possible (_ROOMY).
 _MOST_NODES = 400
 _ROOMY = 0.05
 # HiGHS's status of an infeasible program.

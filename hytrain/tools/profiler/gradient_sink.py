@@ -77,7 +77,8 @@ class GradientSink:
     def begin_pass(self) -> None:
         """Announces backward, as engine.backward() does.
 
-        Layers whose parameters have one gradient each soon have one hook then, not one a parameter.
+        Thanks to that, layers whose parameters have one gradient each soon have one hook instead of
+        one per parameter.
         """
         self._step.begin_backward(reduces=True)
         self._collector.begin()

@@ -55,7 +55,7 @@ _SIZE_SECONDS = 3.0
 
 
 class CudaMeter:
-    """Memory in use by the caching allocator's own counters."""
+    """Memory in use, as the caching allocator itself counts it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

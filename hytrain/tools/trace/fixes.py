@@ -106,7 +106,7 @@ def _cores(graph: Graph, replay: Replay) -> tuple[float, str]:
 
 
 def _batch(steps: Mapping[int, Sequence[StepTimes]]) -> tuple[float, str]:
-    """A step of only forward and backward, all that is left per token, on the slowest rank."""
+    """Per token only forward and backward are left of a step; on the rank that takes longest."""
     names = (kinds.FORWARD, kinds.BACKWARD, kinds.RECOMPUTE, kinds.OTHER)
     # Only of steps that a replay counts: the first one's beginning was not recorded.
     computes = [

@@ -168,7 +168,7 @@ class Replay:
         before = edge.before
         if before.end <= node.begin:
             return self._end(before, change, run)
-        # It streams: it begins a lag after the other's begin, in proportion to its duration.
+        # It streams: it begins after the other's begin by the recorded lag, scaled as the other is.
         lag = (node.begin - before.begin) * change.duration(before)
         return self._begin(before, change, run) + round(lag)
 

@@ -50,7 +50,7 @@ def write_page(
 
     Args:
         path: the file; replaced.
-        runs: (title, run); several are drawn below each other, with their middle steps aligned.
+        runs: (title, run); several are drawn below each other, aligned at their median steps.
         verdict: rows at the top: what they are about, a number (or nothing), a sentence.
 
     Raises:

@@ -100,7 +100,7 @@ def _least_memory(members: Sequence[_Options], batch: int) -> tuple[float, list[
         return math.inf, []
     used: list[Ints] = []
     for one in members:
-        # [o, b]: option o's memory, and the least for what it leaves of b to the GPUs before.
+        # [o, b]: option o's memory plus the least for what it leaves of b to the GPUs before.
         widest = int(one.samples[-1])
         padded = np.concatenate([np.full(widest, least[0]), least])
         windows = np.lib.stride_tricks.sliding_window_view(padded, batch + 1)
