@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,6 +243,41 @@ def test_gradients_kept_between_micro_batches_are_counted(
         bases.append(found["candidates"][0]["gpu_bytes"])
     assert bases[1] - bases[0] >= 2 * PARAMETERS // ranks * is_kept
     assert (bases[1] > bases[0]) == is_kept
+
+
+def _pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes torch report one GPU of 80 GiB with 70 free, and a limit of half for this process."""
+
+    def fraction(device: torch.device) -> float:
+        assert device.index is not None, "torch refuses a device without a number"
+        return 0.5
+
+    properties = SimpleNamespace(is_integrated=False)
+    for name, value in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "mem_get_info": lambda device: (70 << 30, 80 << 30),
+        "memory_reserved": lambda device: 0,
+        "get_per_process_memory_fraction": fraction,
+        "get_device_properties": lambda device: properties,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+@pytest.mark.parametrize("gpu", ["pretended", pytest.param("real", marks=pytest.mark.gpu)])
+def test_memory_of_this_machine_is_what_its_gpu_has(
+    config: Path, model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, gpu: str
+) -> None:
+    if gpu == "pretended":
+        _pretend_a_gpu(monkeypatch)
+    assert cli.main(["explain", str(config), "--model", str(model), "--json"]) == 0
+    verdict = json.loads(capsys.readouterr().out)["verdict"]
+    found = re.search(r"of the GPU's ([\d.]+) GiB", verdict)
+    assert found is not None, verdict
+    if gpu == "pretended":
+        assert float(found[1]) == 40
+    else:
+        assert 0 < float(found[1]) <= torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
 def test_keys_that_training_ignores_are_said(tmp_path: Path, config: Path, capsys: Capture) -> None:

@@ -328,7 +328,9 @@ def _memory(arguments: argparse.Namespace, ranks: int) -> _Memory:
     if arguments.gpu_memory is not None:
         gpus: list[int | None] = [int(gib * _GIB) for gib in arguments.gpu_memory]
     else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cpu")
+        if torch.cuda.is_available():  # torch's limit of a process is asked of a numbered device
+            device = torch.device("cuda", torch.cuda.current_device())
         gpus, shares_host = [usable_gpu_bytes(device)], shares_host_memory(device)
     gpus *= ranks if len(gpus) == 1 else 1
     host = available_host_bytes()
