@@ -28,7 +28,10 @@ endif
 # test-architectures and test-ecosystem.
 EVERYDAY := not parity_full and not experiment and not ecosystem and not gpu and not stress \
     and not architectures
-PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --session-timeout=$(TEST_SECONDS)
+# On a CPU also where there is a GPU: the same tests, with the same results, on every machine.
+ON_CPU = DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
+PYTEST = $(ON_CPU) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest \
+    --session-timeout=$(TEST_SECONDS)
 # Whole files, since tests of a file share what is expensive: ranks, runs of a launcher. They are given out
 # in the order of the folders, which ends with short ones. Each worker's torch has one thread: those of
 # several workers would wait for each other's cores. Tests of one GPU would be in each other's way.
@@ -108,9 +111,14 @@ test-aarch64: install
 wheels: install
 	packaging/build_wheels.sh $(CURDIR)/$(BIN)/python
 
-# For machines with GPUs: parity on one, training and checkpoints on two.
+# For machines with GPUs: parity on one, training and checkpoints on two; then what `test` runs of
+# engines on a CPU, with their models on a GPU.
+test-gpu: TEST_SECONDS = 7200
+test-gpu: ON_CPU =
 test-gpu: install
 	$(PYTEST) -m gpu $(TEST_ARGS) tests
+	$(PYTEST_BESIDE) -m '$(EVERYDAY)' $(TEST_ARGS) tests/parity \
+	    $(addprefix tests/unit/,checkpoint engine kernels layer_major model offload placement zero3)
 
 # 2,000 changes of each file that a reader takes; then random configurations, for so long, whose
 # seeds are in the log. With SEED and CASES: as many from

@@ -22,19 +22,29 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("same")
 
-HAS_GPU = Path("/dev/nvidiactl").exists()
-if not HAS_GPU:
-    # DeepSpeed looks for an accelerator when it is imported.
+# DeepSpeed looks for an accelerator when it is imported.
+if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+ON_GPU = os.environ.get("DS_ACCELERATOR") != "cpu"
+"""Whether engines of this process put their models on a GPU."""
 # Idle OpenMP threads would spin on the cores of other tests' processes. Read at torch's import.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests that need a GPU if there is none, whatever was asked for."""
+    """Skips tests that need a GPU, or a CPU alone, where there is none, whatever was asked for."""
+    marker, reason = ("cpu", "expects models on a CPU") if ON_GPU else ("gpu", "needs a GPU")
     for item in items:
-        if not HAS_GPU and item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker(marker) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On a GPU, the tensors of tests that were written for a CPU follow the module."""
+    if ON_GPU:
+        from support.on_gpu import follow_modules
+
+        follow_modules(item.get_closest_marker("gpu") is None)
 
 
 @pytest.fixture(scope="session")

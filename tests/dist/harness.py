@@ -344,7 +344,8 @@ def on_ranks(
 
 
 def _has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return Path("/dev/nvidiactl").exists() and not is_hidden
 
 
 def process_context(has_own_environment: bool = False) -> Any:

@@ -41,6 +41,7 @@ def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) ->
     """Asserts bitwise equality; all NaNs count as equal, but zeros of different sign differ."""
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} is not {expected.dtype}"
     as_integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.element_size()]
+    expected = expected.to(actual.device)
     differs = actual.view(as_integer) != expected.view(as_integer)
     differs &= ~(actual.isnan() & expected.isnan())
     if bool(differs.any()):

@@ -203,6 +203,7 @@ def test_what_changes_state_waits_for_the_copy(
     _reference(RUN, tmp_path, 2, 2)
     with engine_of(RUN) as engine:
         train(engine, 0, 2)
+        monkeypatch.setattr(snapshots, "spare_gpu_bytes", lambda device: 0)  # copied to the host
         gate = _Gate(monkeypatch, LayerSnapshot, "copy")
         engine.save_checkpoint(tmp_path / "async", client_state={"note": [1]})
         assert gate.reached.wait(30)

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import random
+import shutil
 import subprocess
 import zipfile
 import zlib
@@ -93,9 +94,9 @@ def test_large_files_stay_out_of_the_page_cache(tmp_path: Path) -> None:
     with closing(SummingFile(path)) as file:
         file.write(bytes(8 * BUFFER + 700))
         file.sync()
-    found = subprocess.run(["fincore", "-bno", "res", str(path)], capture_output=True, text=True)
-    if found.returncode != 0:
+    if shutil.which("fincore") is None:
         pytest.skip("there is no fincore")
+    found = subprocess.run(["fincore", "-bno", "res", str(path)], capture_output=True, text=True)
     assert int(found.stdout) <= 64 * 1024
 
 

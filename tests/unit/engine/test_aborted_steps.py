@@ -173,7 +173,7 @@ def test_step_after_a_train_batch_that_failed(gpu_fraction: float, fault: str) -
     assert_same_states(*ends)
 
 
-@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("on_device", [pytest.param(True, marks=pytest.mark.cpu), False])
 def test_a_step_that_fails_midway(
     gpu_fraction: float, on_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

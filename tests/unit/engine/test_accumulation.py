@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparisons import assert_same_states
-from support.engines import built, make_config
+from support.engines import built, device, make_config
 from support.models import Block, make_model
 from support.shadow import Shadow, Twin
 from torch import nn
@@ -27,7 +27,7 @@ def test_sum_of_micro_batches_in_bf16_and_fp32(
 ) -> None:
     """data_types.grad_accum_dtype decides in which precision gradients add up."""
     model = make_model("mlp")
-    plain = Twin(model).plain.bfloat16()
+    plain = Twin(model).plain.bfloat16().to(device())
     types = {"grad_accum_dtype": dtype} if dtype else None
     config = make_config(
         gpu_fraction=gpu_fraction, accumulation=3, stage=stage, clipping=0.1, data_types=types

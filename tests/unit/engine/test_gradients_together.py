@@ -380,7 +380,7 @@ def test_nobody_looks_again_where_all_gradients_have_room(monkeypatch: pytest.Mo
         for number in range(2):
             engine.backward(engine(**make_batch("mlp", number)))
             engine.step()
-        assert len(looks) == 2
+        assert len(looks) == 2 + 2 * (device().type == "cuda")  # where there is a limit, each step
 
 
 @pytest.mark.parametrize(("gpu_fraction", "asks"), [(1.0, False), (0.5, True)])

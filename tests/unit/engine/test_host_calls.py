@@ -18,7 +18,7 @@ from hytrain.kernels import square_sums
 from hytrain.kernels.grouped_adam import GroupedAdam
 from hytrain.placement.solve_schedule import SolveSchedule
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.cpu]
 
 WIDTH = 64  # parameters leave no gaps between them
 WARM, STEPS = 4, 4

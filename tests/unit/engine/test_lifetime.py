@@ -37,6 +37,7 @@ ATTEMPTS = 4
 """On a machine that is busy, of which the quickest counts."""
 
 
+@pytest.mark.cpu
 def test_a_thread_counts_until_it_was_joined() -> None:
     with built(make_model("mlp"), make_config()) as engine:
         backward(engine, 0)

@@ -106,6 +106,7 @@ def test_what_fits_nowhere_is_refused_before_anything_is_allocated(
     assert isinstance(raised.value, ValueError)
 
 
+@pytest.mark.cpu  # a GPU without memory is refused
 def test_a_fixed_number_is_not_questioned(memory: Any) -> None:
     memory(0, 0)
     with built(make_model("mlp"), make_config(gpu_fraction=0.5)) as engine:

@@ -69,6 +69,7 @@ def gpu_layers(engine: Any) -> int:
 # -- a solver that is free to move ---------------------------------------------------------------
 
 
+@pytest.mark.cpu  # steps as short as these are launch-bound on a GPU: it soon has all layers
 @pytest.mark.parametrize(
     ("method", "clipping", "checks", "delays"),
     [
@@ -108,6 +109,7 @@ def test_a_solver_that_moves_all_the_time(
         assert all(layer.forward > 0.0 for layer in decisions[-1].costs.layers)
 
 
+@pytest.mark.cpu
 def test_evaluations_skips_and_state_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     free_solver(monkeypatch, 3)
     model = make_model("mlp")
@@ -174,6 +176,7 @@ class ScarceTorch:
         return getattr(torch, name)
 
 
+@pytest.mark.cpu
 @everyday({"where": ("GPU", "host"), "delays": ("6:300", "")}, pairs=False)
 def test_no_room_at_random_moves(monkeypatch: pytest.MonkeyPatch, where: str, delays: str) -> None:
     free_solver(monkeypatch, 4)

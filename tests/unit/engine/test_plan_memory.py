@@ -166,6 +166,7 @@ def test_explain_counts_the_pieces_that_a_run_has(config_file: Path) -> None:
         (1.0, {"master": "split", "gpu_fraction": 0.0}, {"gradient_accumulation_steps": 2}),
     ],
 )
+@pytest.mark.cpu  # a GPU has limits, which explain is not told
 def test_explain_shows_what_a_run_begins_with(
     config_file: Path, clipping: float, section: dict[str, Any], others: dict[str, Any]
 ) -> None:

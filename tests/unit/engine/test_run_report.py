@@ -49,6 +49,7 @@ def _steps(engine: Any, number: int) -> None:
         engine.step()
 
 
+@pytest.mark.cpu
 def test_lines_at_the_start_when_k_has_settled_and_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -65,6 +66,7 @@ def test_lines_at_the_start_when_k_has_settled_and_at_the_end(
     )
 
 
+@pytest.mark.cpu
 def test_the_start_says_how_state_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(1024, 1024).bfloat16()
     solver = {"host_activation_bytes": 2**20}
@@ -199,6 +201,7 @@ def test_a_script_shows_them_unless_it_sets_a_level(quiet: bool) -> None:
     assert shown.count("hytrain: a warning of 1") == 1
 
 
+@pytest.mark.cpu
 def test_metrics_are_what_explain_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs" / "metrics.jsonl"
     with _engine(metrics=str(path)) as engine:

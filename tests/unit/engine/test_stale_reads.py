@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.comparisons import assert_same_bits
 from support.covering import everyday
-from support.engines import built, environment, make_config
+from support.engines import built, device, environment, make_config
 from support.models import Block, Mlp, loss_of, make_batch, make_model
 from support.shadow import Shadow
 from torch import nn
@@ -80,7 +80,7 @@ READS: dict[str, Read] = {
     "data": _each(lambda p: p.data.clone()),
     "detach": _each(lambda p: p.detach().clone()),
     "arithmetic": _each(lambda p: p * 1),
-    "numpy": _each(lambda p: torch.from_numpy(p.detach().float().numpy().copy()).to(p.dtype)),
+    "numpy": _each(lambda p: torch.from_numpy(p.detach().float().cpu().numpy().copy()).to(p.dtype)),
     "parameter": _each(lambda p: nn.Parameter(p).data.clone()),
     "copy into": _each(lambda p: torch.empty_like(p).copy_(p)),
     "list": _each(lambda p: torch.tensor(p.tolist()).to(p.dtype)),
@@ -137,7 +137,7 @@ def test_one_weight_waits_for_its_layer_alone() -> None:
 
 @pytest.mark.parametrize("gpu_fraction", FRACTIONS)
 def test_loops_that_read_no_weights_wait_for_nothing(gpu_fraction: float) -> None:
-    config = make_config(gpu_fraction=gpu_fraction, clipping=1e-2)
+    config, where = make_config(gpu_fraction=gpu_fraction, clipping=1e-2), device().type
     with environment("HYTRAIN_DELAYS", "3:3000"), built(make_model("mlp"), config) as engine:
         for number in range(3):
             backward(engine, number)
@@ -147,7 +147,7 @@ def test_loops_that_read_no_weights_wait_for_nothing(gpu_fraction: float) -> Non
             for name, p in engine.module.named_parameters():
                 assert p.requires_grad
                 assert p.grad is None
-                assert (p.dtype, p.device.type, p.dim()) == (torch.bfloat16, "cpu", len(p.shape))
+                assert (p.dtype, p.device.type, p.dim()) == (torch.bfloat16, where, len(p.shape))
                 assert p.numel() == len(p) * (p.shape[1] if p.dim() == 2 else 1)
                 assert p.is_floating_point()
                 assert isinstance(p, nn.Parameter)

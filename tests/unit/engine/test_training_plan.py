@@ -23,6 +23,8 @@ from hytrain.errors import ConfigError, HyTrainError, PlanError
 from hytrain.formats.plan_file import PlanFile, Predicted
 from hytrain.hardware.device_facts import MULTIPROCESSORS_VARIABLE
 
+pytestmark = pytest.mark.cpu  # which the plans are for
+
 # -- training by a plan on one rank ------------------------------------------------------------
 
 STEPS = 14
