@@ -119,9 +119,10 @@ def _check_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen: set[int] = set()
     for index, group in enumerate(groups):
-        if group.get("eps", 1.0) <= 0:
+        eps = group.get("eps")  # a pair in Adafactor, which is refused later, by its name
+        if isinstance(eps, (int, float)) and eps <= 0:
             raise ConfigError(
-                f'parameter group {index} has "eps" {group["eps"]}: give a number above 0, as in '
+                f'parameter group {index} has "eps" {eps}: give a number above 0, as in '
                 "1e-8, since a parameter without gradients is divided by it"
             )
         for item in group["params"]:

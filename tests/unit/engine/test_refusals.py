@@ -309,6 +309,13 @@ def test_a_clients_optimizer_that_is_no_plain_adam(kind: Any, match: str) -> Non
     refused(make_config(optimizer=None), match, UnsupportedError, optimizer=kind)
 
 
+def test_an_optimizer_whose_eps_is_a_pair_is_refused_by_its_name() -> None:
+    model = make_model("mlp")  # as Adafactor's is
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "eps": (1e-30, 1e-3)}])
+    with pytest.raises(UnsupportedError, match="the optimizer is torch.optim.*SGD"):
+        hytrain.initialize(model=model, optimizer=optimizer, config=make_config(optimizer=None))
+
+
 def test_parameters_of_another_model() -> None:
     other = make_model("mlp")
     config = make_config(bf16=False)
