@@ -4,6 +4,10 @@ DeepSpeed's context manager uses functions of the parameters: those with a ``ds_
 that gather and partition them, and what its ``modifier_rank`` has written is sent to the other
 ranks. It would leave others as they are, so that a write would reach one rank only. Parameters that
 are whole on every rank therefore have a ``ds_id``, too.
+
+Of a list it asks the parameter with the least ``ds_id``, for all of them. Where other engines have
+some of the list (TRL's reference model), hytrain passes these on to functions of their own, and its
+ids are less than theirs: DeepSpeed's functions would take hytrain's parameters for their own.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ class GatheringParameters:
         self._layer_of = {
             id(slot.parameter): layer for layer in weights.layers for slot in layer.slots
         }
+        self.served: set[int] = set()
+        """Ids of the parameters that have these functions: the model's, frozen ones included."""
 
     def gather(
         self,
@@ -60,7 +66,10 @@ class GatheringParameters:
         Raises:
             UnsupportedError: a backward is running in which they are not gathered.
         """
-        layers = self._layers([parameter] if param_list is None else param_list)
+        parameters = [parameter] if param_list is None else param_list
+        if others := self._others(parameters):
+            others[0].all_gather(param_list=others)
+        layers = self._layers(parameters)
         schedule = self._weights.schedule
         if schedule is not None and schedule.is_open:
             self._use_in_pass(schedule, layers)
@@ -97,6 +106,8 @@ class GatheringParameters:
         """
         del hierarchy
         parameters = [parameter] if param_list is None else param_list
+        if others := self._others(parameters):
+            others[0].partition(param_list=others, has_been_updated=has_been_updated)
         schedule = self._weights.schedule
         if schedule is not None and schedule.is_open:
             if has_been_updated:
@@ -159,6 +170,10 @@ class GatheringParameters:
                 state.before_write = None
             self._weights.gatherer.pinned.discard(layer.index)
             self._weights.release_layer(layer)
+
+    def _others(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
+        """The parameters of other engines, in the order given."""
+        return [parameter for parameter in parameters if id(parameter) not in self.served]
 
     def _layers(self, parameters: Sequence[torch.Tensor]) -> list[LayerWeights]:
         layers = (self._layer_of.get(id(p)) for p in parameters)

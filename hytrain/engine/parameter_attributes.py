@@ -36,7 +36,7 @@ _STATUS = {
     Presence.COMING: ZeroParamStatus.INFLIGHT,
     Presence.THERE: ZeroParamStatus.AVAILABLE,
 }
-_ids = itertools.count(1_000_000_000)  # beyond those that zero.Init gives
+_ids = itertools.count(-1_000_000_000)  # below those that zero.Init gives: see GatheringParameters
 
 
 class ParameterAttributes:
@@ -125,6 +125,7 @@ class ParameterAttributes:
             "partition": WeakCall(self._gathering.part, parameter),
         }
         vars(parameter).update(attributes)
+        self._gathering.served.add(id(parameter))
         self._given.append((parameter, set(attributes)))
 
     def _equal_part(self, parameter: nn.Parameter) -> torch.Tensor:

@@ -256,6 +256,36 @@ def test_weights_that_are_written_where_gathered(threshold: int, frozen: bool) -
         assert (deepspeed.utils.safe_get_full_fp32_param(some[1]) is None) is frozen
 
 
+@pytest.mark.parametrize("threshold", [0, 2000])
+@on_ranks(2)
+def test_weights_gathered_together_with_those_of_another_engine(threshold: int) -> None:
+    """As TRL moves a reference model, which DeepSpeed has sharded, towards the trained one."""
+    reference = make_model("mlp", seed=1)
+    theirs = [p.detach().clone() for p in reference.parameters()]
+    deepspeed.zero.Init(module=reference, dtype=torch.float32, mem_efficient_linear=False)
+    config = config_for(UNEVEN, stage=3, gpu_fraction=0.5)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+    with built(make_model("mlp"), config) as engine:
+        for number in range(3):
+            take_steps(engine, [number])
+            with engine.gathered_parameters():
+                ours = [p.detach().clone() for p in engine.module.parameters()]
+            both = [*engine.module.parameters(), *reference.parameters()]
+            with deepspeed.zero.GatheredParameters(both, modifier_rank=0):
+                if dist.get_rank() == 0:
+                    for there, here in zip(reference.parameters(), ours, strict=True):
+                        there.data.mul_(0.5).add_(here, alpha=0.5)
+                    for seen, here in zip(engine.module.parameters(), ours, strict=True):
+                        assert_same_bits("ours", seen.detach(), here)
+            theirs = [one.mul(0.5).add(two, alpha=0.5) for one, two in zip(theirs, ours)]
+            with deepspeed.zero.GatheredParameters([*reference.parameters()]):
+                for there, expected in zip(reference.parameters(), theirs, strict=True):
+                    assert_same_bits("theirs", there.detach(), expected)
+        shadow = RankShadow(engine)
+        shadow.take_steps(range(2))
+        shadow.check()
+
+
 @pytest.mark.parametrize("gpu_fraction", [0.0, 0.5])
 @on_ranks(2)
 def test_an_evaluation_between_backward_and_step(gpu_fraction: float) -> None:
