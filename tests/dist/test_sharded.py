@@ -277,7 +277,9 @@ def test_weights_gathered_together_with_those_of_another_engine(threshold: int) 
                         there.data.mul_(0.5).add_(here, alpha=0.5)
                     for seen, here in zip(engine.module.parameters(), ours, strict=True):
                         assert_same_bits("ours", seen.detach(), here)
-            theirs = [one.mul(0.5).add(two, alpha=0.5) for one, two in zip(theirs, ours)]
+            theirs = [
+                one.mul(0.5).add(two, alpha=0.5) for one, two in zip(theirs, ours, strict=True)
+            ]
             with deepspeed.zero.GatheredParameters([*reference.parameters()]):
                 for there, expected in zip(reference.parameters(), theirs, strict=True):
                     assert_same_bits("theirs", there.detach(), expected)

@@ -137,6 +137,26 @@ def test_trainer(kind: str, stage: int, tmp_path: Path) -> None:
     _assert_same(resumed["losses"], ours["losses"])  # as the uninterrupted run
 
 
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+def test_options(stage: int, ranks: int, tmp_path: Path) -> None:
+    """Options of Trainer, methods of peft, trainers of TRL: some 30 short trainings."""
+    for library in ("trl", "peft"):
+        pytest.importorskip(library, reason="run `make test-ecosystem`")
+    _needs("trl", ranks)
+    plain, ours = both("options", stage, ranks, tmp_path)
+    weights = [torch.load(tmp_path / engine / "weights.pt") for engine in ("plain", "hytrain")]
+    assert plain["each"].keys() == ours["each"].keys()
+    for name, expected in plain["each"].items():
+        found = ours["each"][name]
+        assert found["loss"], name
+        for key, numbers in expected.items():
+            assert found[key] == pytest.approx(numbers, rel=1e-3, abs=TOLERANCE), (name, key)
+        for weight, values in weights[0][name].items():
+            apart = (weights[1][name][weight] - values).abs().max()
+            # Adam gives an element whose gradient is rounding noise a step of any size up to 1e-2.
+            assert apart < 1e-3, (name, weight, apart)
+
+
 @pytest.mark.parametrize("kind", ["trainer_sequences", "accelerate_sequences"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_shared_sequences(kind: str, stage: int, tmp_path: Path) -> None:

@@ -352,6 +352,19 @@ def _lightning(options: argparse.Namespace) -> Result:
     return {"losses": module.losses}
 
 
+def _options(options: argparse.Namespace) -> Result:
+    """Makes a short training with each option of options.py; weights go to a file."""
+    from options import train_each
+
+    each = train_each(
+        _common(options), str(options.folder / "model"), lambda engine: _check(engine, options)
+    )
+    if os.environ.get("RANK", "0") == "0":
+        weights = {name: found.pop("weights") for name, found in each.items()}
+        torch.save(weights, options.folder / "weights.pt")
+    return {"each": each if os.environ.get("RANK", "0") == "0" else None}
+
+
 def _versions() -> str:
     packages = ("torch", "deepspeed", "transformers", "accelerate", "trl", "peft", "lightning")
     return ", ".join(
@@ -363,7 +376,7 @@ def _versions() -> str:
 
 KINDS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "text": _text, "vit": _vit, "sft": _sft, "dpo": _dpo, "grpo": _grpo,
-    "accelerate": _accelerate, "lightning": _lightning,
+    "accelerate": _accelerate, "lightning": _lightning, "options": _options,
     "trainer_sequences": _trainer_sequences, "accelerate_sequences": _accelerate_sequences,
 }  # fmt: skip
 

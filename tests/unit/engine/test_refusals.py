@@ -312,7 +312,7 @@ def test_a_clients_optimizer_that_is_no_plain_adam(kind: Any, match: str) -> Non
 def test_an_optimizer_whose_eps_is_a_pair_is_refused_by_its_name() -> None:
     model = make_model("mlp")  # as Adafactor's is
     optimizer = torch.optim.SGD([{"params": list(model.parameters()), "eps": (1e-30, 1e-3)}])
-    with pytest.raises(UnsupportedError, match="the optimizer is torch.optim.*SGD"):
+    with pytest.raises(UnsupportedError, match=r"the optimizer is torch.optim.*SGD"):
         hytrain.initialize(model=model, optimizer=optimizer, config=make_config(optimizer=None))
 
 
