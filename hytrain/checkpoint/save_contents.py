@@ -20,6 +20,7 @@ from hytrain.checkpoint.gather import ParameterPlace
 from hytrain.checkpoint.universal import pack_optimizer_state
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.errors import CheckpointError
+from hytrain.kernels.host_memory import host_copy
 from hytrain.optimizer.kept_state import KeptState
 
 logger = logging.getLogger(__name__)
@@ -243,10 +244,13 @@ def collect_module_state(
     module_tensors: Callable[[], Mapping[str, Any]],
     *,
     with_frozen: bool,
+    as_copies: bool,
 ) -> dict[str, Any]:
     """A module's state dict under ZeRO-3, on rank 0; a collective, one layer at a time.
 
-    ``module_tensors`` gives the state dict by name, without reading weights.
+    ``module_tensors`` gives the state dict by name, without reading weights. With ``as_copies``
+    what is whole on every rank is copied to the host, too, each tensor into memory of its own:
+    accelerate takes tensors that share memory for tied ones, and saves only one of them.
 
     Returns:
         Name -> tensor; sharded weights on the host, tied ones as one tensor. On other ranks an
@@ -263,10 +267,15 @@ def collect_module_state(
     for name, tensor in module_tensors().items():
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and not with_frozen:
             continue
-        if id(tensor) in copies:
+        if not isinstance(tensor, torch.Tensor):
+            state[name] = tensor  # a module's extra state
+        elif id(tensor) in copies:
             state[name] = copies[id(tensor)]
+        elif as_copies:
+            whole, purpose = tensor.detach(), f"a copy of '{name}'"
+            state[name] = copies[id(tensor)] = host_copy(whole, whole.dtype, purpose=purpose)
         else:
-            state[name] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+            state[name] = tensor.detach()
     return state
 
 

@@ -699,6 +699,7 @@ class HyTrainEngine(DeepSpeedEngine):
             optimizer.kept,
             self._module_tensors,
             with_frozen=not exclude_frozen_parameters,
+            as_copies=False,
         )
         found = {} if destination is None else destination
         found.update({prefix + name: tensor for name, tensor in state.items()})
@@ -745,10 +746,11 @@ class HyTrainEngine(DeepSpeedEngine):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, Any] | None:
-        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        if self.open_optimizer().collectives.rank != 0:
-            return None
-        return OrderedDict((name, tensor.cpu()) for name, tensor in state.items())
+        kept = self.open_optimizer().kept
+        state = collect_module_state(
+            kept, self._module_tensors, with_frozen=not exclude_frozen_parameters, as_copies=True
+        )
+        return OrderedDict(state) if kept.collectives.rank == 0 else None
 
     def _get_param_fragment_func(self, param: nn.Parameter) -> torch.Tensor:
         """Returns a checkpoint's part of a frozen parameter that is whole on this rank: all."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -254,6 +256,44 @@ def test_weights_that_are_written_where_gathered(threshold: int, frozen: bool) -
         shadow.check()
         # Whole again, where somebody asks DeepSpeed for it.
         assert (deepspeed.utils.safe_get_full_fp32_param(some[1]) is None) is frozen
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2-hf"])  # the latter's weights are tied
+@pytest.mark.parametrize("threshold", [0, 2000])
+@on_ranks(2)
+def test_saving_where_all_ranks_run_what_rank_0_saves(kind: str, threshold: int) -> None:
+    """As accelerate's documents say; accelerate.save_model takes shared memory for ties."""
+    from safetensors.torch import load_file
+
+    config = config_for(UNEVEN, stage=3, gpu_fraction=0.5)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+    model: Any = build(kind)
+    with built(model, config) as engine, tempfile.TemporaryDirectory() as folder:
+        engine.backward(loss_of(engine(**batch_of(kind, dist.get_rank(), bf16=True))))
+        engine.step()
+        state = engine._zero3_consolidated_16bit_state_dict()
+        is_first = dist.get_rank() == 0
+        assert (state is not None) is is_first
+        memory = {t.untyped_storage().data_ptr() for t in (state or {}).values()}
+        model.save_pretrained(folder, is_main_process=is_first, state_dict=state)
+        with engine.gathered_parameters():
+            whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+        if state is None:
+            assert not list(Path(folder).glob("*.safetensors"))
+            names = model.state_dict()
+            assert all(names[name].is_meta for name in whole)
+            assert all(names[name].shape == tensor.shape for name, tensor in whole.items())
+        else:
+            saved = load_file(Path(folder) / "model.safetensors")
+            assert saved.keys() == whole.keys()
+            assert len(memory) == len(whole)
+            for name, tensor in whole.items():
+                assert_same_bits(name, saved[name], tensor.cpu())
+            with pytest.raises(UnsupportedError, match="has its shards of the weights only"):
+                model.state_dict()
+        if not is_first:
+            with pytest.raises(UnsupportedError, match="read"):
+                model.get_parameter(next(iter(whole))).sum()  # reads are refused as before
 
 
 @pytest.mark.parametrize("threshold", [0, 2000])

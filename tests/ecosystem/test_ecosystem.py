@@ -122,6 +122,7 @@ def test_losses(kind: str, stage: int, ranks: int, more: tuple[str, ...], tmp_pa
     if kind == "accelerate":
         _assert_same(ours["again"], ours["straight"])  # load_state: as if nothing had been
         assert ours["total"] == pytest.approx(plain["total"], rel=1e-5)
+        assert ours["saved"] == pytest.approx([ours["total"]] * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["text", "vit"])
