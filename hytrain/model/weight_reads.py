@@ -13,13 +13,15 @@ parameter itself, and by ``torch.tensor(parameter)``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+
+from hytrain.errors import UnsupportedError
 
 _OF_SHAPE = frozenset(
     ("__set__", "__delete__", "__len__", "dim", "size", "numel", "nelement", "stride", "ndimension",
@@ -61,12 +63,17 @@ class Reader(Protocol):
 class WatchedParameters:
     """Parameters whose reads are reported while they are not readable."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], read: Reader) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], read: Reader, *, may_be_away: bool = False
+    ) -> None:
         """The parameters are readable at first.
 
-        ``read``: called before a read; may raise, and may make them readable.
+        ``read``: called before a read; may raise, and may make them readable. ``may_be_away``: if
+        it raises an UnsupportedError, they are not on this rank, and state dicts have them without
+        values.
         """
         self._read = read
+        self.may_be_away = may_be_away
         self._readers = 1
         classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
         self._items: list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]] = []
@@ -151,10 +158,12 @@ class _Watched(nn.Parameter):
         # Quick for what is called often: loops that ask all parameters for their gradients, say.
         name = _read_by(func) if func not in _reads_nothing else None
         if name is not None:
-            for value in (*args, *named.values()):
-                for item in value if isinstance(value, (tuple, list)) else (value,):
-                    if isinstance(item, _Watched):
-                        item.watch.tell(name)
+            try:
+                _tell(name, (*args, *named.values()))
+            except UnsupportedError as refusal:
+                if _calling_code() is _MAKES_STATE_DICT and _may_be_away(args):
+                    return _without_values(args[0], str(refusal))
+                raise
         # Some may still be watched: they were not read, or their read needs no action.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **named)
@@ -173,6 +182,44 @@ class _Watched(nn.Parameter):
         self.watch.tell("pickle")
         with _as_own(self) as own:
             return own.__reduce_ex__(proto)
+
+
+_MAKES_STATE_DICT: CodeType = vars(nn.Module)["_save_to_state_dict"].__code__
+
+
+def _tell(name: str, arguments: Iterable[Any]) -> None:
+    """Reports the watched parameters among a torch function's arguments, before it reads them."""
+    for value in arguments:
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, _Watched):
+                item.watch.tell(name)
+
+
+def _may_be_away(arguments: Sequence[Any]) -> bool:
+    return isinstance(arguments[0], _Watched) and arguments[0].watch.may_be_away
+
+
+class _WithoutValues(torch.Tensor):
+    """What a state dict has of a weight that is not on this rank: its shape, on the meta device.
+
+    Libraries make state dicts for the names alone (peft, for modules that it saves whole), or on
+    ranks that save nothing. Whoever reads it gets torch's error of meta tensors; torch.save, which
+    would write it, the refusal of the read.
+    """
+
+    refusal: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        raise UnsupportedError(self.refusal)
+
+
+def _without_values(parameter: nn.Parameter, refusal: str) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        meta = torch.empty_like(parameter, device="meta", requires_grad=False)
+        found = meta.as_subclass(_WithoutValues)
+    found.refusal = refusal
+    return found
 
 
 def _calling_code() -> CodeType | None:

@@ -78,7 +78,6 @@ class LayerGuards:
         # Tools that read a module's weights do it through its state_dict.
         self._reads_names = False
         model.register_state_dict_pre_hook(_Hook(self._before_state_dict))
-        model.register_state_dict_post_hook(_Hook(self._after_state_dict))
 
     @contextmanager
     def reading_names(self) -> Generator[None]:
@@ -119,18 +118,6 @@ class LayerGuards:
     def _before_state_dict(self, *_args: object) -> None:
         if not self._reads_names:
             self._owner.read_weights()
-
-    def _after_state_dict(
-        self, model: nn.Module, state: dict[str, object], prefix: str, _metadata: object
-    ) -> None:
-        if not self._owner.leaves_out_values:
-            return
-        self._owner.leaves_out_values = False
-        without_values: dict[int, torch.Tensor] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if prefix + name in state:
-                meta = torch.empty_like(parameter, device="meta", requires_grad=False)
-                state[prefix + name] = without_values.setdefault(id(parameter), meta)
 
     def _guard(
         self, module: nn.Module, layers: Sequence[LayerWeights]
@@ -228,7 +215,8 @@ class LayerGuards:
             )
             yield state.update.reads
         for part in layer.sharded:
-            reads = WatchedParameters([slot.parameter for slot in part.layout.slots], read_sharded)
+            parameters = [slot.parameter for slot in part.layout.slots]
+            reads = WatchedParameters(parameters, read_sharded, may_be_away=True)
             reads.disallow_all()
             part.storage.reads = reads
             yield reads

@@ -28,12 +28,9 @@ class PassGuide:
         self.passes = passes
         self.weights = passes.weights
         self._kept = kept
-        self.leaves_out_values = False
-        """Whether a state dict is being made in which weights have no values: see read_weights."""
 
     def begin_forward(self) -> None:
         """Begins the model's forward, which is about to enter its modules."""
-        self.leaves_out_values = False  # as after an exception in a module's own state_dict
         passes, schedule = self.passes, self.weights.active
         if schedule is not None and torch._C._are_functorch_transforms_active():  # pyright: ignore
             raise UnsupportedError(
@@ -171,8 +168,6 @@ class PassGuide:
                 back.
             ConfigError: between backward and step, if updates are committed directly.
         """
-        if self.leaves_out_values:
-            return
         passes, schedule = self.passes, self.weights.active
         if schedule is not None and schedule.is_open:
             schedule.hold(layer.index)
@@ -191,8 +186,6 @@ class PassGuide:
             UnsupportedError: it is no forward, and they are not gathered; or an extension has
                 read them, unnoticed, when they were not there.
         """
-        if self.leaves_out_values:
-            return
         schedule, is_live = self.weights.active, self.weights.gatherer.is_live(layer)
         if was_read and not is_live:
             raise UnsupportedError(
@@ -228,10 +221,10 @@ class PassGuide:
         self.weights.hold(layer)
 
     def read_weights(self) -> None:
-        """Makes all weights the newest: a state dict is about to be made.
+        """Makes all weights the newest: the model's state dict is about to be made.
 
-        Where weights are not gathered (ZeRO-3), ranks other than 0 get a state dict without values:
-        code that saves on rank 0 what accelerate has gathered there also runs on the others, and
+        Where weights are not gathered (ZeRO-3), ranks other than 0 get one without values: code
+        that saves on rank 0 what accelerate has gathered there also runs on the others, and
         transformers' save_pretrained makes a state dict on them, of which it writes nothing.
 
         Raises:
@@ -241,5 +234,3 @@ class PassGuide:
             self._kept.synchronize()
         elif self._kept.collectives.rank == 0:
             raise UnsupportedError(_ONLY_SHARDS)
-        else:
-            self.leaves_out_values = True

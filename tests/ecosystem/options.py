@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -198,6 +199,14 @@ def _weights(trainer: Any) -> dict[str, torch.Tensor]:
         return {name: p.detach().float().cpu().clone() for name, p in named.items()}
 
 
+def _sum_of_files(folder: str) -> float:
+    """Of what Trainer has saved; rank 0 has written it by now, what others see does not matter."""
+    from safetensors.torch import load_file
+
+    files = sorted(Path(folder).glob("*.safetensors")) if os.environ["RANK"] == "0" else []
+    return sum(float(t.double().abs().sum()) for file in files for t in load_file(file).values())
+
+
 def train_each(
     common: Arguments, folder: str, check: Callable[[Any], None]
 ) -> dict[str, dict[str, Any]]:
@@ -211,7 +220,9 @@ def train_each(
         history = trainer.state.log_history
         keys = ("loss", "eval_loss", "grad_norm")
         numbers = {key: [entry[key] for entry in history if key in entry] for key in keys}
-        found[name] = {**numbers, "weights": _weights(trainer)}
+        trainer.save_model(f"{folder}-{len(found)}")
+        saved = _sum_of_files(f"{folder}-{len(found)}")
+        found[name] = {**numbers, "saved": saved, "weights": _weights(trainer)}
         del trainer
         gc.collect()
     return found
