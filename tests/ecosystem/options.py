@@ -220,8 +220,10 @@ def train_each(
         history = trainer.state.log_history
         keys = ("loss", "eval_loss", "grad_norm")
         numbers = {key: [entry[key] for entry in history if key in entry] for key in keys}
-        trainer.save_model(f"{folder}-{len(found)}")
-        saved = _sum_of_files(f"{folder}-{len(found)}")
+        saved = None
+        if name != "prompt":  # peft computes what it saves: in ZeRO-3 rank 0 alone would gather
+            trainer.save_model(f"{folder}-{len(found)}")
+            saved = _sum_of_files(f"{folder}-{len(found)}")
         found[name] = {**numbers, "saved": saved, "weights": _weights(trainer)}
         del trainer
         gc.collect()
