@@ -220,7 +220,7 @@ def train_each(
         history = trainer.state.log_history
         keys = ("loss", "eval_loss", "grad_norm")
         numbers = {key: [entry[key] for entry in history if key in entry] for key in keys}
-        saved = None
+        saved = 0.0
         if name != "prompt":  # peft computes what it saves: in ZeRO-3 rank 0 alone would gather
             trainer.save_model(f"{folder}-{len(found)}")
             saved = _sum_of_files(f"{folder}-{len(found)}")
