@@ -178,10 +178,10 @@ def test_reading_the_weights() -> None:
                 engine.module.state_dict()
         else:
             without_values = engine.module.state_dict()
-            assert_has_no_values(without_values)
+            _assert_has_no_values(without_values)
             with pytest.raises(RuntimeError, match="Cannot copy out of meta tensor"):
                 make_model("gpt2").load_state_dict(without_values)
-        assert_has_no_values(engine.module.transformer.h[0].state_dict())  # on rank 0, too
+        _assert_has_no_values(engine.module.transformer.h[0].state_dict())  # on rank 0, too
         for name, parameter in engine.module.named_parameters():
             assert parameter.shape == shapes[name]
             with pytest.raises(UnsupportedError, match="gathered_parameters"):
@@ -205,7 +205,7 @@ def test_reading_the_weights() -> None:
         assert collected["lm_head.weight"] is collected["transformer.wte.weight"]
 
 
-def assert_has_no_values(state: dict[str, torch.Tensor]) -> None:
+def _assert_has_no_values(state: dict[str, torch.Tensor]) -> None:
     """It has shapes; who saves it, or reads a value, is told."""
     assert all(tensor.is_meta and tensor.numel() for tensor in state.values())
     with pytest.raises(UnsupportedError, match="gathered_parameters"):

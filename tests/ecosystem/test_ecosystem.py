@@ -150,8 +150,10 @@ def test_options(stage: int, ranks: int, tmp_path: Path) -> None:
     for name, expected in plain["each"].items():
         found = ours["each"][name]
         assert found["loss"], name
-        for key, numbers in expected.items():
-            assert found[key] == pytest.approx(numbers, rel=1e-3, abs=TOLERANCE), (name, key)
+        for key in ("loss", "eval_loss"):
+            assert found[key] == pytest.approx(expected[key], rel=0, abs=TOLERANCE), (name, key)
+        for key in ("grad_norm", "saved"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-3), (name, key)
         for weight, values in weights[0][name].items():
             apart = (weights[1][name][weight] - values).abs().max()
             # Adam gives an element whose gradient is rounding noise a step of any size up to 1e-2.

@@ -96,7 +96,8 @@ def test_large_files_stay_out_of_the_page_cache(tmp_path: Path) -> None:
         file.sync()
     if shutil.which("fincore") is None:
         pytest.skip("there is no fincore")
-    found = subprocess.run(["fincore", "-bno", "res", str(path)], capture_output=True, text=True)
+    command = ["fincore", "-bno", "res", str(path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(found.stdout) <= 64 * 1024
 
 
