@@ -8,6 +8,7 @@ attributed to what ran beside it.
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 from collections import Counter, defaultdict, deque
@@ -79,6 +80,7 @@ def _window(stepper: Stepper, steps: int) -> float:
 
 def _recorded(stepper: Stepper) -> list[Kernel]:
     _window(stepper, 2)
+    gc.collect()  # or a few steps would have the one that belongs to many
     dist.barrier()
     synchronize(stepper.device)  # or the barrier's kernel would be recorded
     with profile(activities=[ProfilerActivity.CUDA]) as recording:

@@ -15,6 +15,7 @@ import torch
 
 from hytrain.comm.collectives import ShardCollectives
 from hytrain.engine.deepspeed_internals import ZeROOptimizer
+from hytrain.engine.full_collections import FullCollections
 from hytrain.engine.parameter_attributes import ParameterOffload
 from hytrain.engine.plan_watch import RankMeasured
 from hytrain.engine.state_view import OptimizerState
@@ -78,6 +79,8 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         self._hyper = hyper
         self.offloaded = OffloadedStates(self.kept, self.passes, parameters)
         self.before_close.append(self.offloaded.close)
+        self._full_collections = FullCollections(collectives)
+        self.before_close.append(self._full_collections.close)
 
     # -- the passes, as DeepSpeed's engine reports them ------------------------------------------
 
@@ -189,6 +192,7 @@ class HyTrainZeroOptimizer(ZeROOptimizer):
         # Before updates on the device: releasing a layer makes compute, and with it the update
         # stream, wait for its gather. Otherwise a gather could send a half overwritten shard.
         self.weights.forget()
+        self._full_collections.backward_launched()
         outcome = self.pipeline.finish_step(self._hyper.read())
         passes.open_step.end()
         self._record(outcome)

@@ -22,8 +22,11 @@ _ORIGINALS = (nn.Module.__call__, torch.equal, torch.testing.assert_close)
 def _call(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
     weight = next(module.parameters(), None)
     if weight is not None and weight.is_cuda:
-        move = functools.partial(torch.Tensor.to, device=weight.device)
-        inputs, keywords = pytree.tree_map_only(torch.Tensor, move, (inputs, keywords))
+        leaves = pytree.tree_leaves((inputs, keywords))
+        # Only then: a module within the model may change lists of its arguments, not copies.
+        if any(isinstance(leaf, torch.Tensor) and not leaf.is_cuda for leaf in leaves):
+            move = functools.partial(torch.Tensor.to, device=weight.device)
+            inputs, keywords = pytree.tree_map_only(torch.Tensor, move, (inputs, keywords))
     return _ORIGINALS[0](module, *inputs, **keywords)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,9 @@ class _Tokens(Dataset):
 
 @contextmanager
 def _built(*, shuffled: bool = False) -> Generator[tuple[Any, Any]]:
+    # A loader's workers are forked: one ends if Python frees CUDA tensors in it, those of an earlier
+    # test's engine for example.
+    gc.collect()
     torch.manual_seed(0)
     model = Everything()
     config = make_config(train_micro_batch_size_per_gpu=GLOBAL_BATCH)

@@ -300,6 +300,7 @@ def _anonymous_bytes() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
+@pytest.mark.cpu  # on a GPU the model is no second copy on the host
 def test_a_model_gives_its_memory_back_while_shards_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

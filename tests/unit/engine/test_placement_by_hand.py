@@ -208,6 +208,7 @@ def test_between_the_micro_batches_of_a_step(stage: int) -> None:
         shadow.check()
 
 
+@pytest.mark.cpu  # the peak is that of a plan for a CPU
 def test_what_does_not_fit_by_hand(memory: Any, first: Decision) -> None:
     with built(make_model("mlp"), solving()) as engine:
         backward(engine, 0)
