@@ -31,8 +31,8 @@ class _Tokens(Dataset):
 
 @contextmanager
 def _built(*, shuffled: bool = False) -> Generator[tuple[Any, Any]]:
-    # A loader's workers are forked: one ends if Python frees CUDA tensors in it, those of an earlier
-    # test's engine for example.
+    # A loader's workers are forked. One ends if Python frees CUDA tensors in it, such as those of
+    # an earlier test's engine.
     gc.collect()
     torch.manual_seed(0)
     model = Everything()
