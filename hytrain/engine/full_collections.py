@@ -51,10 +51,10 @@ class FullCollections:
 
     def _agree(self, counted: int) -> None:
         counted = self._collectives.maximum([counted], "the agreement on garbage collections")[0]
-        if counted == 0:
+        young, middle, old = gc.get_threshold()
+        if counted == 0 or old == 0:  # 0 with the incremental collector of Python 3.14.0 to 3.14.4
             return
         self._every = max(1, EACH * COUNTED // counted)
-        young, middle, old = gc.get_threshold()
         self._python_own = (young, middle, old)
         gc.set_threshold(young, middle, max(old, 2 * EACH))
 

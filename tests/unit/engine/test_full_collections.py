@@ -74,6 +74,15 @@ def test_none_where_none_is_needed(middle: SimpleNamespace) -> None:
     assert gc.get_threshold() == (700, 10, 10)
 
 
+def test_none_with_an_incremental_collector(middle: SimpleNamespace) -> None:
+    gc.set_threshold(2000, 10, 0)
+    collections = made()
+    steps(collections, middle, 200, EACH)
+    collections.close()
+    assert not middle.full
+    assert gc.get_threshold() == (2000, 10, 0)
+
+
 def test_none_while_the_user_has_disabled_them(middle: SimpleNamespace) -> None:
     collections = made()
     steps(collections, middle, KNOWN, EACH)
