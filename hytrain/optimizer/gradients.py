@@ -248,6 +248,7 @@ class GradientCollector:
             parameter = layer.layout.slots[index].parameter
             gradient = parameter.grad
             if gradient is None:
+                layer.remaining = -1  # it will not come: see is_coming()
                 return
             if step.phase is not StepPhase.BACKWARD and not collector._begin_backward():
                 collector._has_kept = True
@@ -479,6 +480,14 @@ class GradientCollector:
         """Consumes a layer's gradient as far as it has come, unless it has been consumed."""
         if self.layers[index].progress is not Progress.REDUCED:
             self._close(self.layers[index])
+
+    def is_coming(self, index: int) -> bool:
+        """Whether the graph that runs will bring a gradient that a layer has not got yet."""
+        layer = self.layers[index]
+        if not self._step.in_backward or layer.remaining <= 0:
+            return False
+        nodes = zip(layer.fired, self._hooks[index].accumulators, strict=True)
+        return any(not fired and will_run(node) for fired, node in nodes)
 
     @property
     def lacks_room(self) -> bool:

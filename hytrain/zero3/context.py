@@ -34,6 +34,10 @@ class PendingGradients(Protocol):
         """Reduces what there is of a layer's gradient, unless it has been reduced."""
         ...
 
+    def is_coming(self, index: int) -> bool:
+        """Whether the graph that runs will bring a gradient that a layer has not got yet."""
+        ...
+
     def reduce_so_far(self, index: int, *, is_all: bool) -> None:
         """Reduces what there is of a layer's gradient; more of it may come unless ``is_all``."""
         ...

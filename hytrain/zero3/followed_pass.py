@@ -96,7 +96,7 @@ class FollowedPass:
         wanted = Operation(Action.USE, index)
         places = range(self._at, len(self._operations))
         place = next((i for i in places if self._operations[i] == wanted), None)
-        if place is None:
+        if place is None or self._is_early(place):
             self._use_extra(index)
             return
         self._context.release(self._extra - {index})
@@ -108,8 +108,21 @@ class FollowedPass:
         self._context.wait_resident(index)
         self._advance(index)
 
+    def _is_early(self, place: int) -> bool:
+        """Whether a use comes before its place in the plan, since gradients in front are to come.
+
+        Of layers that are recomputed together, more often than in the record, one is used again
+        before the gradients arrive that were there by then in the record.
+        """
+        gradients = self._context.gradients
+        return gradients is not None and any(
+            operation.action is Action.REDUCE and gradients.is_coming(operation.layer)
+            for operation in self._operations[self._at : place]
+        )
+
     def _use_extra(self, index: int) -> None:
-        """Makes a use that the record does not have: legal if all ranks make it."""
+        """Makes a use that the record does not have here: all ranks must, unless the layer is
+        there."""
         if index not in self._context.sharded or self._context.is_live(index):
             return
         if self._layer_major:

@@ -11,8 +11,9 @@ places where they may be used.
 
 In backward the plan also says where a layer's gradient is reduced, because that is a collective
 among the gathers. A gradient that is final early waits for its place. One that is still missing at
-its place will not come any more (autograd runs first what was recorded last), and is taken as it
-is.
+its place, as a rule, will not come any more (autograd runs first what was recorded last), and is
+taken as it is. If it will, because layers are recomputed together more often than in the record,
+the plan waits there.
 """
 
 from __future__ import annotations

@@ -317,16 +317,30 @@ class _Tiled(nn.Module):
         return x + torch.cat(pieces)
 
 
+class _TiledLayers(_Tiled):
+    """A model whose tiles go through two layers, in front of which there is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.first(x))
+
+
 def tiles(
     stage: int,
     numbers: tuple[tuple[int, ...], ...],
     zero: dict[str, Any] | None = None,
     *,
     reentrant: bool = True,
+    of_layers: bool = False,
 ) -> None:
-    """Parts of a block that are recomputed several times: in each step, and on each rank."""
+    """Parts of a block, or of layers, that are recomputed several times: in each step, and on each
+    rank."""
     torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Tiled(), _Tiled())
+    blocks = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Tiled(), _Tiled())
+    model: nn.Module = _TiledLayers() if of_layers else blocks
     mine = [tiled for tiled in model.modules() if isinstance(tiled, _Tiled)]
     with training_beside_torch(model, stage, zero=zero) as beside:
         for number, pieces in enumerate(numbers):
@@ -396,6 +410,19 @@ def test_tiles(stage: int) -> None:
     """In changing number, but never more than in a rank's first step; or not reentrant."""
     tiles(stage, ((4, 2), (4, 2), (1, 2), (2, 1), (4, 2)))
     tiles(stage, ((1, 2), (4, 1), (2, 4)), reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reuse"),
+    [(((1, 1), (2, 2), (4, 4)), 0), (((1, 2), (4, 1), (2, 4)), 10**9)],
+    ids=["equal", "unequal, gathered throughout"],
+)
+@stages
+@on_ranks(2)
+def test_tiles_of_layers(stage: int, numbers: tuple[tuple[int, ...], ...], reuse: int) -> None:
+    """A layer's gradient may come after the next one's backward, that of an earlier tile."""
+    zero = {"stage3_max_reuse_distance": reuse} if stage == 3 else None
+    tiles(stage, numbers, zero, reentrant=False, of_layers=True)
 
 
 @pytest.mark.parametrize("grown", [(4, 4), (2, 4)], ids=["both", "second"])
