@@ -18,7 +18,7 @@ COUNTED = 8
 """Steps whose collections of the middle generation are counted."""
 EACH = 50
 """Collections of the middle generation to a full one. Python's own rule (one when a quarter of all
-objects are new) gives 36 to 44 with 32 blocks and checkpointing."""
+objects are new) gives some 40 with 32 blocks and checkpointing."""
 
 
 class FullCollections:

@@ -248,7 +248,7 @@ class GradientCollector:
             parameter = layer.layout.slots[index].parameter
             gradient = parameter.grad
             if gradient is None:
-                layer.remaining = -1  # it will not come: see is_coming()
+                layer.remaining = -1  # undefined: is_coming() must not wait for it
                 return
             if step.phase is not StepPhase.BACKWARD and not collector._begin_backward():
                 collector._has_kept = True

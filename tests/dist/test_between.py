@@ -425,6 +425,44 @@ def test_tiles_of_layers(stage: int, numbers: tuple[tuple[int, ...], ...], reuse
     tiles(stage, numbers, zero, reentrant=False, of_layers=True)
 
 
+class _Gradientless(torch.autograd.Function):
+    """Its input's gradient is undefined, though autograd runs through it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore
+        return None
+
+
+class _Learns(nn.Linear):
+    learns = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight if self.learns else _Gradientless.apply(self.weight)
+        return nn.functional.linear(x, weight, self.bias)  # pyright: ignore
+
+
+@stages
+@on_ranks(2)
+def test_an_undefined_gradient_on_one_rank(stage: int) -> None:
+    """It will not come, though its node is in the graph: the other rank must not wait for it."""
+    torch.manual_seed(2)
+    model = nn.Sequential(*(_Learns(WIDTH, WIDTH) for _ in range(3)))
+    with training_beside_torch(model, stage) as beside:
+        for number in range(4):
+
+            def loss(model: nn.Module, rank: int, number: int = number) -> torch.Tensor:
+                for module in model.modules():
+                    if isinstance(module, _Learns):
+                        module.learns = rank == 0 or number % 2 == 0
+                return _sum_of(1, number)(model, rank)
+
+            beside.step(loss)
+
+
 @pytest.mark.parametrize("grown", [(4, 4), (2, 4)], ids=["both", "second"])
 @stages
 @on_ranks(2)
